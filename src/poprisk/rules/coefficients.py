@@ -1,0 +1,155 @@
+r"""The scalars of one optimizer step: all that depends on step counts and hyper-parameters and not on the coordinate.
+
+Every backend (the pure rule, foreach, C, Triton) evaluates the same few lines per coordinate with these numbers, so
+they are computed in one place. Steps may be Python numbers or device scalars; the result is of the same kind.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from poprisk._types import Scalar
+from poprisk.rules.gates import GateName
+from poprisk.rules.threshold import Centering, deviation_noise, mean_noise
+
+Granularity = Literal["element", "row", "tensor"]
+Signal = Literal["ema", "batch"]
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Algorithm 1's *Require* line, and the options beside it. Plain numbers; validated by whoever takes user input."""
+
+    lr: Scalar = 1e-2
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    gate: GateName | None = "soft"
+    alpha: float | Literal["calibrated"] = 1.0
+    strength: float = 1.0
+    rho: float = 0.99
+    gate_eps: float = 0.0
+    centering: Centering = "paper"
+    warmup_steps: int = 0
+    normalize_gate: bool = False
+    gated_decay: bool = False
+    granularity: Granularity = "element"
+    signal: Signal = "ema"
+    shared_state: bool = False
+    skip_nonfinite: bool = True
+
+    @property
+    def tracks_variance(self) -> bool:
+        """Whether s is a state of its own (not without a gate, nor when it follows from m and v)."""
+        return self.gate is not None and not self.shared_state
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What one step multiplies with. ``open_gate`` is 1 or 0 where the gate is decided in advance, NaN where it is not."""
+
+    step: Scalar
+    var_step: Scalar
+    gain: Scalar
+    center: Scalar
+    s_keep: Scalar
+    s_new: Scalar
+    m_debias: Scalar
+    v_debias: Scalar
+    s_debias: Scalar
+    alpha: Scalar
+    open_gate: Scalar
+
+
+def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, observed: bool = False) -> Coefficients:
+    r"""The coefficients of the step after ``step``, and the counters to keep.
+
+    Args:
+        hyper: The rule's hyper-parameters.
+        step: Steps taken so far (m and v have seen as many gradients).
+        var_step: Gradients s has seen so far; fewer than ``step`` after a checkpoint without s.
+        gain: What s would be under white noise of unit variance; only used for ``alpha="calibrated"``.
+        observed: Whether the variance of this batch is given from outside instead of taken from the stream.
+    """
+    step, var_step, gain = (x.double() if isinstance(x, Tensor) else x for x in (step, var_step, gain))
+    beta1, beta2 = hyper.betas
+    t = step + 1
+    corrected = hyper.centering == "corrected" and not hyper.shared_state
+    waits = corrected and not observed  # the first deviation from a debiased mean exists at t = 2
+    sampled = _where(t > 1, 1.0, 0.0) if waits else 1.0
+    center = _where(t > 1, 1 / _floor(1 - beta1 ** (t - 1)), 0.0) if corrected else 1.0
+    t_s = var_step + sampled
+    rho = hyper.rho
+    noise = 1.0 if observed else deviation_noise(beta1, _where(waits, _at_least(t, 2), t), hyper.centering)
+    gain = gain + sampled * (1 - rho) * (noise - gain)
+    s_scale = _floor(1 - rho**t_s)
+    kappa = mean_noise(beta1, t, hyper.signal)
+    alpha = kappa * s_scale / _floor(gain) if hyper.alpha == "calibrated" else hyper.alpha
+    return Coefficients(
+        step=t,
+        var_step=t_s,
+        gain=gain,
+        center=center,
+        s_keep=1 - sampled * (1 - rho),
+        s_new=sampled * (1 - rho),
+        m_debias=1 / (1 - beta1**t),
+        v_debias=1 / (1 - beta2**t),
+        s_debias=1 / s_scale,
+        alpha=alpha,
+        open_gate=_decided(hyper, t, t_s, observed),
+    )
+
+
+def current(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, observed: bool = False) -> Coefficients:
+    """The coefficients of the step already taken: what the gate and the debiased moments of a stored state need."""
+    step, var_step, gain = (x.double() if isinstance(x, Tensor) else x for x in (step, var_step, gain))
+    beta1, beta2 = hyper.betas
+    s_scale = _floor(1 - hyper.rho**var_step)
+    kappa = mean_noise(beta1, _at_least(step, 1), hyper.signal)
+    return Coefficients(
+        step=step,
+        var_step=var_step,
+        gain=gain,
+        center=1.0,
+        s_keep=1.0,
+        s_new=0.0,
+        m_debias=1 / _floor(1 - beta1**step),
+        v_debias=1 / _floor(1 - beta2**step),
+        s_debias=1 / s_scale,
+        alpha=kappa * s_scale / _floor(gain) if hyper.alpha == "calibrated" else hyper.alpha,
+        open_gate=_decided(hyper, step, var_step, observed),
+    )
+
+
+def _decided(hyper: Hyper, t: Scalar, t_s: Scalar, observed: bool) -> Scalar:
+    """1 during an ungated warm-up or without a gate, 0 where there is nothing to decide on, NaN where the gate decides.
+
+    At t = 1 the paper's m̂² equals ŝ: with α ≥ 1 the gate is closed by definition, and rounding must not open it.
+    """
+    if hyper.gate is None:
+        return 1.0
+    undecided = float("nan")
+    no_variance = t_s < 1
+    at_start = t <= 1
+    alpha_closes = hyper.alpha == "calibrated" or hyper.alpha >= 1
+    tie = at_start if (alpha_closes and hyper.gate != "snr" and not observed and hyper.signal == "ema") else False
+    closed = _where(no_variance | tie, 0.0, undecided)
+    return _where(t <= hyper.warmup_steps, 1.0, closed) if hyper.warmup_steps else closed
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    if not isinstance(condition, Tensor):
+        return yes if condition else no
+    like = dict(dtype=torch.float64, device=condition.device)
+    return torch.where(condition, torch.as_tensor(yes, **like), torch.as_tensor(no, **like))
+
+
+def _at_least(x: Scalar, low: float) -> Scalar:
+    return x.clamp(min=low) if isinstance(x, Tensor) else max(x, low)
+
+
+def _floor(x: Scalar) -> Scalar:
+    """Keeps a divisor away from zero, where the value it divides is zero too and the gate is closed anyway."""
+    return _at_least(x, 1e-300)

@@ -1,0 +1,194 @@
+r"""Algorithm 1 of the paper, line by line, as a pure function: state and gradient in, state and weights out.
+
+This is the one definition. The optimizer's for-loop backend *is* this function; every faster backend is tested
+against it, and replay, influence and ensembles call it. In float64 it is accurate to rounding.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from poprisk._types import Linearization, Scalar
+from poprisk.errors import HyperparameterError
+from poprisk.rules.coefficients import Coefficients, Hyper, advance, current
+from poprisk.rules.gates import evaluate_gate
+from poprisk.rules.rounding import round_stochastically, rounding_bits, rounding_seed
+
+
+@dataclass(frozen=True)
+class PopulationState:
+    """m, v, s of Algorithm 1 and the counters of their bias corrections, for one tensor of weights.
+
+    ``s`` is None without a gate and when it follows from m and v (``shared_state``). ``gain`` is what s would be under
+    white noise of unit variance; the calibrated threshold divides by it. ``key`` seeds stochastic rounding.
+    ``observed`` says whether the last variance was given from outside.
+    """
+
+    m: Float[Tensor, "*shape"]
+    v: Float[Tensor, "*shape"]
+    s: Float[Tensor, "*shape"] | None
+    step: Scalar = 0.0
+    var_step: Scalar = 0.0
+    gain: Scalar = 0.0
+    key: int = 0
+    observed: bool = False
+
+
+def initial_state(w: Float[Tensor, "*shape"], hyper: Hyper) -> PopulationState:
+    """Line 1: m, v, s ← 0, in float32 or better."""
+    zeros = torch.zeros_like(w, dtype=math_dtype(w.dtype))
+    return PopulationState(zeros, zeros.clone(), zeros.clone() if hyper.tracks_variance else None)
+
+
+def population_step(
+    w: Float[Tensor, "*shape"],
+    g: Float[Tensor, "*shape"],
+    state: PopulationState,
+    hyper: Hyper,
+    variance: Float[Tensor, "*shape"] | None = None,
+) -> tuple[Float[Tensor, "*shape"], PopulationState]:
+    r"""One step of Algorithm 1 (``alg:pop_risk``), lines 4 to 10.
+
+    Symbol map: ``alpha`` is α, ``strength`` λ_pop (and λ of the SNR gate), ``rho`` ρ, ``gate_eps`` the ε of line 9,
+    ``eps`` the ϵ of line 10.
+
+    Differs from the paper only where an option says so, and in three corners the paper leaves open: ε defaults to 0
+    with 0/0 guarded; s keeps its own step count; coordinates with a non-finite gradient sit the step out
+    (``skip_nonfinite``).
+
+    Args:
+        w: Weights before the step.
+        g: Mean gradient of the batch.
+        state: m, v, s and counters before the step.
+        hyper: Hyper-parameters; ``Hyper()`` is Algorithm 1.
+        variance: Variance of the batch mean, :math:`(\Sigma_B)_{kk}/(b-1)`, if it is known and need not be estimated
+            from the stream.
+
+    Returns:
+        The new weights and the new state, in the dtypes that came in.
+
+    >>> w, hyper = torch.tensor([1.0], dtype=torch.float64), Hyper(lr=0.1, weight_decay=0.0)
+    >>> state = initial_state(w, hyper)
+    >>> for g in (2.0, 2.0):
+    ...     w, state = population_step(w, torch.tensor([g], dtype=torch.float64), state, hyper)
+    >>> round(w.item(), 6)  # closed at t = 1; then m̂ = 2, ŝ = 3.6181 and q = 0.0955
+    0.990452
+    """
+    work = math_dtype(w.dtype)
+    c = advance(hyper, state.step, state.var_step, state.gain, observed=variance is not None)
+    beta1, beta2 = hyper.betas
+    g_t, m, v = g.to(work), state.m.to(work), state.v.to(work)
+    m_prev = m  # line 4
+    s = None
+    if state.s is not None:  # line 5
+        squared = (g_t - c.center * m_prev).square() if variance is None else variance.to(work)
+        s = c.s_keep * state.s.to(work) + c.s_new * squared
+    m = m + (1 - beta1) * (g_t - m)  # line 6
+    v = beta2 * v + (1 - beta2) * g_t.square()  # line 7
+    q = _gate(m, v, s, g_t, c, hyper)  # lines 8 and 9
+    m_hat, v_hat = m * c.m_debias, v * c.v_debias
+    decay = hyper.weight_decay * (q if hyper.gated_decay else 1.0)
+    w_new = w.to(work) - hyper.lr * (q * m_hat / (v_hat.sqrt() + hyper.eps) + decay * w.to(work))  # line 10
+    before = replace(state, observed=variance is not None)
+    return _store(w, g_t, before, (w_new, m, v, s), c, hyper)
+
+
+def linearize(state: PopulationState, hyper: Hyper) -> Linearization:
+    r"""The step just taken, :math:`\Delta w = -M m - \mathrm{decay}\, w`, read off the state it left behind.
+
+    .. math:: M = \eta\, q / \big((1-\beta_1^t)(\sqrt{\hat v} + \epsilon)\big)
+    """
+    if hyper.signal == "batch":
+        raise HyperparameterError(
+            'linearize needs signal="ema", got "batch": that gate was decided on a gradient that is gone after the step'
+        )
+    work = math_dtype(state.m.dtype)
+    c = current(hyper, state.step, state.var_step, state.gain, observed=state.observed)
+    m, v, s = state.m.to(work), state.v.to(work), None if state.s is None else state.s.to(work)
+    q = _gate(m, v, s, m, c, hyper)
+    M = hyper.lr * q * c.m_debias / ((v * c.v_debias).sqrt() + hyper.eps)
+    decay = hyper.lr * hyper.weight_decay
+    return Linearization(M, hyper.betas[0], decay * q if hyper.gated_decay else decay, 0.0)
+
+
+def current_gate(state: PopulationState, hyper: Hyper) -> Float[Tensor, "*shape"]:
+    """The gate q of the step just taken (with ``signal="batch"``: the one of the averaged signal)."""
+    work = math_dtype(state.m.dtype)
+    c = current(hyper, state.step, state.var_step, state.gain, observed=state.observed)
+    s = None if state.s is None else state.s.to(work)
+    return _gate(state.m.to(work), state.v.to(work), s, None, c, replace(hyper, signal="ema"))
+
+
+def debiased_variance(state: PopulationState, hyper: Hyper) -> Float[Tensor, "*shape"]:
+    """ŝ of a stored state, also where s is only implied by m and v."""
+    work = math_dtype(state.m.dtype)
+    c = current(hyper, state.step, state.var_step, state.gain, observed=state.observed)
+    s = None if state.s is None else state.s.to(work)
+    return _variance(state.m.to(work), state.v.to(work), s, hyper) * c.s_debias
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Arithmetic is done in float32, or in float64 for float64 weights."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _variance(m: Tensor, v: Tensor, s: Tensor | None, hyper: Hyper) -> Tensor:
+    """Raw s; with ρ = β1 = β2 = β it equals (v - m²)/β exactly and needs no memory."""
+    return s if s is not None else ((v - m * m) / hyper.betas[0]).clamp(min=0)
+
+
+def _gate(m: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, c: Coefficients, hyper: Hyper) -> Tensor:
+    """Lines 8 and 9: debias, pool to the asked granularity, compare; then what is decided in advance."""
+    if hyper.gate is None:
+        return torch.ones_like(m)
+    s_hat = _variance(m, v, s, hyper) * c.s_debias
+    signal = m * c.m_debias if hyper.signal == "ema" or g is None else g
+    if hyper.granularity != "element" and m.dim() > 0:
+        dims = tuple(range(0 if hyper.granularity == "tensor" else 1, m.dim()))
+        if dims:
+            signal = signal.square().mean(dims, keepdim=True).sqrt()
+            s_hat = s_hat.mean(dims, keepdim=True)
+    q = evaluate_gate(hyper.gate, signal, s_hat, c.alpha, hyper.strength, hyper.gate_eps).expand_as(m)
+    if isinstance(c.open_gate, Tensor):
+        q = torch.where(c.open_gate.isnan(), q, c.open_gate.to(q.dtype))
+    elif c.open_gate == c.open_gate:
+        q = torch.full_like(m, c.open_gate)
+    if hyper.normalize_gate:
+        q = q / q.mean().clamp(min=torch.finfo(q.dtype).tiny)
+    return q
+
+
+def _store(
+    w: Tensor,
+    g: Tensor,
+    old: PopulationState,
+    new: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    c: Coefficients,
+    hyper: Hyper,
+) -> tuple[Tensor, PopulationState]:
+    """Back to the dtypes that came in, leaving out the coordinates whose gradient is not finite."""
+    w_new, m, v, s = new
+    v_out, s_out = _round(v, s, old, c)
+    out = [w_new.to(w.dtype), m.to(old.m.dtype), v_out, s_out]
+    if hyper.skip_nonfinite and hyper.gate is not None:
+        finite = torch.isfinite(g)
+        before = (w, old.m, old.v, old.s)
+        out = [None if x is None or y is None else torch.where(finite, x, y) for x, y in zip(out, before, strict=True)]
+    w_out, m_out, v_out, s_out = out
+    assert w_out is not None and m_out is not None and v_out is not None
+    counters = dict(step=c.step, var_step=c.var_step, gain=c.gain)
+    return w_out, replace(old, m=m_out, v=v_out, s=s_out, **counters)
+
+
+def _round(v: Tensor, s: Tensor | None, old: PopulationState, c: Coefficients) -> tuple[Tensor, Tensor | None]:
+    """Low 16 random bits for v, high 16 for s; wider dtypes are stored as they are."""
+    low = [x is not None and x.dtype == torch.bfloat16 for x in (old.v, old.s)]
+    if any(low):
+        step = c.step.long() if isinstance(c.step, Tensor) else int(c.step)
+        bits = rounding_bits(rounding_seed(step, old.key), v.numel(), v.device)
+    v_out = round_stochastically(v, bits & 0xFFFF) if low[0] else v.to(old.v.dtype)
+    if s is None or old.s is None:
+        return v_out, None
+    return v_out, round_stochastically(s, bits >> 16) if low[1] else s.to(old.s.dtype)
