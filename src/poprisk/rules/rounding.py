@@ -23,7 +23,12 @@ def hash32(x: int | Tensor) -> int | Tensor:
 
 def rounding_seed(step: int | Tensor, key: int) -> int | Tensor:
     """One seed per optimizer step and parameter tensor; ``key`` is the tensor's place in the optimizer."""
-    return hash32(step + hash32(key * _GOLDEN + 1))
+    return hash32(step + tensor_key(key))
+
+
+def tensor_key(key: int) -> int:
+    """A tensor's place in the optimizer, spread over 32 bits so that neighbours do not share random numbers."""
+    return int(hash32(key * _GOLDEN + 1))
 
 
 def rounding_bits(seed: int | Tensor, numel: int, device: torch.device | None = None) -> Tensor:

@@ -1,0 +1,7 @@
+"""Many trainings as one stacked computation."""
+
+from poprisk.ensembles.stacked import MLPShape as MLPShape
+from poprisk.ensembles.stacked import StackedMLP as StackedMLP
+from poprisk.ensembles.training import StackedTraining as StackedTraining
+from poprisk.ensembles.training import epoch_batches as epoch_batches
+from poprisk.ensembles.training import learning_rate_groups as learning_rate_groups

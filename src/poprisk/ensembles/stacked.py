@@ -1,0 +1,86 @@
+"""Many trainings of one small network as one stacked computation: members are learning rates x seeds."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from poprisk.errors import HyperparameterError
+
+
+@dataclass(frozen=True)
+class MLPShape:
+    """Sizes of a fully connected ReLU network."""
+
+    inputs: int
+    width: int
+    depth: int
+    outputs: int
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """(fan in, fan out) of each affine layer; ``depth`` counts the hidden ones."""
+        sizes = [self.inputs, *[self.width] * self.depth, self.outputs]
+        return list(zip(sizes[:-1], sizes[1:], strict=True))
+
+
+class StackedMLP(nn.Module):
+    """``num_groups`` x ``len(seeds)`` networks in batched matrix products, with leaf tensors per group.
+
+    A group is what gets hyper-parameters of its own (one learning rate). Member (g, s) starts from the initialisation of
+    ``seeds[s]`` whatever g is, so that groups, and ensembles built from the same seeds, are paired.
+
+    Args:
+        shape: Sizes of each network.
+        seeds: One initialisation each.
+        num_groups: How many times the seeds are repeated.
+        dtype: Of the weights.
+    """
+
+    def __init__(
+        self, shape: MLPShape, seeds: tuple[int, ...], num_groups: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        if not seeds or num_groups < 1:
+            raise HyperparameterError(f"an ensemble needs a seed and a group, got {len(seeds)} and {num_groups}")
+        self.shape, self.seeds, self.num_groups = shape, seeds, num_groups
+        members = [initial_weights(shape, seed, dtype) for seed in seeds]
+        stacked = [torch.stack(layer) for layer in zip(*members, strict=True)]
+        self.leaves = nn.ModuleList(
+            nn.ParameterList(nn.Parameter(leaf.clone()) for leaf in stacked) for _ in range(num_groups)
+        )
+
+    def group_parameters(self) -> list[list[nn.Parameter]]:
+        """The leaf tensors of each group, [seeds, out, in] and [seeds, 1, out] by turns."""
+        return [list(group.parameters()) for group in self.leaves]
+
+    def forward(self, inputs: Float[Tensor, "seeds batch inputs"]) -> Float[Tensor, "groups seeds batch outputs"]:
+        """Every member's logits; member (g, s) sees the inputs of seed s."""
+        layers = [torch.cat(leaves) for leaves in zip(*self.group_parameters(), strict=True)]
+        hidden = inputs.expand(self.num_groups, *inputs.shape).flatten(0, 1)
+        for index in range(0, len(layers), 2):
+            weight, bias = layers[index : index + 2]
+            hidden = torch.baddbmm(bias, hidden if index == 0 else hidden.relu(), weight.mT)
+        return hidden.unflatten(0, (self.num_groups, len(self.seeds)))
+
+
+def initial_weights(shape: MLPShape, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """One member's weights [out, in] and biases [1, out], uniform within ±1/√(fan in) as in ``torch.nn.Linear``."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for fan_in, fan_out in shape.layers:
+        for size in ((fan_out, fan_in), (1, fan_out)):
+            uniform = torch.rand(size, generator=generator, dtype=torch.float64)
+            tensors.append(((2 * uniform - 1) / math.sqrt(fan_in)).to(dtype))
+    return tensors
+
+
+def member_losses(
+    logits: Float[Tensor, "groups seeds batch classes"], labels: Int[Tensor, "seeds batch"]
+) -> Float[Tensor, "groups seeds"]:
+    """Each member's mean cross-entropy; their sum has each member's own gradient."""
+    log_probability = logits.log_softmax(-1)
+    index = labels.expand(logits.shape[0], *labels.shape).unsqueeze(-1)
+    return -log_probability.gather(-1, index).squeeze(-1).mean(-1)

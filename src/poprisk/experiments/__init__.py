@@ -1,0 +1,1 @@
+"""One module per claim: a frozen config in, a result with its seeds and its uncertainty out."""

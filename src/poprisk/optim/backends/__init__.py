@@ -1,0 +1,79 @@
+"""Ways to carry out a step, all with the same result: which one serves a group is decided here, as torch decides it."""
+
+import warnings
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import _default_to_fused_or_foreach
+
+from poprisk.errors import BackendWarning
+from poprisk.optim.backends import cpu, cuda, foreach, forloop, torch_adamw
+from poprisk.optim.work import Job
+
+
+def run(job: Job) -> None:
+    """Carries out one step of one parameter group."""
+    if not job.works:
+        return
+    if torch_adamw.can_serve(job):
+        torch_adamw.step(job)
+        return
+    group = job.group
+    if group["fused"] and not group["differentiable"]:
+        _run_fused(job)
+    elif _use_foreach(group, [w.param for w in job.works]):
+        foreach.step(job)
+    else:
+        forloop.step(job)
+
+
+def _use_foreach(group: dict[str, Any], params: list[Tensor]) -> bool:
+    """torch's own rule: what the user says, else foreach where all parameters are on a device that profits from it."""
+    if group["foreach"] is not None:
+        return bool(group["foreach"])
+    if group["fused"] is not None:
+        return False
+    _, default = _default_to_fused_or_foreach(params, group["differentiable"], use_fused=False)
+    return default and not (isinstance(group["lr"], Tensor) and not group["capturable"])
+
+
+def _run_fused(job: Job) -> None:
+    """The single-pass kernel for what it can take, the rule for the rest."""
+    device = job.works[0].param.device.type
+    backend = cpu if device == "cpu" else cuda
+    if device == "cpu":
+        try:
+            cpu.prepare(job)
+        except cpu.BuildError as error:
+            fall_back(f"the fused CPU kernel cannot be built ({error})")
+            forloop.step(job)
+            return
+    elif not cuda.available():
+        fall_back("the fused CUDA kernel needs Triton, which is not installed")
+        foreach.step(job)
+        return
+    served = [w for w in job.works if backend.can_serve(job, w)]
+    if len(served) < len(job.works):
+        chosen = {id(w) for w in served}
+        fall_back(f"the fused kernel does not serve {describe(job)}")
+        for work in job.works:
+            if id(work) not in chosen:
+                forloop.step_one(job, work)
+    if served:
+        backend.step(job, served)
+
+
+def describe(job: Job) -> str:
+    """What about this group keeps it from the single-pass kernel, in words."""
+    if job.hyper.granularity != "element":
+        return f"granularity={job.hyper.granularity!r}, which needs two passes"
+    if job.hyper.normalize_gate:
+        return "normalize_gate=True, which needs two passes"
+    return "this combination of dtypes or memory layouts"
+
+
+@cache
+def fall_back(reason: str) -> None:
+    """Says once per reason that a slower path with the same result is used."""
+    warnings.warn(f"{reason}; a slower path with the same result is used", BackendWarning, stacklevel=2)

@@ -1,0 +1,93 @@
+"""Builds the C kernel on first use: plain gcc or clang, a fraction of a second, kept in the user's cache."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("fused_step.c")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+
+
+class BuildError(Exception):
+    """No compiler, or it failed; the caller falls back to another backend."""
+
+
+@cache
+def load(defines: tuple[str, ...]) -> ctypes.CDLL:
+    """The kernel compiled with these ``-D`` flags, from the cache or built now."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    if not compiler:
+        raise BuildError("no C compiler was found (looked for $CC, gcc, clang, cc)")
+    path = cache_directory() / f"fused-{_fingerprint(compiler, defines)}.so"
+    if not path.exists():
+        _build(compiler, defines, path)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"the compiled kernel does not load: {error}") from None
+    library.poprisk_step.restype = ctypes.c_int64
+    library.poprisk_step.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return library
+
+
+def cache_directory() -> Path:
+    """``$POPRISK_CACHE_DIR``, or the user's cache folder, or a temporary folder of this user where that is read-only."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    user = os.getuid() if hasattr(os, "getuid") else os.getlogin()
+    candidates = [
+        os.environ.get("POPRISK_CACHE_DIR"),
+        os.path.join(home, "poprisk"),
+        os.path.join(tempfile.gettempdir(), f"poprisk-{user}"),
+    ]
+    for folder in filter(None, candidates):
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return Path(folder)
+    raise BuildError("no writable cache folder; set POPRISK_CACHE_DIR")
+
+
+def _build(compiler: str, defines: tuple[str, ...], path: Path) -> None:
+    """Compile aside, then rename, so that two processes may build at once.
+
+    OpenMP is compiled in but not linked: its symbols come from the runtime torch has loaded already, so that there is
+    one pool of threads and not two. Where torch brings none, the kernel is linked with the compiler's own.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        compiled, linked = f"{scratch}/kernel.o", f"{scratch}/kernel.so"
+        _call([compiler, *FLAGS, "-fopenmp", *defines, "-c", str(SOURCE), "-o", compiled])
+        _call([compiler, "-shared", compiled, "-o", linked])
+        try:
+            ctypes.CDLL(linked, mode=os.RTLD_NOW)
+        except OSError:
+            _call([compiler, "-shared", "-fopenmp", compiled, "-o", linked])
+        os.replace(linked, path)
+
+
+def _call(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from None
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed: {done.stderr.strip().splitlines()[-1] if done.stderr else 'no message'}")
+
+
+def _fingerprint(compiler: str, defines: tuple[str, ...]) -> str:
+    """Source, flags, compiler, torch and processor: ``-march=native`` code must not travel to another machine."""
+    import torch
+
+    try:
+        processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        processor = platform.processor()
+    parts = [SOURCE.read_text(), *FLAGS, *defines, compiler, torch.__version__, platform.machine(), processor]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]

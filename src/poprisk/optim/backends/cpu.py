@@ -1,0 +1,157 @@
+"""The fused CPU backend: one pass over memory for a whole list of tensors, in C."""
+
+from array import array
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from poprisk.optim.backends import compiler
+from poprisk.optim.backends.compiler import BuildError as BuildError
+from poprisk.optim.work import Job, Work, number, real
+from poprisk.rules.coefficients import Coefficients, Hyper, advance
+from poprisk.rules.rounding import rounding_seed
+
+GATES = {None: 0, "soft": 1, "hard": 2, "snr": 3}
+WEIGHTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+
+def can_serve(job: Job, work: Work) -> bool:
+    """Element-wise gates, dense tensors laid out alike, and the dtypes the kernel knows."""
+    if job.hyper.granularity != "element" or job.hyper.normalize_gate:
+        return False
+    w = real(work.param)
+    if w.dtype not in WEIGHTS or real(work.grad).dtype != w.dtype or not is_dense(work.param):
+        return False
+    math = torch.float64 if w.dtype == torch.float64 else torch.float32
+    allowed = (math, torch.bfloat16) if math == torch.float32 else (math,)
+    moments = {name: real(x) for name, x in work.state.items() if name.startswith("exp_")}
+    if moments["exp_avg"].dtype != math or any(x.dtype not in allowed for x in moments.values()):
+        return False
+    tensors = [work.grad, *(work.state[name] for name in moments)]
+    if work.variance is not None:
+        if real(work.variance).dtype != math:
+            return False
+        tensors.append(work.variance)
+    return all(x.stride() == work.param.stride() for x in tensors)
+
+
+def prepare(job: Job) -> None:
+    """Builds the kernels this job needs, or raises :class:`BuildError`; called before any state is touched."""
+    for work in job.works:
+        compiler.load(_defines(job.hyper, work))
+
+
+def step(job: Job, works: list[Work]) -> None:
+    """One step for the given works, one call into C per combination of dtypes."""
+    if job.found_inf is not None and job.found_inf.item():
+        return
+    batches: dict[tuple[str, ...], list[Work]] = defaultdict(list)
+    for work in works:
+        batches[_defines(job.hyper, work)].append(work)
+    for defines, batch in batches.items():
+        _step_batch(job, defines, batch)
+
+
+def _step_batch(job: Job, defines: tuple[str, ...], works: list[Work]) -> None:
+    hyper = job.hyper
+    scale = job.sign / (1.0 if job.grad_scale is None else job.grad_scale.item())
+    has_variance = hyper.tracks_variance
+    rows: dict[tuple[float, ...], int] = {}
+    done: list[Coefficients] = []
+    table, items = array("d"), array("q")
+    for work in works:
+        state = work.state
+        counters = tuple(number(state[name]) for name in ("step", "var_step", "var_gain") if name in state)
+        index = rows.get(counters)
+        if index is None:
+            index = rows[counters] = len(done)
+            done.append(_advance(hyper, work))
+            table.extend(_row(hyper, done[index], scale))
+        items.extend(
+            (
+                work.param.data_ptr(),
+                work.grad.data_ptr(),
+                state["exp_avg"].data_ptr(),
+                state["exp_avg_sq"].data_ptr(),
+                state["exp_var"].data_ptr() if has_variance else 0,
+                0 if work.variance is None else work.variance.data_ptr(),
+                real(work.param).numel(),
+                index,
+                rounding_seed(int(done[index].step), work.key),
+            )
+        )
+        _count(state, done[index])
+    library = compiler.load(defines)
+    args = (len(works), items.buffer_info()[0], table.buffer_info()[0], torch.get_num_threads())
+    left_out = library.poprisk_step(*args)
+    if left_out:
+        job.left_out.add_(left_out)
+
+
+def _advance(hyper: Hyper, work: Work) -> Coefficients:
+    state = work.state
+    step = number(state["step"])
+    var_step = number(state["var_step"]) if hyper.tracks_variance else step
+    gain = number(state["var_gain"]) if "var_gain" in state else 0.0
+    return advance(hyper, step, var_step, gain, observed=work.variance is not None)
+
+
+def _row(hyper: Hyper, c: Coefficients, scale: float) -> tuple[float, ...]:
+    """The struct ``coefficients`` of the C file, field by field."""
+    given = c.open_gate == c.open_gate
+    values = (
+        scale,
+        c.center,
+        c.s_keep,
+        c.s_new,
+        *hyper.betas,
+        c.m_debias,
+        c.v_debias,
+        c.s_debias,
+        c.alpha,
+        hyper.strength,
+        hyper.gate_eps,
+        1.0 if given else 0.0,
+        c.open_gate if given else 0.0,
+        hyper.lr,
+        hyper.eps,
+        hyper.weight_decay,
+    )
+    return tuple(float(x) for x in values)
+
+
+def _count(state: dict[str, Tensor], c: Coefficients) -> None:
+    for name, value in (("step", c.step), ("var_step", c.var_step), ("var_gain", c.gain)):
+        if name in state:
+            state[name].fill_(value)
+
+
+def _defines(hyper: Hyper, work: Work) -> tuple[str, ...]:
+    v = real(work.state["exp_avg_sq"])
+    s_kind = 0
+    if hyper.tracks_variance:
+        s_kind = 2 if work.state["exp_var"].dtype == torch.bfloat16 else 1
+    values = {
+        "W_TYPE": WEIGHTS[real(work.param).dtype],
+        "V_BF16": int(v.dtype == torch.bfloat16),
+        "S_KIND": s_kind,
+        "GATE": GATES[hyper.gate],
+        "OBSERVED": int(work.variance is not None and s_kind > 0),
+        "BATCH_SIGNAL": int(hyper.signal == "batch"),
+        "GATED_DECAY": int(hyper.gated_decay),
+        "SKIP_NONFINITE": int(hyper.skip_nonfinite and hyper.gate is not None),
+    }
+    return tuple(f"-D{name}={value}" for name, value in values.items())
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in whatever order of axes."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(x.stride(), x.shape, strict=True) if sz > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

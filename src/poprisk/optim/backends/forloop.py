@@ -1,0 +1,63 @@
+"""The simplest backend: the pure rule, parameter by parameter. Differentiable, capturable, and the oracle of the others."""
+
+import torch
+from torch import Tensor
+
+from poprisk.optim.work import Job, Work, real, rule_state
+from poprisk.rules.population import PopulationState, population_step
+
+
+def step(job: Job) -> None:
+    """One step for each parameter of the group."""
+    for work in job.works:
+        step_one(job, work)
+
+
+def step_one(job: Job, work: Work) -> None:
+    """One step of :func:`poprisk.rules.population_step`, written back into the parameter and its state."""
+    w, g = real(work.param), real(work.grad)
+    if job.group["maximize"]:
+        g = -g
+    if job.grad_scale is not None:
+        g = g / job.grad_scale.to(g.device)
+    variance = None if work.variance is None else real(work.variance)
+    old = rule_state(work, job.hyper)
+    w_new, new = population_step(w, g, old, job.hyper, variance)
+    if job.found_inf is not None:
+        w_new, new = _unless(job.found_inf.to(w.device), (w, old), (w_new, new))
+    if job.hyper.skip_nonfinite and job.hyper.gate is not None:
+        job.left_out.add_((~torch.isfinite(g)).sum())
+    w.copy_(w_new)
+    _write(job, work, new)
+
+
+def _write(job: Job, work: Work, new: PopulationState) -> None:
+    """Into the tensors that are there, or beside them where a graph must survive (``differentiable``)."""
+    moments = {"exp_avg": new.m, "exp_avg_sq": new.v, "exp_var": new.s}
+    for name, value in moments.items():
+        if value is None:
+            continue
+        if job.group["differentiable"]:
+            work.state[name] = torch.view_as_complex(value) if work.state[name].is_complex() else value
+        else:
+            real(work.state[name]).copy_(value)
+    counters = {"step": new.step, "var_step": new.var_step, "var_gain": new.gain}
+    for name, value in counters.items():
+        if name in work.state:
+            work.state[name].copy_(value) if isinstance(value, Tensor) else work.state[name].fill_(value)
+
+
+def _unless(
+    found_inf: Tensor, old: tuple[Tensor, PopulationState], new: tuple[Tensor, PopulationState]
+) -> tuple[Tensor, PopulationState]:
+    """The old weights and state where the gradient scaler found an overflow, without asking the device."""
+    skip = found_inf.reshape(()) > 0
+
+    def pick(before, after):
+        if not isinstance(before, Tensor | float | int) or isinstance(before, bool):
+            return after
+        like = after if isinstance(after, Tensor) else torch.as_tensor(after, dtype=torch.float64, device=skip.device)
+        return torch.where(skip, torch.as_tensor(before, dtype=like.dtype, device=like.device), like)
+
+    fields = {name: pick(getattr(old[1], name), value) for name, value in vars(new[1]).items() if name != "key"}
+    return pick(old[0], new[0]), PopulationState(**fields, key=new[1].key)

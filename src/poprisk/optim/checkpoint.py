@@ -1,0 +1,98 @@
+"""State dicts: what is checked before loading, how AdamW's are taken in, and how ours go back to AdamW."""
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poprisk.errors import StateDictError
+from poprisk.optim.work import COUNTERS, MOMENTS, state_dtype_of
+
+REQUIRED = {"step", "exp_avg", "exp_avg_sq"}
+KNOWN = {*COUNTERS, *MOMENTS}
+ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused")
+Groups = list[dict[str, Any]]
+
+
+def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """A state dict that fits these groups: ours as it is, AdamW's with our hyper-parameters, anything else refused.
+
+    From AdamW come the moments and the step count; lr, gate and all other options stay those of this optimizer, because
+    an AdamW lr means something else here. s starts empty, with a step count of its own.
+    """
+    check(state_dict, groups)
+    saved_groups = state_dict["param_groups"]
+    ours = all("gate" in g for g in saved_groups)
+    new_groups = []
+    for saved, group in zip(saved_groups, groups, strict=True):
+        own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        names = {k: saved[k] for k in ("params", "param_names") if k in saved}
+        new_groups.append({**own, **(saved if ours else names)})
+    return {**state_dict, "param_groups": new_groups}
+
+
+def check(state_dict: Mapping[str, Any], groups: Groups) -> None:
+    """Refuses a state dict of another optimizer or of other shapes, before anything is touched."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise StateDictError("expected a dict with the keys 'state' and 'param_groups', as Optimizer.state_dict() gives it")
+    saved_groups = state_dict["param_groups"]
+    saved, own = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
+    if saved != own:
+        raise StateDictError(
+            f"the state dict has parameter groups of sizes {saved}, this optimizer of sizes {own}: build the optimizer "
+            "with the same groups in the same order as the one that was saved"
+        )
+    if any(g.get("amsgrad") for g in saved_groups):
+        raise StateDictError(
+            "the state dict comes from AdamW(amsgrad=True), whose running maximum has no counterpart here: remove "
+            "'max_exp_avg_sq' from each state and set amsgrad to False to go on from the plain moments"
+        )
+    ids = chain.from_iterable(g["params"] for g in saved_groups)
+    params = chain.from_iterable(g["params"] for g in groups)
+    for index, param in zip(ids, params, strict=True):
+        _check_entry(index, state_dict["state"].get(index), param)
+
+
+def _check_entry(index: Any, entry: Mapping[str, Any] | None, param: Tensor) -> None:
+    if not entry:
+        return
+    if not set(entry) >= REQUIRED or not set(entry) <= KNOWN:
+        raise StateDictError(
+            f"the state of parameter {index} has the entries {sorted(entry)}, expected those of PopRiskAdamW "
+            f"{sorted(KNOWN)} or of torch.optim.AdamW {sorted(REQUIRED)}: this is the state of another optimizer"
+        )
+    for name in MOMENTS:
+        if name in entry and entry[name].shape != param.shape:
+            raise StateDictError(
+                f"{name} of parameter {index} has shape {tuple(entry[name].shape)}, the parameter has "
+                f"{tuple(param.shape)}: the state dict belongs to another model"
+            )
+
+
+def restore_dtypes(state: dict[Tensor, dict[str, Any]], saved: Mapping[str, Any], groups: Groups, ours: bool) -> None:
+    """Undoes torch's cast of every state to the parameter's dtype: states keep theirs, counters are float32."""
+    ids = chain.from_iterable(g["params"] for g in saved["param_groups"])
+    owners = ((p, g) for g in groups for p in g["params"])
+    for index, (param, group) in zip(ids, owners, strict=True):
+        for name, value in saved["state"].get(index, {}).items():
+            if name in COUNTERS:
+                on_device = group["capturable"] or group["fused"]
+                counter = torch.as_tensor(value, dtype=torch.float32)
+                state[param][name] = counter.to(param.device if on_device else "cpu", copy=True)
+            else:
+                letter = {"exp_avg": "m", "exp_avg_sq": "v", "exp_var": "s"}[name]
+                dtype = value.dtype if ours else state_dtype_of(param, group, letter)
+                copy = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+                state[param][name] = copy.copy_(value)
+
+
+def to_adamw(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Our state dict as torch.optim.AdamW's: s and its counters are left out, the moments are what they are."""
+    state = {k: {name: v for name, v in entry.items() if name in REQUIRED} for k, entry in state_dict["state"].items()}
+    kept = {"params", "param_names", "initial_lr", *ADAMW_OPTIONS}
+    groups = [{k: v for k, v in g.items() if k in kept} for g in state_dict["param_groups"]]
+    for group in groups:
+        group.update(amsgrad=False, decoupled_weight_decay=True)
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,140 @@
+"""Bad input is refused at the door: each check names what was expected, what came, and what to do."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poprisk.errors import DeviceError, GradientError, HyperparameterError
+
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+FUSED_DEVICES = ("cpu", "cuda")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "gate": ("soft", "hard", "snr", None),
+    "centering": ("paper", "corrected"),
+    "signal": ("ema", "batch"),
+    "granularity": ("element", "row", "tensor"),
+    "state": ("full", "shared"),
+}
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Refuses a parameter group whose options are out of range or contradict each other; normalizes ``betas``, ``state_dtype``."""
+    _check_lr(group)
+    for name in ("eps", "weight_decay", "strength", "gate_eps"):
+        _check_number(name, group[name], "a finite number ≥ 0", lambda x: x >= 0)
+    if group["alpha"] != "calibrated":
+        expected = "a finite number ≥ 0, or 'calibrated'"
+        _check_number("alpha", group["alpha"], expected, lambda x: x >= 0)
+    _check_number("rho", group["rho"], "a number in [0, 1)", lambda x: 0 <= x < 1)
+    group["betas"] = _check_betas(group["betas"])
+    for name, allowed in CHOICES.items():
+        if group[name] not in allowed:
+            raise HyperparameterError(f"{name} must be one of {allowed}, got {group[name]!r}")
+    steps = group["warmup_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise HyperparameterError(f"warmup_steps must be a whole number ≥ 0, got {steps!r}")
+    group["state_dtype"] = check_state_dtype(group["state_dtype"])
+    _check_shared(group)
+    _check_modes(group)
+
+
+def check_state_dtype(value: Any) -> dict[str, torch.dtype] | None:
+    """``None``, one dtype for v and s, or a mapping with keys among 'v' and 's' -> the mapping, or None."""
+    if value is None:
+        return None
+    wanted = dict(value) if isinstance(value, Mapping) else {"v": value, "s": value}
+    if not set(wanted) <= {"v", "s"} or any(d not in STATE_DTYPES for d in wanted.values()):
+        raise HyperparameterError(
+            "state_dtype must be a dtype for v and s, or a mapping such as {'s': torch.bfloat16}, with dtypes among "
+            f"{[str(d) for d in STATE_DTYPES]}, got {value!r}"
+        )
+    return wanted
+
+
+def check_gradient(param: Tensor, fused: bool | None) -> None:
+    """Refuses a gradient that no backend can use, before anything is touched."""
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse or grad.layout != torch.strided:
+        raise GradientError(
+            f"PopRiskAdamW needs dense gradients, got layout {grad.layout} for a parameter of shape {tuple(param.shape)}: "
+            "create the embedding with sparse=False, or give it an optimizer of its own (torch.optim.SparseAdam)"
+        )
+    if fused and param.device.type not in FUSED_DEVICES:
+        raise DeviceError(
+            f"fused=True supports the devices {FUSED_DEVICES}, got a parameter on {param.device}: use fused=None"
+        )
+
+
+def check_one_device(devices: set[torch.device]) -> None:
+    """A fused optimizer serves one device."""
+    if len(devices) > 1:
+        names = ", ".join(sorted(str(d) for d in devices))
+        raise DeviceError(
+            f"fused=True needs all parameters on one device, got {names}: use one optimizer per device, or fused=None"
+        )
+
+
+def _check_number(name: str, value: Any, expected: str, ok: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not ok(value):
+        raise HyperparameterError(f"{name} must be {expected}, got {value!r}")
+
+
+def _check_lr(group: dict[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise HyperparameterError(f"a Tensor lr must have one element, got shape {tuple(lr.shape)}")
+        if group["foreach"] and not group["capturable"]:
+            raise HyperparameterError("a Tensor lr with foreach=True needs capturable=True: pass a float, or fused=True")
+        if lr.device.type == "cpu":
+            _check_number("lr", lr.item(), "a finite number ≥ 0", lambda x: x >= 0)
+        return
+    _check_number("lr", lr, "a finite number ≥ 0", lambda x: x >= 0)
+
+
+def _check_betas(betas: Any) -> tuple[float, float]:
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError):
+        raise HyperparameterError(f"betas must be two numbers in [0, 1), got {betas!r}") from None
+    pair = tuple(b.item() if isinstance(b, Tensor) and b.numel() == 1 else b for b in (beta1, beta2))
+    for index, beta in enumerate(pair):
+        _check_number(f"betas[{index}]", beta, "a number in [0, 1)", lambda x: 0 <= x < 1)
+    return float(pair[0]), float(pair[1])
+
+
+def _check_shared(group: dict[str, Any]) -> None:
+    if group["state"] != "shared":
+        return
+    beta1, beta2 = group["betas"]
+    if not beta1 == beta2 == group["rho"] or beta1 == 0:
+        raise HyperparameterError(
+            "state='shared' derives s from m and v, which needs rho = betas[0] = betas[1] > 0, got "
+            f"rho={group['rho']}, betas={group['betas']}: pass betas=(0.95, 0.95), rho=0.95, or state='full'"
+        )
+    if group["centering"] != "paper":
+        raise HyperparameterError("state='shared' holds for centering='paper' only, got centering='corrected'")
+    if group["state_dtype"] is not None and group["state_dtype"].get("v", torch.float32) == torch.bfloat16:
+        raise HyperparameterError(
+            "state='shared' takes the difference v - m², which a bfloat16 v cannot resolve: use state_dtype=None"
+        )
+
+
+def _check_modes(group: dict[str, Any]) -> None:
+    if group["fused"] and group["foreach"]:
+        raise HyperparameterError("`fused` and `foreach` cannot be `True` together: choose one, or leave both None")
+    if group["fused"] and group["differentiable"]:
+        raise HyperparameterError("`fused` does not support `differentiable`: use fused=None")
+    if group["fused"]:
+        devices = {p.device for p in group["params"]}
+        check_one_device(devices)
+        for p in group["params"]:
+            if p.device.type not in FUSED_DEVICES or not (p.is_floating_point() or p.is_complex()):
+                raise DeviceError(
+                    f"fused=True supports floating-point parameters on {FUSED_DEVICES}, got {p.dtype} on {p.device}: "
+                    "use fused=None"
+                )

@@ -1,0 +1,115 @@
+"""What one step has to do to one parameter: tensors as the backends see them, real and flat in meaning."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poprisk._types import Scalar
+from poprisk.optim.defaults import RULE_OPTIONS
+from poprisk.rules.coefficients import Hyper
+from poprisk.rules.population import PopulationState, math_dtype
+
+COUNTERS = ("step", "var_step", "var_gain")
+MOMENTS = ("exp_avg", "exp_avg_sq", "exp_var")
+
+
+@dataclass
+class Work:
+    """One parameter with its gradient, its state dict, and the variance of this batch if a source gave one."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    key: int
+    variance: Tensor | None = None
+
+
+@dataclass
+class Job:
+    """All the work of one parameter group in one step."""
+
+    works: list[Work]
+    hyper: Hyper
+    group: dict[str, Any]
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    left_out: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Running count of gradient entries left out as non-finite, on the parameters' device; backends add to it."""
+
+    @property
+    def sign(self) -> float:
+        """-1 where the objective is maximized."""
+        return -1.0 if self.group["maximize"] else 1.0
+
+
+def hyper_of(group: dict[str, Any]) -> Hyper:
+    """The rule's hyper-parameters of a parameter group."""
+    return Hyper(shared_state=group["state"] == "shared", **{name: group[name] for name in RULE_OPTIONS})
+
+
+def ensure_state(state: dict[str, Tensor], param: Tensor, group: dict[str, Any], hyper: Hyper) -> None:
+    """Creates what is missing: everything on a first gradient, s alone after a checkpoint of AdamW or a change of gate."""
+    if "step" not in state:
+        state["step"] = _counter(param, group)
+        state["exp_avg"] = _zeros(param, state_dtype_of(param, group, "m"))
+        state["exp_avg_sq"] = _zeros(param, state_dtype_of(param, group, "v"))
+    if hyper.gate is None:
+        return
+    if hyper.tracks_variance and "exp_var" not in state:
+        state["exp_var"] = _zeros(param, state_dtype_of(param, group, "s"))
+        state["var_step"] = _counter(param, group)
+    if hyper.alpha == "calibrated" and "var_gain" not in state:
+        state["var_gain"] = _counter(param, group)
+        if not hyper.shared_state:  # the threshold needs the noise of every deviation, so s starts again with it
+            state["exp_var"].zero_()
+            state["var_step"].zero_()
+
+
+def state_dtype_of(param: Tensor, group: dict[str, Any], letter: str) -> torch.dtype:
+    """float32 for m, v and s of low-precision weights, the weights' own dtype otherwise, unless ``state_dtype`` says so."""
+    wanted = group["state_dtype"]
+    if wanted is not None and letter in wanted:
+        return wanted[letter]
+    if group["gate"] is None and wanted is None:
+        return param.dtype  # as torch.optim.AdamW keeps it
+    if param.is_complex():
+        return param.dtype
+    return math_dtype(param.dtype)
+
+
+def rule_state(work: Work, hyper: Hyper) -> PopulationState:
+    """The state as the pure rule wants it; counters on the CPU become plain numbers."""
+    state = work.state
+    step = number(state["step"])
+    shared = hyper.shared_state or hyper.gate is None
+    return PopulationState(
+        m=real(state["exp_avg"]),
+        v=real(state["exp_avg_sq"]),
+        s=real(state["exp_var"]) if hyper.tracks_variance else None,
+        step=step,
+        var_step=step if shared else number(state["var_step"]),
+        gain=number(state["var_gain"]) if "var_gain" in state else 0.0,
+        key=work.key,
+        observed=work.variance is not None,
+    )
+
+
+def number(counter: Tensor) -> Scalar:
+    """A counter on the CPU as a number; one on a device stays there, so that nothing waits for it."""
+    return counter.item() if counter.device.type == "cpu" else counter
+
+
+def real(x: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, as torch's optimizers treat it: each part has a gate of its own."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _counter(param: Tensor, group: dict[str, Any]) -> Tensor:
+    on_device = group["capturable"] or group["fused"]
+    return torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
+
+
+def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

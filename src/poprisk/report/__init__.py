@@ -1,0 +1,1 @@
+"""Figures and tables of saved results; nothing is computed here."""

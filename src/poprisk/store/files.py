@@ -1,0 +1,115 @@
+"""Files that are whole or not there: written aside, flushed to the disk, then renamed."""
+
+import io
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+
+class Figure(Protocol):
+    """What a figure must be able to do; matplotlib's can."""
+
+    def savefig(self, fname: Any, **kwargs: Any) -> None:
+        """Draw into a file-like object."""
+        ...
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write UTF-8 text with Unix line ends."""
+    return write_bytes(path, text.encode())
+
+
+def write_json(path: str | Path, value: Any) -> Path:
+    """Write a JSON document, lists of numbers on one line; NaN and infinity, unknown to JSON, become null."""
+    return write_text(path, _json(value, "") + "\n")
+
+
+def write_bytes(path: str | Path, content: bytes) -> Path:
+    """Write bytes; whoever reads the path meanwhile sees the old content or the new, never a part."""
+    with atomic_file(path) as file:
+        file.write(content)
+    return Path(path)
+
+
+def write_figure(path: str | Path, figure: Figure, dpi: int = 200) -> Path:
+    """Draw a figure in the format its file name ends in; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    kind = Path(path).suffix.removeprefix(".") or "png"
+    undated: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated.get(kind))
+    return write_bytes(path, buffer.getvalue())
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write to that takes the place of ``path`` when the block ends, and disappears if it fails.
+
+    The parent directory is made if need be. A symbolic link is followed, not replaced.
+
+    Raises:
+        OSError: the directory cannot be made or written; the path is a directory; the disk is full.
+    """
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        raise IsADirectoryError(f"cannot write the file {path}: a directory of that name is there; move it away")
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open(aside, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    _flush_directory(target.parent)
+
+
+def writable_directory(path: str | Path) -> Path:
+    """The directory, made if need be, after a file was really written to it.
+
+    Raises:
+        OSError: a file has that name, or nothing can be written there.
+    """
+    directory = Path(path)
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(f"the output directory {path} is a file; choose another name")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".{secrets.token_hex(6)}.tmp"
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"cannot write to the output directory {path}: {reason}; choose another one") from None
+    return directory
+
+
+def _json(value: Any, indent: str) -> str:
+    inner = indent + " "
+    if isinstance(value, dict) and value:
+        items = (f"{inner}{json.dumps(str(key), ensure_ascii=False)}: {_json(x, inner)}" for key, x in value.items())
+        return "{\n" + ",\n".join(items) + f"\n{indent}}}"
+    if isinstance(value, list | tuple) and any(isinstance(x, list | tuple | dict) for x in value):
+        return "[\n" + ",\n".join(inner + _json(x, inner) for x in value) + f"\n{indent}]"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_json(x, inner) for x in value) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "null"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _flush_directory(directory: Path) -> None:
+    """Make the rename itself durable, where the system can."""
+    with suppress(OSError, AttributeError):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
