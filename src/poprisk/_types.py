@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 # A scalar that may live on a device, so that nothing has to wait for it.
-Scalar = float | Tensor
+Scalar = int | float | Tensor
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """The command line: parse, run, save, draw; whatever goes wrong is one line and an exit code."""
 
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,7 +22,7 @@ app = typer.Typer(
 )
 
 # typer brings click along or inside, depending on its version; its errors have this base in either case.
-_CommandLineError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_CommandLineError: type[Exception] = next(b for b in typer.BadParameter.__mro__ if b.__name__ == "ClickException")
 
 
 def _print_version(wanted: bool) -> None:
@@ -38,27 +40,41 @@ def _root(
     """Train on population risk instead of training loss."""
 
 
+def _between(low: float, high: float) -> Callable[[Any], Any]:
+    """Parses a number of the kind of ``low``; a wrong one is answered with what was expected and what came."""
+    kind, words = (int, "a whole number") if isinstance(low, int) else (float, "a number")
+
+    def parse(given: Any) -> Any:
+        try:
+            value = kind(given)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise typer.BadParameter(f"expected {words} from {low} to {high}, got {given}")
+        return value
+
+    return parse
+
+
+def _number(low: float, high: float, explanation: str) -> Any:
+    return typer.Option(parser=_between(low, high), metavar=f"{low}…{high}", help=explanation)
+
+
 @app.command()
 def demo(
     seeds: Annotated[
-        int,
-        typer.Option(
-            min=1, max=100, help="How often to repeat everything, each time with other images, wrong labels, weights, batches."
-        ),
+        int, _number(1, 100, "How often to repeat everything, each time with other images, wrong labels and weights.")
     ] = 5,
     noise: Annotated[
-        float,
-        typer.Option(
-            min=0.0, max=0.9, help="Noise level: the share of training labels replaced by a wrong one (at 0.9, chance)."
-        ),
+        float, _number(0.0, 0.9, "Noise level: the share of training labels replaced by a wrong one; 0.9 is chance.")
     ] = 0.4,
     size: Annotated[
-        int, typer.Option(min=100, max=1697, help="How many of the 1797 digits to train on; the others are the test.")
+        int, _number(100, 1697, "How many of the 1797 digits to train on; the others are the test, their labels right.")
     ] = 1200,
-    steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Optimizer steps of each training.")] = 1000,
-    output: Annotated[
-        Path, typer.Option(help="Directory for result.json and demo.png; made if missing.")
-    ] = Path("poprisk-demo"),
+    steps: Annotated[int, _number(1, 1_000_000, "Optimizer steps of each training.")] = 1000,
+    output: Annotated[Path, typer.Option(help="Directory for result.json and demo.png; made if missing.")] = Path(
+        "poprisk-demo"
+    ),
 ) -> None:
     """Train on wrongly labelled digits: PopRiskAdamW at its defaults beside AdamW over a grid of learning rates.
 
@@ -68,19 +84,19 @@ def demo(
     from poprisk.store import load_result, writable_directory, write_figure
 
     directory = writable_directory(output)  # before anything slow
-    from poprisk.experiments.demo import KIND, DemoConfig, run_demo
+    from poprisk.experiments.demo import KIND, OPTIMIZERS, DemoConfig, run_demo
     from poprisk.report.demo import draw_demo
     from poprisk.report.progress import demo_progress, stdout
     from poprisk.report.terminal import demo_lines
 
     config = DemoConfig(seeds=seeds, noise=noise, train_size=size, steps=steps)
-    with demo_progress(config.steps) as progress:
+    with demo_progress(OPTIMIZERS, config.steps) as progress:
         result = run_demo(config, progress)
     saved_at = result.save(directory / "result.json")
     saved = load_result(saved_at, KIND)
     figure_at = write_figure(directory / "demo.png", draw_demo(saved))
     console = stdout()
-    for line in demo_lines(saved):
+    for line in demo_lines(saved, console.width):
         console.print(line)
     console.print(f"\nWrote {directory}: {saved_at.name}, {figure_at.name}", highlight=False, soft_wrap=True)
 

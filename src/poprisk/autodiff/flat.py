@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from poprisk.autodiff.independence import check_independence
-from poprisk.autodiff.losses import ExampleLoss, LossName, resolve_loss
+from poprisk.autodiff.losses import ExampleLoss, resolve_loss
 from poprisk.errors import DataError
 
 # One tensor, or the tensors of a forward with several positional arguments; the first axis counts the examples.
@@ -46,7 +47,7 @@ class FlatModel:
     tensor([[6., 2.]])
     """
 
-    def __init__(self, module: nn.Module, loss: LossName | ExampleLoss, *, chunk_size: int | None = None) -> None:
+    def __init__(self, module: nn.Module, loss: str | ExampleLoss, *, chunk_size: int | None = None) -> None:
         self.module = module
         self.loss = resolve_loss(loss)
         self.chunk_size = chunk_size
@@ -107,12 +108,13 @@ class FlatModel:
         return self._map(lambda w, x, y: grad(score)(forward(w, x), y).reshape(-1), w, inputs, targets)
 
     def _forward(self) -> Callable[[Tensor, Inputs], Tensor]:
-        """F(w, z) of one example, closed over copies of the buffers: a forward that writes them writes a copy."""
+        """F(w, z) of one example."""
         check_independence(self.module)
-        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
         def forward(w: Tensor, x: Inputs) -> Tensor:
             one = tuple(part.unsqueeze(0) for part in (x if isinstance(x, tuple) else (x,)))
+            # A forward that writes its buffers writes these copies, made here to belong to the transform around it.
+            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             out = functional_call(self.module, (self.unflatten(w), buffers), one)
             if not isinstance(out, Tensor) or out.shape[:1] != (1,):
                 got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
@@ -140,7 +142,9 @@ class FlatModel:
         _check_lengths(w, *data)
         axes = (0 if w.dim() == 2 else None, *([0] * len(data)))
         try:
-            return vmap(function, in_dims=axes, chunk_size=self.chunk_size)(w, *data)
+            # Fused attention has no batching rule: vmap would run it example by example.
+            with sdpa_kernel(SDPBackend.MATH):
+                return vmap(function, in_dims=axes, chunk_size=self.chunk_size)(w, *data)
         except RuntimeError as error:
             if "randomness error mode" not in str(error):
                 raise

@@ -1,28 +1,34 @@
 r"""Losses :math:`\ell(u, y)` of one example: outputs without a batch axis in, a scalar out."""
 
 from collections.abc import Callable
-from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from poprisk.errors import HyperparameterError
+from poprisk.errors import DataError, HyperparameterError
 
 # The outputs and the target of ONE example, in the module's own shape, to a scalar.
 ExampleLoss = Callable[[Tensor, Tensor], Tensor]
-LossName = Literal["squared", "cross_entropy"]
 
 
-def squared_loss(outputs: Float[Tensor, "*out"], target: Float[Tensor, "*out"]) -> Float[Tensor, ""]:
+def squared_loss(outputs: Float[Tensor, "*out"], target: Float[Tensor, "*target"]) -> Float[Tensor, ""]:
     r"""Half the squared distance, summed over the outputs; its output gradient is the residual u - y.
 
     .. math:: \ell(u, y) = \tfrac12 \|u - y\|^2
+
+    Raises:
+        DataError: outputs and target differ in shape; they are not broadcast.
 
     >>> import torch
     >>> squared_loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
     tensor(2.)
     """
+    if outputs.shape != target.shape:
+        raise DataError(
+            f"a target must have the shape of one example's outputs, {list(outputs.shape)}, got {list(target.shape)}: "
+            "reshape the targets to the module's outputs"
+        )
     return 0.5 * (outputs - target).square().sum()
 
 
@@ -35,10 +41,10 @@ def cross_entropy_loss(outputs: Float[Tensor, "classes *places"], target: Tensor
     >>> cross_entropy_loss(torch.zeros(4), torch.tensor(1))  # log 4
     tensor(1.3863)
     """
-    return F.cross_entropy(outputs, target, reduction="sum")
+    return F.cross_entropy(outputs.unsqueeze(0), target.unsqueeze(0), reduction="sum")
 
 
-def resolve_loss(loss: LossName | ExampleLoss) -> ExampleLoss:
+def resolve_loss(loss: str | ExampleLoss) -> ExampleLoss:
     """A loss by name, or the callable itself.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -23,14 +24,14 @@ class MLPShape:
     def layers(self) -> list[tuple[int, int]]:
         """(fan in, fan out) of each affine layer; ``depth`` counts the hidden ones."""
         sizes = [self.inputs, *[self.width] * self.depth, self.outputs]
-        return list(zip(sizes[:-1], sizes[1:], strict=True))
+        return list(pairwise(sizes))
 
 
 class StackedMLP(nn.Module):
     """``num_groups`` x ``len(seeds)`` networks in batched matrix products, with leaf tensors per group.
 
-    A group is what gets hyper-parameters of its own (one learning rate). Member (g, s) starts from the initialisation of
-    ``seeds[s]`` whatever g is, so that groups, and ensembles built from the same seeds, are paired.
+    A group is what gets hyper-parameters of its own (one learning rate). Member (g, s) starts from the weights that
+    ``seeds[s]`` gives, whatever g is, so that groups, and ensembles built from the same seeds, are paired.
 
     Args:
         shape: Sizes of each network.

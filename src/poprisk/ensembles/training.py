@@ -1,4 +1,4 @@
-"""Training a stacked ensemble: real optimizers with one parameter group per learning rate, batches of each seed's own."""
+"""Training a stacked ensemble: real optimizers with one parameter group per learning rate, each seed's own batches."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -78,7 +78,9 @@ def epoch_batches(
     return _shuffled(num_examples, batch_size, seeds, device)
 
 
-def _shuffled(num_examples: int, batch_size: int, seeds: Sequence[int], device: torch.device | None) -> Iterator[Tensor]:
+def _shuffled(
+    num_examples: int, batch_size: int, seeds: Sequence[int], device: torch.device | None
+) -> Iterator[Tensor]:
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     while True:
         order = torch.stack([torch.randperm(num_examples, generator=g) for g in generators]).to(device)

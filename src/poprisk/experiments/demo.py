@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from poprisk.ensembles import MLPShape, StackedMLP, StackedTraining, epoch_batches, learning_rate_groups
-from poprisk.errors import DataError, HyperparameterError
+from poprisk.errors import BackendWarning, ClosedGateWarning, DataError, HyperparameterError
 from poprisk.experiments.demo_summary import Summary, summarize
 from poprisk.optim import PopRiskAdamW
 from poprisk.problems.corruption import replace_labels
@@ -116,12 +117,15 @@ def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult
     """
     data = demo_data(config)
     steps = evaluation_steps(config)
-    runs = {name: _Run(name, config, data) for name in OPTIMIZERS}
-    for step in steps:
-        for name, run in runs.items():
-            run.advance(step)
-            if progress is not None:
-                progress(name, step, run.default_accuracy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ClosedGateWarning)  # on replayed wrong labels it should be all but closed
+        warnings.simplefilter("ignore", BackendWarning)  # slower, with the same result
+        runs = {name: _Run(name, config, data) for name in OPTIMIZERS}
+        for step in steps:
+            for name, run in runs.items():
+                run.advance(step)
+                if progress is not None:
+                    progress(name, step, run.default_accuracy())
     sweeps = {name: run.sweep() for name, run in runs.items()}
     return DemoResult(
         config=config,

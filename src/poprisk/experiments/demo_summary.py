@@ -27,6 +27,8 @@ class Row:
     label: str
     optimizer: str
     lr: float
+    choice: str
+    """How the learning rate was chosen: ``usual``, ``best`` (of the grid) or ``default``."""
     last: Mean
     best: Mean
     memorized: Mean | None
@@ -70,12 +72,14 @@ def summarize(sweeps: Mapping[str, Mapping[str, Any]]) -> Summary:
     tuned = max(range(len(adamw["learning_rates"])), key=lambda i: last_by_lr["AdamW"][i].value)
     default = poprisk["learning_rates"].index(poprisk["default_lr"])
     rows = [
-        _row(f"AdamW at its usual lr ({format_lr(adamw['default_lr'])})", "AdamW", adamw, usual),
-        _row(f"AdamW at its best lr ({format_lr(adamw['learning_rates'][tuned])})", "AdamW", adamw, tuned),
-        _row(f"PopRiskAdamW at its defaults ({format_lr(poprisk['default_lr'])})", "PopRiskAdamW", poprisk, default),
+        _row("AdamW", "usual", adamw, usual),
+        _row("AdamW", "best", adamw, tuned),
+        _row("PopRiskAdamW", "default", poprisk, default),
     ]
     difference = paired_difference(_last(poprisk["test_accuracy"][default]), _last(adamw["test_accuracy"][tuned]))
-    sensitivity = [s for name, sweep in sweeps.items() if (s := _sensitivity(name, sweep, last_by_lr[name])) is not None]
+    sensitivity = [
+        s for name, sweep in sweeps.items() if (s := _sensitivity(name, sweep, last_by_lr[name])) is not None
+    ]
     return Summary(
         rows=rows,
         last_by_lr=last_by_lr,
@@ -96,12 +100,15 @@ def format_lr(lr: float) -> str:
     return f"{round(lr / 10.0**exponent, 6):g}e{exponent}"
 
 
-def _row(label: str, name: str, sweep: Mapping[str, Any], index: int) -> Row:
+def _row(name: str, choice: str, sweep: Mapping[str, Any], index: int) -> Row:
     accuracy, memorized = sweep["test_accuracy"][index], sweep["memorized"]
+    lr = sweep["learning_rates"][index]
+    words = {"usual": "at its usual lr", "best": "at the grid's best lr", "default": "at its defaults, lr"}[choice]
     return Row(
-        label=label,
+        label=f"{name} {words} {format_lr(lr)}",
         optimizer=name,
-        lr=sweep["learning_rates"][index],
+        lr=lr,
+        choice=choice,
         last=mean_over_seeds(_last(accuracy)),
         best=mean_over_seeds([max(curve) for curve in accuracy]),
         memorized=None if memorized is None else mean_over_seeds(_last(memorized[index])),
@@ -135,18 +142,17 @@ def _headline(rows: list[Row], difference: Difference) -> str:
     verdict = {
         "above": "ends above the tuned AdamW",
         "below": "ends below the tuned AdamW",
-        "unclear": "cannot be told apart from the tuned AdamW",
+        "unclear": "shows no clear difference from the tuned AdamW",
     }[difference.verdict]
     if difference.low is None or difference.high is None:
+        verdict = "beside the tuned AdamW, in a single run that cannot decide"
         margin = "one seed, so no interval"
     else:
         interval = f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
         margin = f"{difference.confidence:.0%} interval {interval}, {difference.count} paired seeds"
-        if difference.verdict == "unclear":
-            verdict += " at the last step"
     return (
-        f"PopRiskAdamW, nothing tuned, {verdict}: {100 * ours.last.value:.1f}% against {100 * tuned.last.value:.1f}% at the "
-        f"last step, {100 * difference.value:+.1f} points ({margin})."
+        f"PopRiskAdamW, nothing tuned, {verdict}: {100 * ours.last.value:.1f}% against {100 * tuned.last.value:.1f}% "
+        f"at the last step, {100 * difference.value:+.1f} points ({margin})."
     )
 
 

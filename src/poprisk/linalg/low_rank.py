@@ -62,8 +62,8 @@ class LowRank:
         return self.factor @ self.factor.T
 
 
-# M as a multiple of the identity, a diagonal, a dense matrix or a low-rank one.
-Preconditioner = float | Float[Tensor, ""] | Float[Tensor, "d"] | Float[Tensor, "d d"] | LowRank
+# M as a multiple of the identity, a diagonal, a dense matrix or a low-rank one; `precondition` checks the size.
+Preconditioner = float | Float[Tensor, "*M"] | LowRank
 
 
 def precondition(M: Preconditioner, rows: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:

@@ -19,12 +19,10 @@ class OffDiagonalProjector(LowRank):
     r""":math:`M^\star = f f^\top` of Eq. ``full_psd_projector``, or the zero matrix, and what it attains."""
 
     rate: Float[Tensor, ""]
-    r"""The attained :math:`\operatorname{tr}(M^\star A_B)`: the positive eigenvalue of :math:`P^{1/2} A_B P^{1/2}`, or 0."""
+    r"""Attained :math:`\operatorname{tr}(M^\star A)`: the positive eigenvalue of :math:`P^{1/2} A P^{1/2}`, or 0."""
 
 
-def offdiagonal_projector(
-    G: Float[Tensor, "b d"], P: float | Float[Tensor, ""] | Float[Tensor, "d"] = 1.0
-) -> OffDiagonalProjector:
+def offdiagonal_projector(G: Float[Tensor, "b d"], P: float | Float[Tensor, "*P"] = 1.0) -> OffDiagonalProjector:
     r"""The maximizer of :math:`\operatorname{tr}(M A)` over :math:`0 \preceq M \preceq P`, Eq. ``full_psd_projector``.
 
     .. math:: M^\star = P^{1/2} 1_{(0,\infty)}(P^{1/2} A P^{1/2}) P^{1/2}, \qquad A = G^\top (11^\top - I) G / (b(b-1))

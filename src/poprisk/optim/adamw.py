@@ -3,7 +3,7 @@ r"""PopRiskAdamW: AdamW whose every coordinate moves only as far as its gradient
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -136,7 +136,7 @@ class PopRiskAdamW(Optimizer):
         self._prepare(variance)
 
     @classmethod
-    def paper(cls, params: ParamsT, **options: Any) -> Self:
+    def paper(cls, params: ParamsT, **options: Any) -> "PopRiskAdamW":
         """Algorithm 1 as published, whatever the library's defaults become; ``options`` override single values.
 
         >>> PopRiskAdamW.paper([torch.zeros(1, requires_grad=True)]).defaults["alpha"]

@@ -72,14 +72,14 @@ def _check_entry(index: Any, entry: Mapping[str, Any] | None, param: Tensor) -> 
 
 
 def restore_dtypes(state: dict[Tensor, dict[str, Any]], saved: Mapping[str, Any], groups: Groups, ours: bool) -> None:
-    """Undoes torch's cast of every state to the parameter's dtype: states keep theirs, counters are float32."""
+    """Undoes torch's cast of every state to the parameter's dtype: states keep theirs, counters are plain scalars."""
     ids = chain.from_iterable(g["params"] for g in saved["param_groups"])
     owners = ((p, g) for g in groups for p in g["params"])
     for index, (param, group) in zip(ids, owners, strict=True):
         for name, value in saved["state"].get(index, {}).items():
             if name in COUNTERS:
                 on_device = group["capturable"] or group["fused"]
-                counter = torch.as_tensor(value, dtype=torch.float32)
+                counter = torch.as_tensor(value, dtype=torch.float64 if name == "var_gain" else torch.float32)
                 state[param][name] = counter.to(param.device if on_device else "cpu", copy=True)
             else:
                 letter = {"exp_avg": "m", "exp_avg_sq": "v", "exp_var": "s"}[name]

@@ -203,6 +203,6 @@ def _check_group(group: dict[str, Any]) -> None:
         if p.dtype not in (torch.float32, torch.float64) or p.layout != torch.strided:
             raise GradientError(
                 "PopulationProjectorDescent needs dense parameters in float32 or float64, got "
-                f"{p.dtype} with layout {p.layout}: convert them (.float(), torch.view_as_real, .to_dense()), or give them "
-                "an optimizer of their own"
+                f"{p.dtype} with layout {p.layout}: convert them (.float(), torch.view_as_real, .to_dense()), or give "
+                "them an optimizer of their own"
             )

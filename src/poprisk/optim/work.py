@@ -61,7 +61,7 @@ def ensure_state(state: dict[str, Tensor], param: Tensor, group: dict[str, Any],
         state["exp_var"] = _zeros(param, state_dtype_of(param, group, "s"))
         state["var_step"] = _counter(param, group)
     if hyper.alpha == "calibrated" and "var_gain" not in state:
-        state["var_gain"] = _counter(param, group)
+        state["var_gain"] = _counter(param, group, torch.float64)
         if not hyper.shared_state:  # the threshold needs the noise of every deviation, so s starts again with it
             state["exp_var"].zero_()
             state["var_step"].zero_()
@@ -106,9 +106,9 @@ def real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def _counter(param: Tensor, group: dict[str, Any]) -> Tensor:
+def _counter(param: Tensor, group: dict[str, Any], dtype: torch.dtype = torch.float32) -> Tensor:
     on_device = group["capturable"] or group["fused"]
-    return torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
+    return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
 
 
 def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,9 +6,7 @@ from torch import Tensor
 from poprisk.linalg import OffDiagonalProjector, offdiagonal_projector
 
 
-def population_projector(
-    G: Float[Tensor, "b d"], P: float | Float[Tensor, ""] | Float[Tensor, "d"] = 1.0
-) -> OffDiagonalProjector:
+def population_projector(G: Float[Tensor, "b d"], P: float | Float[Tensor, "*P"] = 1.0) -> OffDiagonalProjector:
     r"""The M with :math:`0 \preceq M \preceq P` of greatest population rate on the batch, Eq. ``full_psd_projector``.
 
     .. math:: M^\star = P^{1/2} 1_{(0,\infty)}(P^{1/2} A_B P^{1/2}) P^{1/2}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from poprisk.autodiff import ExampleLoss, FlatModel
 from poprisk.autodiff.flat import Inputs, take_examples
-from poprisk.autodiff.losses import LossName
 from poprisk.errors import DataError, GradientError, HyperparameterError
 
 
@@ -24,9 +23,9 @@ class PerExampleVariance:
     .. math:: (\Sigma_B)_{kk}/(b-1), \qquad \Sigma_B = b^{-1} \sum_a (g_a - \bar g_B)(g_a - \bar g_B)^\top
 
     Chunks of examples are merged by the update of Chan, Golub and LeVeque (1979) on means and sums of squared
-    deviations: memory is ``chunk_size`` gradients, and no large squares are subtracted. Each ``observe`` replaces the one
-    before it; a large batch is passed whole. If ``.grad`` is rescaled before the step (clipping, a summed loss), the
-    variance is rescaled with it, parameter by parameter.
+    deviations: memory is ``chunk_size`` gradients, and no large squares are subtracted. Each ``observe`` replaces the
+    one before it; a large batch is passed whole. If ``.grad`` is rescaled before the step (clipping, a summed loss),
+    the variance is rescaled with it, parameter by parameter.
 
     Args:
         module: The model in training; its current weights are used. Batch statistics and dropout are refused.
@@ -43,7 +42,7 @@ class PerExampleVariance:
     (tensor([[2.]]), [tensor([[1.]])])
     """
 
-    def __init__(self, module: nn.Module, loss: LossName | ExampleLoss, *, chunk_size: int = 32) -> None:
+    def __init__(self, module: nn.Module, loss: str | ExampleLoss, *, chunk_size: int = 32) -> None:
         if chunk_size < 1:
             raise HyperparameterError(f"chunk_size must be a positive whole number, got {chunk_size}: try 32")
         self._model = FlatModel(module, loss, chunk_size=chunk_size)
@@ -126,20 +125,20 @@ class MicrobatchVariance:
     .. math:: \frac{k \sum_j x_j^2 - \big(\sum_j x_j\big)^2}{k-1} = \frac{k}{k-1} \sum_j (x_j - \bar x)^2
 
     It is the variance of whatever ``.grad`` holds: for losses divided by k, :math:`x_j` is a k-th of a micro-batch
-    gradient and the sum is the batch mean; for undivided losses it is k times that, and the variance k² times. The gate,
-    which compares squares of ``.grad`` with it, is the same in both cases. With micro-batches of one example and losses
-    divided by k it equals :math:`(\Sigma_B)_{kk}/(b-1)`.
+    gradient and the sum is the batch mean; for undivided losses it is k times that, and the variance k² times. The
+    gate, which compares squares of ``.grad`` with it, is the same in both cases. With micro-batches of one example
+    and losses divided by k it equals :math:`(\Sigma_B)_{kk}/(b-1)`.
 
-    The right-hand form is what is computed, with ``.grad`` as the running sum: no large squares are subtracted, and the
-    only memory is one buffer per parameter, made at the second micro-batch and given back after the step. A uniform
-    rescaling of ``.grad`` afterwards (clipping, ``GradScaler.unscale_``) rescales the variance by the square of the factor,
-    which is found by comparing the norms of each gradient before and after. A micro-batch in which a parameter had no
-    part counts as a zero gradient.
+    The right-hand form is what is computed, with ``.grad`` as the running sum: no large squares are subtracted, and
+    the only memory is one buffer per parameter, made at the second micro-batch and given back after the step. A
+    uniform rescaling of ``.grad`` afterwards (clipping, ``GradScaler.unscale_``) rescales the variance by the square
+    of the factor, which is found by comparing the norms of each gradient before and after. A micro-batch in which a
+    parameter had no part counts as a zero gradient.
 
-    With one micro-batch there is no variance: ``variances`` gives None and the optimizer uses the stream. If the gradients
-    are cleared without a step, the next ``backward`` starts a new batch. Use one source per optimizer, in one process (an
-    all-reduce is not a micro-batch), and zero the gradients between steps, as usual. Frozen and complex parameters are
-    left to the stream.
+    With one micro-batch there is no variance: ``variances`` gives None and the optimizer uses the stream. If the
+    gradients are cleared without a step, the next ``backward`` starts a new batch. Use one source per optimizer, in
+    one process (an all-reduce is not a micro-batch), and zero the gradients between steps, as usual. Frozen and
+    complex parameters are left to the stream.
 
     Args:
         parameters: The optimizer's parameters. Hooks stay on them until ``close()``, or the end of a ``with`` block.
@@ -262,9 +261,11 @@ class _Tally:
 
     def follow(self, p: Tensor) -> None:
         """Takes over a rescaling between two micro-batches."""
+        assert p.grad is not None
         assert self.norm is not None
         if self.sum_sq is not None:
             self.sum_sq = _rescale(self.sum_sq, _gradient_ratio(p, self.norm))
+        self.norm, self.mark = _norm(p.grad), _mark(p.grad)
 
 
 def _on_arrival(me: weakref.ref[MicrobatchVariance], here: weakref.ref[Tensor], x: Tensor) -> None:

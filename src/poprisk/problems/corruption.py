@@ -28,7 +28,7 @@ def replace_labels(
     """Replace a share of the labels by another class, uniform over the classes that are *not* the true one.
 
     A replaced label is therefore always wrong, and the share of wrong labels is the share asked for, rounded to a whole
-    number of examples. (The other convention, a draw from all classes, would leave one in ``num_classes`` of them right.)
+    number of examples. (The other convention, a draw from all classes, leaves one in ``num_classes`` of them right.)
 
     Args:
         labels: The true labels, in 0 … num_classes - 1.

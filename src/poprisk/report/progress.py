@@ -1,11 +1,11 @@
 """Progress on a terminal as bars side by side, elsewhere as a few plain lines."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 Report = Callable[[str, int, float], None]
 _NARROW = 72
@@ -17,7 +17,7 @@ def stdout() -> Console:
 
 
 @contextmanager
-def demo_progress(steps: int) -> Iterator[Report]:
+def demo_progress(names: Iterable[str], steps: int) -> Iterator[Report]:
     """What to call with (optimizer, steps so far, test accuracy); written to stderr, so that results stay alone."""
     console = Console(file=sys.stderr)
     if not console.is_terminal or console.is_dumb_terminal:
@@ -28,15 +28,13 @@ def demo_progress(steps: int) -> Iterator[Report]:
     if console.width >= _NARROW:
         columns += [TextColumn("test {task.fields[accuracy]}"), TimeRemainingColumn()]
     with Progress(*columns, console=console, expand=console.width < _NARROW) as progress:
-        yield _bars(progress, steps)
+        yield _bars(progress, names, steps)
 
 
-def _bars(progress: Progress, steps: int) -> Report:
-    tasks: dict[str, TaskID] = {}
+def _bars(progress: Progress, names: Iterable[str], steps: int) -> Report:
+    tasks = {name: progress.add_task(name, total=steps, accuracy="") for name in names}
 
     def report(name: str, step: int, accuracy: float) -> None:
-        if name not in tasks:
-            tasks[name] = progress.add_task(name, total=steps, accuracy="")
         progress.update(tasks[name], completed=step, accuracy=f"{accuracy:.1%}")
 
     return report

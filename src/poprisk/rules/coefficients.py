@@ -82,7 +82,7 @@ def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
     center = _where(t > 1, 1 / _floor(1 - beta1 ** (t - 1)), 0.0) if corrected else 1.0
     t_s = var_step + sampled
     rho = hyper.rho
-    noise = 1.0 if observed else deviation_noise(beta1, _where(waits, _at_least(t, 2), t), hyper.centering)
+    noise = 1.0 if observed else deviation_noise(beta1, _where(waits, _at_least(t, 2.0), t), hyper.centering)
     gain = gain + sampled * (1 - rho) * (noise - gain)
     s_scale = _floor(1 - rho**t_s)
     kappa = mean_noise(beta1, t, hyper.signal)
@@ -107,7 +107,7 @@ def current(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
     step, var_step, gain = (x.double() if isinstance(x, Tensor) else x for x in (step, var_step, gain))
     beta1, beta2 = hyper.betas
     s_scale = _floor(1 - hyper.rho**var_step)
-    kappa = mean_noise(beta1, _at_least(step, 1), hyper.signal)
+    kappa = mean_noise(beta1, _at_least(step, 1.0), hyper.signal)
     return Coefficients(
         step=step,
         var_step=var_step,

@@ -32,7 +32,7 @@ def soft_gate(
     s_hat: Float[Tensor, "*shape"],
     alpha: Scalar,
     strength: Scalar,
-    gate_eps: float = 0.0,
+    gate_eps: int | float = 0.0,
 ) -> Float[Tensor, "*shape"]:
     r"""The hard gate with a smooth rise above the cutoff: the mask of Algorithm 1, line 9.
 
@@ -49,7 +49,7 @@ def snr_gate(
     m_hat: Float[Tensor, "*shape"],
     s_hat: Float[Tensor, "*shape"],
     strength: Scalar,
-    gate_eps: float = 0.0,
+    gate_eps: int | float = 0.0,
 ) -> Float[Tensor, "*shape"]:
     r"""The signal-to-noise shrinker, positive even under the cutoff (third line of Eq. ``soft_filter``).
 
@@ -67,7 +67,7 @@ def _share(part: Tensor, rest: Tensor) -> Tensor:
 
 
 def evaluate_gate(
-    kind: GateName, m_hat: Tensor, s_hat: Tensor, alpha: Scalar, strength: Scalar, gate_eps: float = 0.0
+    kind: GateName, m_hat: Tensor, s_hat: Tensor, alpha: Scalar, strength: Scalar, gate_eps: int | float = 0.0
 ) -> Tensor:
     """The gate of the given name; arguments it has no use for are ignored."""
     gates: dict[GateName, Callable[[], Tensor]] = {

@@ -1,7 +1,8 @@
 r"""The leave-one-out coefficient α: in the paper's units, and calibrated for an exponential average."""
 
-from typing import Literal
+from typing import Any, Literal
 
+from poprisk._types import Scalar
 from poprisk.errors import HyperparameterError
 
 Centering = Literal["paper", "corrected"]
@@ -37,7 +38,7 @@ def loo_coefficient(batch_size: int, dataset_size: int | None = None) -> float:
     return batch_size / (dataset_size - batch_size)
 
 
-def mean_noise(beta1: float, step: float, signal: Literal["ema", "batch"] = "ema"):
+def mean_noise(beta1: float, step: Scalar, signal: Literal["ema", "batch"] = "ema") -> Any:
     r"""Variance of the gate's signal under white gradient noise of unit variance.
 
     For the debiased average :math:`\hat m_t` that is :math:`\kappa_t = \frac{(1-\beta_1)(1+\beta_1^t)}{(1+\beta_1)(1-\beta_1^t)}`,
@@ -55,7 +56,7 @@ def mean_noise(beta1: float, step: float, signal: Literal["ema", "batch"] = "ema
     return (1 - beta1) * (1 + beta1**step) / ((1 + beta1) * (1 - beta1**step))
 
 
-def deviation_noise(beta1: float, step: float, centering: Centering = "paper"):
+def deviation_noise(beta1: float, step: Scalar, centering: Centering = "paper") -> Any:
     r"""Variance of the deviation :math:`g_t - m_{t-1}` under white gradient noise of unit variance.
 
     Centred on the raw average it is :math:`1 + \frac{1-\beta_1}{1+\beta_1}(1-\beta_1^{2(t-1)})`, on the debiased one

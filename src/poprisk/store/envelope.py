@@ -9,9 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
 import poprisk
 from poprisk.errors import DataError
 from poprisk.store.files import write_json
@@ -55,14 +52,17 @@ def load_result(path: str | Path, kind: str) -> dict[str, Any]:
     version = envelope.get("format_version")
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path} has format_version {version!r}, and poprisk {poprisk.__version__} reads {FORMAT_VERSION}: make the "
-            "result again, or read it with the version that wrote it"
+            f"{path} has format_version {version!r}, and poprisk {poprisk.__version__} reads {FORMAT_VERSION}: make "
+            "the result again, or read it with the version that wrote it"
         )
     return envelope
 
 
 def environment() -> dict[str, Any]:
     """Versions, processor, threads and commit: what a number may depend on, and nothing that names the machine."""
+    import numpy
+    import torch
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "poprisk": poprisk.__version__,

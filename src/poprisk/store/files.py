@@ -8,9 +8,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Figure(Protocol):
     """What a figure must be able to do; matplotlib's can."""
 

@@ -42,26 +42,25 @@ def _run_fused(job: Job) -> None:
     """The single-pass kernel for what it can take, the rule for the rest."""
     device = job.works[0].param.device.type
     backend = cpu if device == "cpu" else cuda
-    if device == "cpu":
-        try:
-            cpu.prepare(job)
-        except cpu.BuildError as error:
-            fall_back(f"the fused CPU kernel cannot be built ({error})")
-            forloop.step(job)
-            return
-    elif not cuda.available():
+    if device == "cuda" and not cuda.available():
         fall_back("the fused CUDA kernel needs Triton, which is not installed")
         foreach.step(job)
         return
     served = [w for w in job.works if backend.can_serve(job, w)]
     if len(served) < len(job.works):
-        chosen = {id(w) for w in served}
         fall_back(f"the fused kernel does not serve {describe(job)}")
+        chosen = {id(w) for w in served}
         for work in job.works:
             if id(work) not in chosen:
                 forloop.step_one(job, work)
-    if served:
+    if not served:
+        return
+    try:
         backend.step(job, served)
+    except cpu.BuildError as error:  # raised before any state is touched
+        fall_back(f"the fused CPU kernel cannot be built ({error})")
+        for work in served:
+            forloop.step_one(job, work)
 
 
 def describe(job: Job) -> str:

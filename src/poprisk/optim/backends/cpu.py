@@ -2,6 +2,9 @@
 
 from array import array
 from collections import defaultdict
+from ctypes import CDLL
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from poprisk.optim.work import Job, Work, number, real
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
 from poprisk.rules.rounding import rounding_seed
 
+Variant = tuple[Any, ...]
 GATES = {None: 0, "soft": 1, "hard": 2, "snr": 3}
 WEIGHTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
@@ -36,24 +40,23 @@ def can_serve(job: Job, work: Work) -> bool:
     return all(x.stride() == work.param.stride() for x in tensors)
 
 
-def prepare(job: Job) -> None:
-    """Builds the kernels this job needs, or raises :class:`BuildError`; called before any state is touched."""
-    for work in job.works:
-        compiler.load(_defines(job.hyper, work))
-
-
 def step(job: Job, works: list[Work]) -> None:
-    """One step for the given works, one call into C per combination of dtypes."""
+    """One step for the given works, one call into C per combination of dtypes.
+
+    Raises:
+        BuildError: a kernel cannot be built; nothing was touched.
+    """
     if job.found_inf is not None and job.found_inf.item():
         return
-    batches: dict[tuple[str, ...], list[Work]] = defaultdict(list)
+    batches: dict[Variant, list[Work]] = defaultdict(list)
     for work in works:
-        batches[_defines(job.hyper, work)].append(work)
-    for defines, batch in batches.items():
-        _step_batch(job, defines, batch)
+        batches[_variant(job.hyper, work)].append(work)
+    libraries = [compiler.load(_defines(variant)) for variant in batches]
+    for library, batch in zip(libraries, batches.values(), strict=True):
+        _step_batch(job, library, batch)
 
 
-def _step_batch(job: Job, defines: tuple[str, ...], works: list[Work]) -> None:
+def _step_batch(job: Job, library: CDLL, works: list[Work]) -> None:
     hyper = job.hyper
     scale = job.sign / (1.0 if job.grad_scale is None else job.grad_scale.item())
     has_variance = hyper.tracks_variance
@@ -82,7 +85,6 @@ def _step_batch(job: Job, defines: tuple[str, ...], works: list[Work]) -> None:
             )
         )
         _count(state, done[index])
-    library = compiler.load(defines)
     args = (len(works), items.buffer_info()[0], table.buffer_info()[0], torch.get_num_threads())
     left_out = library.poprisk_step(*args)
     if left_out:
@@ -127,22 +129,27 @@ def _count(state: dict[str, Tensor], c: Coefficients) -> None:
             state[name].fill_(value)
 
 
-def _defines(hyper: Hyper, work: Work) -> tuple[str, ...]:
-    v = real(work.state["exp_avg_sq"])
-    s_kind = 0
-    if hyper.tracks_variance:
-        s_kind = 2 if work.state["exp_var"].dtype == torch.bfloat16 else 1
+def _variant(hyper: Hyper, work: Work) -> Variant:
+    """What decides which kernel a parameter needs: dtypes, and the options that are compiled in."""
+    s = work.state["exp_var"].dtype if hyper.tracks_variance else None
+    dtypes = (work.param.dtype, work.state["exp_avg_sq"].dtype, s)
+    return (*dtypes, work.variance is not None, hyper.gate, hyper.signal, hyper.gated_decay, hyper.skip_nonfinite)
+
+
+@cache
+def _defines(variant: Variant) -> tuple[str, ...]:
+    w, v, s, observed, gate, signal, gated_decay, skip_nonfinite = variant
     values = {
-        "W_TYPE": WEIGHTS[real(work.param).dtype],
-        "V_BF16": int(v.dtype == torch.bfloat16),
-        "S_KIND": s_kind,
-        "GATE": GATES[hyper.gate],
-        "OBSERVED": int(work.variance is not None and s_kind > 0),
-        "BATCH_SIGNAL": int(hyper.signal == "batch"),
-        "GATED_DECAY": int(hyper.gated_decay),
-        "SKIP_NONFINITE": int(hyper.skip_nonfinite and hyper.gate is not None),
+        "W_TYPE": WEIGHTS[w.to_real()],
+        "V_BF16": v == torch.bfloat16,
+        "S_KIND": 0 if s is None else 1 + (s == torch.bfloat16),
+        "GATE": GATES[gate],
+        "OBSERVED": observed and s is not None,
+        "BATCH_SIGNAL": signal == "batch",
+        "GATED_DECAY": gated_decay,
+        "SKIP_NONFINITE": skip_nonfinite and gate is not None,
     }
-    return tuple(f"-D{name}={value}" for name, value in values.items())
+    return tuple(f"-D{name}={int(value)}" for name, value in values.items())
 
 
 def is_dense(x: Tensor) -> bool:

@@ -104,7 +104,7 @@ def _coefficients(job: Job, works: list[Work], observed: bool) -> Tensor:
     for name, before, after in (("step", step, c.step), ("var_step", var_step, c.var_step), ("var_gain", gain, c.gain)):
         if name in works[0].state and isinstance(after, Tensor):
             moved = after if skip is None else torch.where(skip, before, after)
-            torch._foreach_copy_([w.state[name] for w in works], list(moved.float().unbind()))
+            torch._foreach_copy_([w.state[name] for w in works], list(moved.to(works[0].state[name].dtype).unbind()))
     return rows
 
 

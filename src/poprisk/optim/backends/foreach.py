@@ -19,7 +19,7 @@ Scalars = Sequence[Any]
 def can_serve(job: Job, work: Work) -> bool:
     """Element-wise gates on tensors of one dtype; pooled or normalized gates and low-precision states use the rule."""
     hyper = job.hyper
-    if hyper.granularity != "element" or hyper.normalize_gate or job.found_inf is not None:
+    if hyper.granularity != "element" or hyper.normalize_gate or job.found_inf is not None or not work.param.numel():
         return False
     dtype = real(work.param).dtype
     moments = [work.state[name] for name in ("exp_avg", "exp_avg_sq", "exp_var") if name in work.state]

@@ -1,0 +1,248 @@
+"""Every backend × gate × option × dtype against the float64 rule, enumerated from one table."""
+
+import contextlib
+from functools import cache
+
+import pytest
+import torch
+from optimizer_table import BACKENDS, GATES, INPUTS
+from streams import SHAPES, relative_error, start, stream, train
+
+from poprisk.errors import BackendWarning
+from poprisk.optim import PopRiskAdamW
+from poprisk.optim.work import hyper_of
+from poprisk.rules import PopulationState, initial_state, population_step
+
+STEPS = 200
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = list(TOLERANCE)
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def reference(gate, row):
+    """The pure rule in float64, tensor by tensor; the stream is the same in every dtype."""
+    options = {"gate": gate, **INPUTS[row].options}
+    hyper = hyper_of(PopRiskAdamW(start(), **options).param_groups[0])
+    sign, out = -1 if options.get("maximize") else 1, []
+    for k, w in enumerate(start()):
+        w = w.detach()
+        state = initial_state(w, hyper)
+        for gradients in stream(STEPS):
+            w, state = population_step(w, sign * gradients[k], state, hyper)
+        out.append(w)
+    return out
+
+
+def expected_warning(backend, row):
+    return pytest.warns(BackendWarning) if backend == "fused" and row.two_pass else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("row", INPUTS, ids=lambda r: r.name)
+@pytest.mark.parametrize("gate", [g for g in GATES if g != "hard"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_smooth_gates_equal_the_rule_after_200_steps(backend, gate, row, dtype, device):
+    options = {"gate": gate, **row.options}
+    gradients = stream(STEPS, dtype=dtype, device=device)
+    params = start(dtype=dtype, device=device)
+    optimizer = PopRiskAdamW(params, **options, **BACKENDS[backend])
+    with expected_warning(backend, row):
+        train(optimizer, params, gradients)
+    assert relative_error(params, reference(gate, INPUTS.index(row))) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("row", INPUTS, ids=lambda r: r.name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hard_gate_equals_the_rule_step_by_step(backend, row, dtype, device):
+    """From equal state each step: one flipped bit of a hard gate would otherwise separate the runs for good."""
+    options = {"gate": "hard", **row.options}
+    params = start(dtype=dtype, device=device)
+    optimizer = PopRiskAdamW(params, **options, **BACKENDS[backend])
+    hyper = hyper_of(optimizer.param_groups[0])
+    sign = -1 if row.options.get("maximize") else 1
+    compared = 0
+    for gradients in stream(40, dtype=dtype, device=device):
+        before = [_snapshot(optimizer, p) for p in params]
+        with expected_warning(backend, row) if compared == 0 else contextlib.nullcontext():
+            train(optimizer, params, [gradients])
+        for p, g, (w, state) in zip(params, gradients, before, strict=True):
+            state = state or initial_state(w, hyper)
+            new, after = population_step(w, sign * g.double().cpu(), state, hyper)
+            clear = _away_from_ties(after, g.double().cpu(), hyper)
+            compared += int(clear.sum())
+            error = (p.detach().double().cpu() - new)[clear].abs().max() if clear.any() else torch.zeros(())
+            assert error <= TOLERANCE[dtype] * new.abs().max()
+    assert compared > 0.99 * 40 * sum(p.numel() for p in params)
+
+
+def _snapshot(optimizer, p):
+    state = optimizer.state.get(p)
+    w = p.detach().double().cpu().clone()
+    if not state:
+        return w, None
+    moments = {name: state[name].double().cpu().clone() if name in state else None for name in ("exp_avg", "exp_avg_sq", "exp_var")}
+    step = state["step"].item()
+    return w, PopulationState(
+        moments["exp_avg"], moments["exp_avg_sq"], moments["exp_var"], step,
+        state["var_step"].item() if "var_step" in state else step, state["var_gain"].item() if "var_gain" in state else 0.0,
+    )  # fmt: skip
+
+
+def _away_from_ties(state, g, hyper):
+    """Where |m̂²/(αŝ) - 1| ≥ 1e-5; all or nothing where coordinates share a gate."""
+    from poprisk.rules.coefficients import current
+    from poprisk.rules.population import debiased_variance
+
+    c = current(hyper, state.step, state.var_step, state.gain)
+    signal = (g if hyper.signal == "batch" else state.m * c.m_debias).square()
+    noise = debiased_variance(state, hyper) * c.alpha
+    if hyper.granularity != "element":
+        dims = tuple(range(0 if hyper.granularity == "tensor" else 1, signal.dim()))
+        if dims:
+            signal, noise = signal.mean(dims, keepdim=True).expand_as(g), noise.mean(dims, keepdim=True).expand_as(g)
+    clear = (signal / noise - 1).abs() >= 1e-5
+    clear = clear | torch.tensor(c.open_gate == c.open_gate)
+    return clear & clear.all() if hyper.normalize_gate else clear
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+def test_low_precision_weights_use_float32_mathematics(backend, dtype, device):
+    """The weights are those of the float32 rule rounded at each step; m, v and s are float32."""
+    params = start(dtype=dtype, device=device)
+    optimizer = PopRiskAdamW(params, **BACKENDS[backend])
+    falls_back = backend == "fused" and device == "cpu" and dtype == torch.float16
+    gradients = [[g.to(dtype) for g in row] for row in stream(50, dtype=torch.float32, device=device)]
+    with pytest.warns(BackendWarning) if falls_back else contextlib.nullcontext():
+        train(optimizer, params, gradients)
+    hyper = hyper_of(optimizer.param_groups[0])
+    for k, w in enumerate(start(dtype=dtype, device=device)):
+        w = w.detach()
+        state = initial_state(w, hyper)
+        for row in gradients:
+            w, state = population_step(w, row[k], state, hyper)
+        assert params[k].dtype == dtype
+        assert {optimizer.state[params[k]][n].dtype for n in ("exp_avg", "exp_avg_sq", "exp_var")} == {torch.float32}
+        ulp = torch.finfo(dtype).eps * w.abs().max().item()
+        assert (params[k].detach().float() - w.float()).abs().max().item() <= ulp  # one rounding may fall the other way
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, {"s": torch.bfloat16}, {"v": torch.bfloat16}], ids=["v,s", "s", "v"])
+def test_low_precision_states_draw_the_same_bits_in_every_backend(backend, state_dtype, device):
+    params, plain = start(dtype=torch.float32, device=device), start(dtype=torch.float32, device=device)
+    optimizer = PopRiskAdamW(params, state_dtype=state_dtype, **BACKENDS[backend])
+    rule = PopRiskAdamW(plain, state_dtype=state_dtype, foreach=False)
+    gradients = stream(100, dtype=torch.float32, device=device)
+    train(optimizer, params, gradients)
+    train(rule, plain, gradients)
+    wanted = state_dtype if isinstance(state_dtype, dict) else {"v": state_dtype, "s": state_dtype}
+    different, total = 0, 0
+    for p, r in zip(params, plain, strict=True):
+        for name, letter in (("exp_avg_sq", "v"), ("exp_var", "s")):
+            assert optimizer.state[p][name].dtype == wanted.get(letter, torch.float32)
+            if letter in wanted:  # arithmetic in another order may carry one sum over a rounding boundary
+                different += (optimizer.state[p][name] != rule.state[r][name]).sum().item()
+                total += p.numel()
+    assert different <= 0.01 * total
+    assert relative_error(params, plain) < 2e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layouts_empty_and_scalar_tensors(backend, device):
+    base = torch.randn(6, 4, device=device)
+    params = [
+        torch.nn.Parameter(torch.randn(3, 4, 2, 2, device=device).to(memory_format=torch.channels_last)),
+        torch.nn.Parameter(torch.randn(5, 3, device=device).t()),
+        torch.nn.Parameter(torch.randn(0, 3, device=device)),
+        torch.nn.Parameter(torch.randn((), device=device)),
+        torch.nn.Parameter(base[:, ::2]),
+        torch.nn.Parameter(torch.randn(9, device=device)[1:]),  # not aligned to 16 bytes
+    ]
+    copies = [torch.nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in params]
+    fast, plain = PopRiskAdamW(params, **BACKENDS[backend]), PopRiskAdamW(copies, foreach=False)
+    with pytest.warns(BackendWarning) if backend == "fused" else contextlib.nullcontext():
+        for _ in range(5):
+            for p, c in zip(params, copies, strict=True):
+                c.grad = torch.randn(c.shape, device=device)
+                p.grad = torch.empty_like(p).copy_(c.grad)
+            fast.step()
+            plain.step()
+    for p, c in zip(params, copies, strict=True):
+        torch.testing.assert_close(p.detach().contiguous(), c.detach(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=dtype_name)
+def test_complex_parameters_have_a_gate_for_each_part(backend, dtype, device):
+    real_dtype = torch.float32 if dtype == torch.complex64 else torch.float64
+    z = [torch.nn.Parameter(torch.randn(4, 3, dtype=dtype, device=device))]
+    x = [torch.nn.Parameter(torch.view_as_real(z[0].detach()).clone())]
+    on_complex, on_real = PopRiskAdamW(z, **BACKENDS[backend]), PopRiskAdamW(x, foreach=False)
+    for row in stream(20, shapes=((4, 3, 2),), dtype=real_dtype, device=device):
+        z[0].grad, x[0].grad = torch.view_as_complex(row[0]), row[0]
+        on_complex.step()
+        on_real.step()
+    torch.testing.assert_close(torch.view_as_real(z[0].detach()), x[0].detach(), rtol=1e-6, atol=1e-7)
+    assert on_complex.state[z[0]]["exp_var"].dtype == dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_variance_from_outside_in_every_backend(backend, device):
+    class Given:
+        def variances(self, parameters):
+            return [torch.full_like(p, 0.25) if i % 2 else None for i, p in enumerate(parameters)]
+
+    params, plain = (start(dtype=torch.float32, device=device) for _ in range(2))
+    gradients = stream(30, dtype=torch.float32, device=device)
+    train(PopRiskAdamW(params, variance=Given(), **BACKENDS[backend]), params, gradients)
+    train(PopRiskAdamW(plain, variance=Given(), foreach=False), plain, gradients)
+    assert relative_error(params, plain) <= 2e-6
+
+
+def test_a_missing_compiler_falls_back_with_the_same_result_and_says_so_once(monkeypatch, tmp_path):
+    from poprisk.optim.backends import compiler
+
+    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("POPRISK_CACHE_DIR", str(tmp_path))
+    compiler.load.cache_clear()
+    params, plain = start(), start()
+    with pytest.warns(BackendWarning, match="cannot be built") as caught:
+        train(PopRiskAdamW(params, fused=True), params, stream(5))
+    compiler.load.cache_clear()
+    train(PopRiskAdamW(plain, foreach=False), plain, stream(5))
+    assert len(caught) == 1
+    for p, q in zip(params, plain, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_gradients_are_never_written(tmp_path):
+    for options in BACKENDS.values():
+        params = start()
+        grads = stream(1)[0]
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        PopRiskAdamW(params, maximize=True, **options).step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
+
+
+def test_the_table_covers_every_option():
+    """A new option of the rule must appear in the table."""
+    from poprisk.optim.defaults import RULE_OPTIONS
+
+    used = {name for row in INPUTS for name in row.options} | {"gate", "lr", "betas"}
+    assert set(RULE_OPTIONS) <= used
+    assert len(SHAPES) == len(start())

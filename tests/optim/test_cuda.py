@@ -1,0 +1,130 @@
+"""What only a CUDA device can show: graphs, gradient scaling without a wait, memory, and the async monitor."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from streams import relative_error, start, stream, train
+
+from poprisk.errors import ClosedGateWarning, NonFiniteGradientWarning
+from poprisk.optim import PopRiskAdamW
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=["fused", "foreach", "forloop"])
+@pytest.mark.parametrize("extra", [{}, {"alpha": "calibrated"}, {"centering": "corrected"}, {"state_dtype": torch.bfloat16}], ids=str)
+def test_a_captured_step_equals_an_eager_one(options, extra):
+    eager, captured = (start(dtype=torch.float32, device="cuda") for _ in range(2))
+    gradients = stream(30, dtype=torch.float32, device="cuda")
+    plain = PopRiskAdamW(eager, **extra, **options)
+    graphed = PopRiskAdamW(captured, capturable=True, **extra, **options)
+    for p, g in zip(captured, gradients[0], strict=True):
+        p.grad = g.clone()
+    train(plain, eager, gradients)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for row in gradients[:3]:
+            for p, g in zip(captured, row, strict=True):
+                p.grad.copy_(g)
+            graphed.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.step()
+        meters = graphed.diagnostics()[0]
+    for row in gradients[3:]:
+        for p, g in zip(captured, row, strict=True):
+            p.grad.copy_(g)
+        graph.replay()
+    assert graphed.state[captured[0]]["step"].item() == 30
+    assert relative_error(captured, eager) <= (2e-3 if "state_dtype" in extra else 2e-6)
+    torch.testing.assert_close(meters.mean_gate, plain.diagnostics()[0].mean_gate, rtol=1e-4, atol=1e-6)
+
+
+def test_the_fused_step_makes_no_parameter_sized_temporary():
+    p = torch.nn.Parameter(torch.randn(1 << 24, device="cuda"))
+    p.grad = torch.randn_like(p)
+    optimizer = PopRiskAdamW([p], fused=True)
+    for _ in range(3):
+        optimizer.step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before < p.numel() // 16
+
+
+def test_gradient_scaling_happens_in_the_kernel_and_an_overflow_is_skipped():
+    params, plain = (start(dtype=torch.float32, device="cuda") for _ in range(2))
+    fused, reference = PopRiskAdamW(params, fused=True), PopRiskAdamW(plain, foreach=False)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    for step, row in enumerate(stream(10, dtype=torch.float32, device="cuda")):
+        overflow = step == 4
+        scaler.scale(torch.zeros((), device="cuda"))
+        for p, q, g in zip(params, plain, row, strict=True):
+            p.grad = g * scaler.get_scale()
+            q.grad = g.clone()
+            if overflow:
+                p.grad.view(-1)[0] = float("inf")
+        before = [p.detach().clone() for p in params]
+        scaler.step(fused)
+        scaler.update()
+        if overflow:
+            assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+        else:
+            reference.step()
+    assert fused.state[params[0]]["step"].item() == 9
+    assert relative_error(params, plain) <= 2e-6
+
+
+def test_no_step_waits_for_the_device():
+    params = start(dtype=torch.float32, device="cuda")
+    for options in ({"fused": True}, {"foreach": True}):
+        optimizer = PopRiskAdamW(params, **options)
+        gradients = stream(60, dtype=torch.float32, device="cuda")
+        train(optimizer, params, gradients[:2])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            train(optimizer, params, gradients)
+            optimizer.diagnostics()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_monitor_reads_later_what_it_copied_earlier():
+    p = torch.nn.Parameter(torch.randn(4096, device="cuda"))
+    optimizer = PopRiskAdamW([p], fused=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(400):
+            p.grad = torch.randn_like(p)
+            if step == 10:
+                p.grad[3] = float("nan")
+            optimizer.step()
+            if step % 50 == 0:
+                torch.cuda.synchronize()
+    kinds = [w.category for w in caught]
+    assert kinds.count(ClosedGateWarning) == 1
+    assert kinds.count(NonFiniteGradientWarning) == 1
+    assert torch.isfinite(p).all()
+    assert torch.isfinite(optimizer.state[p]["exp_var"]).all()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_state_moves_between_devices(fused):
+    gradients = stream(12, dtype=torch.float32)
+    on_cpu = start(dtype=torch.float32)
+    first = PopRiskAdamW(on_cpu, state_dtype=torch.bfloat16, fused=fused, foreach=False)
+    train(first, on_cpu, gradients[:6])
+    on_gpu = [torch.nn.Parameter(p.detach().cuda()) for p in on_cpu]
+    second = PopRiskAdamW(on_gpu, state_dtype=torch.bfloat16, fused=fused, foreach=False)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert {second.state[p]["exp_var"].dtype for p in on_gpu} == {torch.bfloat16}
+    assert {second.state[p]["exp_var"].device.type for p in on_gpu} == {"cuda"}
+    train(second, on_gpu, [[g.cuda() for g in row] for row in gradients[6:]])
+    train(first, on_cpu, gradients[6:])
+    assert relative_error(on_gpu, on_cpu) <= 2e-3

@@ -1,0 +1,160 @@
+"""The command line: a demo from end to end, and one line for whatever goes wrong."""
+
+import inspect
+import io
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from poprisk import __version__, cli
+from poprisk.errors import HyperparameterError, MissingExtraError
+from poprisk.experiments.demo import MAX_NOISE, DemoConfig
+from poprisk.problems.digits import TRAIN_SIZES
+from poprisk.report.terminal import demo_lines
+from poprisk.store import load_result, write_text
+
+
+def start(*arguments, **options):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    return subprocess.Popen([sys.executable, "-W", "error", "-m", "poprisk.cli", *arguments], **pipes, **options)
+
+
+def call(capsys, *arguments):
+    """Exit code, stdout, stderr of a call in this process."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+def test_demo_end_to_end_without_a_terminal(tmp_path):
+    output = tmp_path / "new" / "demo"
+    process = start("demo", "--seeds", "2", "--size", "100", "--steps", "4", "--output", str(output))
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert sorted(p.name for p in output.iterdir()) == ["demo.png", "result.json"]
+    assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
+    saved = load_result(output / "result.json", "demo")
+    assert saved["config"]["seeds"] == 2
+    assert saved["result"]["wrong_share"] == pytest.approx(0.4)
+    assert "\x1b" not in out + err
+    assert "AdamW: step 4 of 4" in err
+    headline = saved["result"]["summary"]["headline"]
+    assert headline in " ".join(out.split())
+    assert str(output) in out
+    for row in saved["result"]["summary"]["rows"]:
+        assert f"{100 * row['last']['value']:.1f} ± " in out
+
+
+def test_narrow_terminals_get_a_list_with_the_same_numbers():
+    mean = {"value": 0.5, "standard_error": 0.01, "count": 2}
+    row = {"label": "AdamW at its usual lr 1e-3", "last": mean, "best": mean, "memorized": None}
+    summary = {"rows": [row], "headline": "H.", "sensitivity_line": "S."}
+    saved = {"config": {"seeds": 2}, "result": {"wrong_share": 0.4, "summary": summary}}
+    for width in (30, 100):
+        console = Console(width=width, record=True, file=io.StringIO())
+        for line in demo_lines(saved, width):
+            console.print(line)
+        text = console.export_text()
+        assert max(map(len, text.splitlines())) <= width
+        assert text.count("50.0 ± 1.0") == 2
+        assert "–" in text
+
+
+def test_interrupt_is_one_line_and_130(tmp_path):
+    process = start("demo", "--seeds", "1", "--size", "100", "--steps", "400", "--output", str(tmp_path))
+    assert process.stderr is not None
+    try:
+        first = process.stderr.readline()  # after the first tenth of the steps
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert first.startswith("AdamW: step 40 of 400")
+    assert process.returncode == 130
+    assert rest.splitlines()[-1] == "poprisk: interrupted; nothing was written"
+    assert "Traceback" not in rest
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version_and_help(capsys):
+    assert call(capsys, "--version") == (0, f"poprisk {__version__}\n", "")
+    code, out, _ = call(capsys, "demo", "--help")
+    assert code == 0
+    words = re.sub(r"[\s│]+", " ", out)
+    for option, default in (("--seeds", "5"), ("--noise", "0.4"), ("--size", "1200"), ("--output", "poprisk-demo")):
+        assert option in words
+        assert f"[default: {default}]" in words
+    assert "Noise level" in words
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from poprisk import cli; cli._run(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_defaults_and_limits_are_the_experiments(capsys):
+    given = {name: p.default for name, p in inspect.signature(cli.demo).parameters.items()}
+    assert Path("poprisk-demo") == given.pop("output")
+    assert DemoConfig(given["seeds"], given["noise"], given["size"], given["steps"]) == DemoConfig()
+    words = call(capsys, "demo", "--help")[1]
+    assert f"0.0…{MAX_NOISE}" in words
+    assert f"…{TRAIN_SIZES[1]}" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--seeds", "many"], "'--seeds': expected a whole number from 1 to 100, got many"),
+        (["demo", "--seeds", "0"], "'--seeds': expected .* got 0"),
+        (["demo", "--noise", "0.95"], "'--noise'.*0.95"),
+        (["demo", "--noise", "-0.1"], "'--noise'.*-0.1"),
+        (["demo", "--noise", "nan"], "'--noise': expected a number from 0.0 to 0.9, got nan"),
+        (["demo", "--size", "1797"], "'--size'.*1797"),
+        (["demo", "--steps", "0"], "'--steps'.*0"),
+        (["demo", "--steps", "1.5"], "whole number .* got 1.5"),
+        (["demo", "--speed", "9"], "--speed"),
+        (["demo", "extra"], "extra"),
+        (["demo", "--seeds"], "--seeds"),
+        (["dance"], "dance"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"poprisk: error: .*{message}.*\n", err)
+
+
+def test_output_that_cannot_be_written(capsys, tmp_path):
+    occupied = write_text(tmp_path / "taken", "x")
+    for path in (occupied, occupied / "below"):
+        code, out, err = call(capsys, "demo", "--output", str(path))
+        assert (code, out) == (2, "")
+        assert re.fullmatch(r"poprisk: error: .*choose another.*\n", err)
+    assert occupied.read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (HyperparameterError("lr must be positive,\ngot -1"), "lr must be positive, got -1"),
+        (MissingExtraError("scikit-learn", "data", "the digits data"), "pip install 'poprisk[data]'"),
+        (OSError("disk full"), "disk full"),
+    ],
+)
+def test_errors_from_inside_are_one_line_and_2(error, message, capsys, tmp_path, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("poprisk.experiments.demo.run_demo", fail)
+    code, out, err = call(capsys, "demo", "--output", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert message in err
