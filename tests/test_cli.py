@@ -93,6 +93,13 @@ def test_version_and_help(capsys):
     assert "Noise level" in words
 
 
+def test_no_arguments_show_the_help(capsys):
+    code, out, err = call(capsys)
+    assert code == 2
+    assert "demo" in out + err
+    assert "error" not in err
+
+
 def test_help_needs_no_torch():
     code = "import sys; from poprisk import cli; cli._run(['--help']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

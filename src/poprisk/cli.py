@@ -25,10 +25,11 @@ app = typer.Typer(
 _CommandLineError: type[Exception] = next(b for b in typer.BadParameter.__mro__ if b.__name__ == "ClickException")
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"poprisk {__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
@@ -40,7 +41,7 @@ def _root(
     """Train on population risk instead of training loss."""
 
 
-def _between(low: float, high: float) -> Callable[[Any], Any]:
+def _between(low: Any, high: Any) -> Callable[[Any], Any]:
     """Parses a number of the kind of ``low``; a wrong one is answered with what was expected and what came."""
     kind, words = (int, "a whole number") if isinstance(low, int) else (float, "a number")
 
@@ -56,7 +57,7 @@ def _between(low: float, high: float) -> Callable[[Any], Any]:
     return parse
 
 
-def _number(low: float, high: float, explanation: str) -> Any:
+def _number(low: Any, high: Any, explanation: str) -> Any:
     return typer.Option(parser=_between(low, high), metavar=f"{low}…{high}", help=explanation)
 
 
@@ -121,8 +122,9 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _fail(message: str) -> int:
-    """One line, whatever the message was made of."""
-    typer.echo(f"poprisk: error: {' '.join(message.split())}", err=True)
+    """One line, whatever the message was made of; none where the help was the answer."""
+    if message.strip():
+        typer.echo(f"poprisk: error: {' '.join(message.split())}", err=True)
     return EXIT_WRONG
 
 

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ def _rounded(values: Tensor) -> Any:
     return [_rounded(row) for row in values] if values.dim() > 0 else round(values.item(), 6)
 
 
-def _require(condition: bool, expected: str, got: float | Sequence[float]) -> None:
+def _require(condition: bool, expected: str, got: Any) -> None:
     if not condition:
         kind = DataError if expected.startswith("train_size") else HyperparameterError
         raise kind(f"{expected}, got {got}")

@@ -76,20 +76,21 @@ def _launch(job: Job, works: list[Work], w: torch.dtype, v: torch.dtype, s: torc
     blocks, starts = _block_map(tuple(real(x.param).numel() for x in works), block, device)
     if not blocks.numel():
         return
-    coefficients = _coefficients(job, works, observed)
+    coefficients = _coefficients(job, works, observed, math)
     aligned = all(p % 16 == 0 for i, p in enumerate(pointers) if i % POINTERS < 6)
+    even = all(real(x.param).numel() % 16 == 0 for x in works)
     limits = torch.finfo(math)
     with torch.cuda.device(device):
         fused_step_kernel[(blocks.numel(),)](
             table, coefficients, blocks, starts, job.found_inf if job.found_inf is not None else coefficients, job.left_out,
             W=names[w], V=names[v], S=names[s or math], REAL=names[math], GATE=GATES[hyper.gate], HAS_S=s is not None,
             OBSERVED=observed and s is not None, BATCH_SIGNAL=hyper.signal == "batch", GATED_DECAY=hyper.gated_decay,
-            SKIP=hyper.skip_nonfinite and hyper.gate is not None, ALIGNED=aligned, SCALED=job.found_inf is not None,
+            SKIP=hyper.skip_nonfinite and hyper.gate is not None, ALIGNED=aligned, EVEN=even, SCALED=job.found_inf is not None,
             TINY=limits.tiny, LARGEST=limits.max, BLOCK=block, COLUMNS_=COLUMNS, POINTERS_=POINTERS, num_warps=WARPS,
         )  # fmt: skip
 
 
-def _coefficients(job: Job, works: list[Work], observed: bool) -> Tensor:
+def _coefficients(job: Job, works: list[Work], observed: bool, dtype: torch.dtype) -> Tensor:
     """One row per tensor, computed where the counters are, and the counters moved on (not past an overflow)."""
     hyper = job.hyper
     step = torch.stack([w.state["step"] for w in works]).double()
@@ -99,7 +100,7 @@ def _coefficients(job: Job, works: list[Work], observed: bool) -> Tensor:
     scale: Any = job.sign
     if job.grad_scale is not None:
         scale = job.sign / job.grad_scale.to(step.device, torch.float64).reshape(())
-    rows = _fill(hyper, c, scale, step)
+    rows = _fill(hyper, c, scale, step, dtype)
     skip = None if job.found_inf is None else job.found_inf.reshape(()) > 0
     for name, before, after in (("step", step, c.step), ("var_step", var_step, c.var_step), ("var_gain", gain, c.gain)):
         if name in works[0].state and isinstance(after, Tensor):
@@ -108,17 +109,19 @@ def _coefficients(job: Job, works: list[Work], observed: bool) -> Tensor:
     return rows
 
 
-def _fill(hyper: Hyper, c: Coefficients, scale: Any, step: Tensor) -> Tensor:
-    """The columns as the kernel reads them."""
-    given = ~torch.isnan(c.open_gate) if isinstance(c.open_gate, Tensor) else float(c.open_gate == c.open_gate)
+def _fill(hyper: Hyper, c: Coefficients, scale: Any, step: Tensor, dtype: torch.dtype) -> Tensor:
+    """The columns in the order the kernel reads them, computed in float64 and then rounded once."""
+    given = (~torch.isnan(c.open_gate)).double() if isinstance(c.open_gate, Tensor) else float(c.open_gate == c.open_gate)
     value = torch.nan_to_num(c.open_gate) if isinstance(c.open_gate, Tensor) else (c.open_gate if given else 0.0)
-    columns = [scale, c.center, c.s_keep, c.s_new, *hyper.betas, c.m_debias, c.v_debias, c.s_debias, c.alpha]
-    columns += [hyper.strength, hyper.gate_eps, given, value, hyper.lr, hyper.eps, hyper.weight_decay, c.step]
+    beta1, beta2 = hyper.betas
+    columns = [scale, c.center, c.s_keep, c.s_new, 1 - beta1, beta2, 1 - beta2, 1 / beta1 if beta1 else 0.0]
+    columns += [c.m_debias, c.v_debias, c.s_debias, c.alpha, hyper.strength, hyper.gate_eps, given, value]
+    columns += [hyper.lr, hyper.eps, hyper.weight_decay, c.step]
     numbers = tuple(0.0 if isinstance(x, Tensor) else float(x) for x in columns)
-    rows = _constant_row(numbers, step.device).repeat(len(step), 1)
+    rows = _constant_row(numbers, dtype, step.device).repeat(len(step), 1)
     for index, x in enumerate(columns):
         if isinstance(x, Tensor):
-            rows[:, index] = x.to(rows.device)
+            rows[:, index] = x if x.device == rows.device else x.to(rows.device)
     return rows
 
 
@@ -173,8 +176,8 @@ def _device_table(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     return _cache.get(("table", pointers, device), device, lambda: (torch.tensor(pointers, dtype=torch.int64),))[0]
 
 
-def _constant_row(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    return _cache.get(("row", numbers, device), device, lambda: (torch.tensor([numbers], dtype=torch.float64),))[0]
+def _constant_row(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _cache.get(("row", numbers, dtype, device), device, lambda: (torch.tensor([numbers], dtype=dtype),))[0]
 
 
 def _block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
