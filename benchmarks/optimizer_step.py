@@ -26,7 +26,15 @@ QWEN = dict(vocabulary=151_936, width=896, layers=24, key_value=128, hidden=4864
 def qwen_shapes() -> list[tuple[int, ...]]:
     """The 290 tensors of a Qwen2.5-0.5B-shaped model (tied embedding): 494 M parameters."""
     width, hidden, key_value = QWEN["width"], QWEN["hidden"], QWEN["key_value"]
-    layer = [(width, width), (width,), (key_value, width), (key_value,), (key_value, width), (key_value,), (width, width)]
+    layer = [
+        (width, width),
+        (width,),
+        (key_value, width),
+        (key_value,),
+        (key_value, width),
+        (key_value,),
+        (width, width),
+    ]
     layer += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
     return [(QWEN["vocabulary"], width), *(layer * QWEN["layers"]), (width,)]
 
@@ -144,7 +152,10 @@ def main() -> None:
         results[name] = compare(shapes, options, args.device, max(5, args.rounds), repeats)
         results[name]["share_of_copy_bandwidth"] = results[name]["gigabytes_per_second"] / bandwidth
         row = results[name]
-        print(f"{name:45s} {row['ours_ms']:8.3f} ms  AdamW {row['adamw_ms']:8.3f} ms  ratio {row['ratio']:.3f}", flush=True)
+        print(
+            f"{name:45s} {row['ours_ms']:8.3f} ms  AdamW {row['adamw_ms']:8.3f} ms  ratio {row['ratio']:.3f}",
+            flush=True,
+        )
         if args.device == "cuda":
             torch.cuda.empty_cache()
     summary = {

@@ -38,7 +38,9 @@ INPUTS = (
     OptimizerInput("gated decay", {"gated_decay": True, "weight_decay": 0.3}),
     OptimizerInput("no decay, eps, rho", {"weight_decay": 0.0, "eps": 1e-6, "rho": 0.9, "gate_eps": 1e-3}),
     OptimizerInput("shared state", {"state": "shared", "betas": (0.9, 0.9), "rho": 0.9}),
-    OptimizerInput("shared state, calibrated", {"state": "shared", "betas": (0.9, 0.9), "rho": 0.9, "alpha": "calibrated"}),
+    OptimizerInput(
+        "shared state, calibrated", {"state": "shared", "betas": (0.9, 0.9), "rho": 0.9, "alpha": "calibrated"}
+    ),
     OptimizerInput("batch signal", {"signal": "batch", "alpha": 0.5}),
     OptimizerInput("maximize", {"maximize": True}),
     OptimizerInput("let non-finite through", {"skip_nonfinite": False}),

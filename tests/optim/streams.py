@@ -34,5 +34,8 @@ def train(optimizer, params, gradients) -> None:
 
 def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     """Largest difference over the largest expected magnitude, over all tensors."""
-    difference = max((a.detach().double().cpu() - e.detach().double().cpu()).abs().max().item() for a, e in zip(actual, expected, strict=True))
+    difference = max(
+        (a.detach().double().cpu() - e.detach().double().cpu()).abs().max().item()
+        for a, e in zip(actual, expected, strict=True)
+    )
     return difference / max(e.detach().abs().max().item() for e in expected)

@@ -88,7 +88,10 @@ def _snapshot(optimizer, p):
     w = p.detach().double().cpu().clone()
     if not state:
         return w, None
-    moments = {name: state[name].double().cpu().clone() if name in state else None for name in ("exp_avg", "exp_avg_sq", "exp_var")}
+    moments = {
+        name: state[name].double().cpu().clone() if name in state else None
+        for name in ("exp_avg", "exp_avg_sq", "exp_var")
+    }
     step = state["step"].item()
     return w, PopulationState(
         moments["exp_avg"], moments["exp_avg_sq"], moments["exp_var"], step,
@@ -138,7 +141,9 @@ def test_low_precision_weights_use_float32_mathematics(backend, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("state_dtype", [torch.bfloat16, {"s": torch.bfloat16}, {"v": torch.bfloat16}], ids=["v,s", "s", "v"])
+@pytest.mark.parametrize(
+    "state_dtype", [torch.bfloat16, {"s": torch.bfloat16}, {"v": torch.bfloat16}], ids=["v,s", "s", "v"]
+)
 def test_low_precision_states_draw_the_same_bits_in_every_backend(backend, state_dtype, device):
     params, plain = start(dtype=torch.float32, device=device), start(dtype=torch.float32, device=device)
     optimizer = PopRiskAdamW(params, state_dtype=state_dtype, **BACKENDS[backend])

@@ -13,8 +13,12 @@ from poprisk.optim import PopRiskAdamW
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=["fused", "foreach", "forloop"])
-@pytest.mark.parametrize("extra", [{}, {"alpha": "calibrated"}, {"centering": "corrected"}, {"state_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=["fused", "foreach", "forloop"]
+)
+@pytest.mark.parametrize(
+    "extra", [{}, {"alpha": "calibrated"}, {"centering": "corrected"}, {"state_dtype": torch.bfloat16}], ids=str
+)
 def test_a_captured_step_equals_an_eager_one(options, extra):
     eager, captured = (start(dtype=torch.float32, device="cuda") for _ in range(2))
     gradients = stream(30, dtype=torch.float32, device="cuda")
@@ -80,6 +84,7 @@ def test_gradient_scaling_happens_in_the_kernel_and_an_overflow_is_skipped():
     assert relative_error(params, plain) <= 2e-6
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_step_waits_for_the_device():
     params = start(dtype=torch.float32, device="cuda")
     for options in ({"fused": True}, {"foreach": True}):
@@ -87,8 +92,8 @@ def test_no_step_waits_for_the_device():
         gradients = stream(60, dtype=torch.float32, device="cuda")
         train(optimizer, params, gradients[:2])
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             train(optimizer, params, gradients)
             optimizer.diagnostics()
         finally:

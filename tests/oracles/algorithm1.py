@@ -94,7 +94,13 @@ def _mask(t, g, m_hat, s_hat, alpha, samples, locals_):
     o, d = locals_, len(g)
     if o["kind"] is None or t <= o["warmup"]:
         return [1.0] * d
-    tie = t == 1 and o["kind"] != "snr" and o["signal"] == "ema" and not o["given"] and (alpha == "calibrated" or alpha >= 1)
+    tie = (
+        t == 1
+        and o["kind"] != "snr"
+        and o["signal"] == "ema"
+        and not o["given"]
+        and (alpha == "calibrated" or alpha >= 1)
+    )
     if not samples or tie:
         return [0.0] * d
     power = [x * x for x in (g if o["signal"] == "batch" else m_hat)]
@@ -105,4 +111,6 @@ def _mask(t, g, m_hat, s_hat, alpha, samples, locals_):
             p, n = sum(power[i] for i in span) / o["row"], sum(noise[i] for i in span) / o["row"]
             for i in span:
                 power[i], noise[i] = p, n
-    return [gate(o["kind"], math.sqrt(p), n, alpha, o["strength"], o["gate_eps"]) for p, n in zip(power, noise, strict=True)]
+    return [
+        gate(o["kind"], math.sqrt(p), n, alpha, o["strength"], o["gate_eps"]) for p, n in zip(power, noise, strict=True)
+    ]

@@ -13,7 +13,9 @@ positive = st.floats(1e-3, 1e3)
 
 
 def q(kind, m, s, alpha=1.0, strength=1.0, gate_eps=0.0, dtype=torch.float64):
-    return evaluate_gate(kind, torch.tensor([m], dtype=dtype), torch.tensor([s], dtype=dtype), alpha, strength, gate_eps).item()
+    return evaluate_gate(
+        kind, torch.tensor([m], dtype=dtype), torch.tensor([s], dtype=dtype), alpha, strength, gate_eps
+    ).item()
 
 
 @pytest.mark.parametrize("kind", GATES)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from oracles.algorithm1 import algorithm1
 from torch.testing import assert_close
 
+from oracles.algorithm1 import algorithm1
 from poprisk.errors import HyperparameterError
 from poprisk.rules import Hyper, calibrated_alpha, initial_state, linearize, loo_coefficient, population_step
 from poprisk.rules.population import current_gate
@@ -54,7 +54,9 @@ def test_rule_equals_the_paper_line_by_line(gate, options):
     stream = gradients()
     path, _ = run(Hyper(gate=gate, **options), stream)
     renamed = {k: v for k, v in options.items() if k != "normalize_gate" or gate is not None}
-    oracle = algorithm1(torch.linspace(-1, 1, 12, dtype=torch.float64).tolist(), [g.tolist() for g in stream], gate_kind=gate, **renamed)
+    oracle = algorithm1(
+        torch.linspace(-1, 1, 12, dtype=torch.float64).tolist(), [g.tolist() for g in stream], gate_kind=gate, **renamed
+    )
     assert_close(torch.stack(path), torch.tensor(oracle, dtype=torch.float64), rtol=1e-12, atol=1e-13)
 
 
@@ -102,7 +104,9 @@ def test_constant_gradient_opens_as_published_and_at_once_when_corrected():
 @pytest.mark.parametrize("gate", ["soft", "hard"])
 def test_first_step_is_closed_by_definition_and_not_by_rounding(dtype, gate):
     w = torch.randn(10_000, dtype=dtype)
-    new, _ = population_step(w, torch.randn(10_000, dtype=dtype), initial_state(w, Hyper()), Hyper(gate=gate, weight_decay=0.0))
+    new, _ = population_step(
+        w, torch.randn(10_000, dtype=dtype), initial_state(w, Hyper()), Hyper(gate=gate, weight_decay=0.0)
+    )
     assert torch.equal(new, w)
 
 

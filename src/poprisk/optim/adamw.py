@@ -249,6 +249,7 @@ class PopRiskAdamW(Optimizer):
     def _prepare(self, variance: VarianceSource | None) -> None:
         self._variance_source = variance
         self._monitor = Monitor()
+        self._memory: dict[int, dict[str, Any]] = {}
         self._used: list[tuple[weakref.ref[Tensor], int]] = []
 
     def _jobs(self, *, with_variance: bool = True, all_params: bool = False) -> list[Job]:
@@ -266,7 +267,8 @@ class PopRiskAdamW(Optimizer):
                 works.append(Work(p, p.grad if p.grad is not None else p, self.state.get(p, {}), key))
             if group["fused"]:
                 devices |= {w.param.device for w in works}
-            job = Job(works, hyper_of(group), group, scale, overflow)
+            memory = self._memory.setdefault(id(group), {})
+            job = Job(works, hyper_of(group), group, memory, scale, overflow)
             if works and job.hyper.gate is not None:
                 job.left_out = self._monitor.counter(works[0].param.device)
             jobs.append(job)

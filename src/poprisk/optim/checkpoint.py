@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from poprisk.errors import StateDictError
-from poprisk.optim.work import COUNTERS, MOMENTS, state_dtype_of
+from poprisk.optim.work import COUNTERS, MOMENTS, counts_on_device, state_dtype_of
 
 REQUIRED = {"step", "exp_avg", "exp_avg_sq"}
 KNOWN = {*COUNTERS, *MOMENTS}
@@ -36,7 +36,9 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
 def check(state_dict: Mapping[str, Any], groups: Groups) -> None:
     """Refuses a state dict of another optimizer or of other shapes, before anything is touched."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise StateDictError("expected a dict with the keys 'state' and 'param_groups', as Optimizer.state_dict() gives it")
+        raise StateDictError(
+            "expected a dict with the keys 'state' and 'param_groups', as Optimizer.state_dict() gives it"
+        )
     saved_groups = state_dict["param_groups"]
     saved, own = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
     if saved != own:
@@ -78,9 +80,8 @@ def restore_dtypes(state: dict[Tensor, dict[str, Any]], saved: Mapping[str, Any]
     for index, (param, group) in zip(ids, owners, strict=True):
         for name, value in saved["state"].get(index, {}).items():
             if name in COUNTERS:
-                on_device = group["capturable"] or group["fused"]
                 counter = torch.as_tensor(value, dtype=torch.float64 if name == "var_gain" else torch.float32)
-                state[param][name] = counter.to(param.device if on_device else "cpu", copy=True)
+                state[param][name] = counter.to(param.device if counts_on_device(group) else "cpu", copy=True)
             else:
                 letter = {"exp_avg": "m", "exp_avg_sq": "v", "exp_var": "s"}[name]
                 dtype = value.dtype if ours else state_dtype_of(param, group, letter)

@@ -30,7 +30,7 @@ class Monitor:
     def counter(self, device: torch.device) -> Tensor:
         """The running count of left-out gradient entries on a device."""
         if device not in self.counters:
-            self.counters[device] = torch.zeros((), dtype=torch.int64, device=device)
+            self.counters[device] = torch.zeros((), dtype=torch.int32, device=device)
         return self.counters[device]
 
     def after_step(self, jobs: list[Job]) -> None:
@@ -86,7 +86,7 @@ class Monitor:
             return
         self.said.add("nonfinite")
         warnings.warn(
-            f"{count} gradient entries were NaN or infinite; their coordinates (weight, m, v, s) were left as they were for "
+            f"at least {count} gradient entries were NaN or infinite; their coordinates (weight, m, v, s) were left as they were for "
             "that step. Look for the overflow, or pass skip_nonfinite=False to let it through as torch.optim.AdamW does",
             NonFiniteGradientWarning,
             stacklevel=4,
@@ -113,8 +113,6 @@ def _mean_gate(work: Work, job: Job) -> Tensor:
     moments = {name: thin(x) if name.startswith("exp_") else x for name, x in work.state.items()}
     sample = Work(work.param, work.grad, moments, work.key, work.variance)
     return current_gate(rule_state(sample, job.hyper), job.hyper).float().mean()
-
-
 
 
 def _capturing() -> bool:

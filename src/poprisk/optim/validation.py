@@ -89,7 +89,9 @@ def _check_lr(group: dict[str, Any]) -> None:
         if lr.numel() != 1:
             raise HyperparameterError(f"a Tensor lr must have one element, got shape {tuple(lr.shape)}")
         if group["foreach"] and not group["capturable"]:
-            raise HyperparameterError("a Tensor lr with foreach=True needs capturable=True: pass a float, or fused=True")
+            raise HyperparameterError(
+                "a Tensor lr with foreach=True needs capturable=True: pass a float, or fused=True"
+            )
         if lr.device.type == "cpu":
             _check_number("lr", lr.item(), "a finite number ≥ 0", lambda x: x >= 0)
         return

@@ -15,7 +15,7 @@ COUNTERS = ("step", "var_step", "var_gain")
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_var")
 
 
-@dataclass
+@dataclass(slots=True)
 class Work:
     """One parameter with its gradient, its state dict, and the variance of this batch if a source gave one."""
 
@@ -33,10 +33,13 @@ class Job:
     works: list[Work]
     hyper: Hyper
     group: dict[str, Any]
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What a backend keeps from one step of this group to the next."""
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    left_out: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    """Running count of gradient entries left out as non-finite, on the parameters' device; backends add to it."""
+    left_out: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
+    """How many gradient entries were left out as non-finite so far, on the parameters' device (the CUDA kernel only says
+    that there were some)."""
 
     @property
     def sign(self) -> float:
@@ -106,9 +109,13 @@ def real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
+def counts_on_device(group: dict[str, Any]) -> bool:
+    """Where counters begin: on the host, unless a graph or torch's own fused AdamW needs them beside the parameters."""
+    return bool(group["capturable"] or (group["fused"] and group["gate"] is None))
+
+
 def _counter(param: Tensor, group: dict[str, Any], dtype: torch.dtype = torch.float32) -> Tensor:
-    on_device = group["capturable"] or group["fused"]
-    return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
+    return torch.zeros((), dtype=dtype, device=param.device if counts_on_device(group) else "cpu")
 
 
 def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:

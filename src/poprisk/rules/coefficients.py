@@ -79,14 +79,14 @@ def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
     corrected = hyper.centering == "corrected" and not hyper.shared_state
     waits = corrected and not observed  # the first deviation from a debiased mean exists at t = 2
     sampled = _where(t > 1, 1.0, 0.0) if waits else 1.0
-    center = _where(t > 1, 1 / _floor(1 - beta1 ** (t - 1)), 0.0) if corrected else 1.0
+    center = _inverse(1 - beta1 ** (t - 1)) if corrected else 1.0
     t_s = var_step + sampled
     rho = hyper.rho
     noise = 1.0 if observed else deviation_noise(beta1, _where(waits, _at_least(t, 2.0), t), hyper.centering)
     gain = gain + sampled * (1 - rho) * (noise - gain)
-    s_scale = _floor(1 - rho**t_s)
+    s_scale = 1 - rho**t_s
     kappa = mean_noise(beta1, t, hyper.signal)
-    alpha = kappa * s_scale / _floor(gain) if hyper.alpha == "calibrated" else hyper.alpha
+    alpha = kappa * s_scale * _inverse(gain) if hyper.alpha == "calibrated" else hyper.alpha
     return Coefficients(
         step=t,
         var_step=t_s,
@@ -96,7 +96,7 @@ def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
         s_new=sampled * (1 - rho),
         m_debias=1 / (1 - beta1**t),
         v_debias=1 / (1 - beta2**t),
-        s_debias=1 / s_scale,
+        s_debias=_inverse(s_scale),
         alpha=alpha,
         open_gate=_decided(hyper, t, t_s, observed),
     )
@@ -106,7 +106,7 @@ def current(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
     """The coefficients of the step already taken: what the gate and the debiased moments of a stored state need."""
     step, var_step, gain = (x.double() if isinstance(x, Tensor) else x for x in (step, var_step, gain))
     beta1, beta2 = hyper.betas
-    s_scale = _floor(1 - hyper.rho**var_step)
+    s_scale = 1 - hyper.rho**var_step
     kappa = mean_noise(beta1, _at_least(step, 1.0), hyper.signal)
     return Coefficients(
         step=step,
@@ -115,10 +115,10 @@ def current(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
         center=1.0,
         s_keep=1.0,
         s_new=0.0,
-        m_debias=1 / _floor(1 - beta1**step),
-        v_debias=1 / _floor(1 - beta2**step),
-        s_debias=1 / s_scale,
-        alpha=kappa * s_scale / _floor(gain) if hyper.alpha == "calibrated" else hyper.alpha,
+        m_debias=_inverse(1 - beta1**step),
+        v_debias=_inverse(1 - beta2**step),
+        s_debias=_inverse(s_scale),
+        alpha=kappa * s_scale * _inverse(gain) if hyper.alpha == "calibrated" else hyper.alpha,
         open_gate=_decided(hyper, step, var_step, observed),
     )
 
@@ -142,14 +142,16 @@ def _decided(hyper: Hyper, t: Scalar, t_s: Scalar, observed: bool) -> Scalar:
 def _where(condition: Any, yes: Any, no: Any) -> Any:
     if not isinstance(condition, Tensor):
         return yes if condition else no
-    like = dict(dtype=torch.float64, device=condition.device)
-    return torch.where(condition, torch.as_tensor(yes, **like), torch.as_tensor(no, **like))
+    pair = (x if isinstance(x, Tensor) else torch.full_like(condition, x, dtype=torch.float64) for x in (yes, no))
+    return torch.where(condition, *pair)
 
 
 def _at_least(x: Scalar, low: float) -> Scalar:
     return x.clamp(min=low) if isinstance(x, Tensor) else max(x, low)
 
 
-def _floor(x: Scalar) -> Scalar:
-    """Keeps a divisor away from zero, where the value it divides is zero too and the gate is closed anyway."""
-    return _at_least(x, 1e-300)
+def _inverse(x: Scalar) -> Scalar:
+    """1/x, and 0 for 0: what it would multiply has seen no gradient yet, and the gate is closed there."""
+    if isinstance(x, Tensor):
+        return torch.where(x > 0, 1 / x, torch.zeros_like(x))
+    return 1 / x if x > 0 else 0.0

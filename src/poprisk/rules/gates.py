@@ -62,7 +62,7 @@ def snr_gate(
 
 
 def _share(part: Tensor, rest: Tensor) -> Tensor:
-    """part / (part + rest), and 0 where both vanish: the smallest normal number is the only floor."""
+    """Part / (part + rest), and 0 where both vanish: the smallest normal number is the only floor."""
     return part / (part + rest).clamp(min=torch.finfo(part.dtype).tiny)
 
 

@@ -4,6 +4,8 @@ Round-to-nearest freezes a bfloat16 average: with β2 = 0.999 the decay of one s
 last place, so v never falls. Rounding up with probability equal to the discarded fraction keeps the mean exact.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ def rounding_seed(step: int | Tensor, key: int) -> int | Tensor:
     return hash32(step + tensor_key(key))
 
 
+@cache
 def tensor_key(key: int) -> int:
     """A tensor's place in the optimizer, spread over 32 bits so that neighbours do not share random numbers."""
     return int(hash32(key * _GOLDEN + 1))

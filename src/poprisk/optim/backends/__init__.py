@@ -29,7 +29,7 @@ def run(job: Job) -> None:
 
 
 def _use_foreach(group: dict[str, Any], params: list[Tensor]) -> bool:
-    """torch's own rule: what the user says, else foreach where all parameters are on a device that profits from it."""
+    """Torch's own rule: what the user says, else foreach where all parameters are on a device that profits from it."""
     if group["foreach"] is not None:
         return bool(group["foreach"])
     if group["fused"] is not None:
@@ -45,6 +45,8 @@ def _run_fused(job: Job) -> None:
     if device == "cuda" and not cuda.available():
         fall_back("the fused CUDA kernel needs Triton, which is not installed")
         foreach.step(job)
+        return
+    if device == "cuda" and cuda.repeat(job):
         return
     served = [w for w in job.works if backend.can_serve(job, w)]
     if len(served) < len(job.works):

@@ -78,7 +78,9 @@ def _call(command: list[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]}: {error}") from None
     if done.returncode:
-        raise BuildError(f"{command[0]} failed: {done.stderr.strip().splitlines()[-1] if done.stderr else 'no message'}")
+        raise BuildError(
+            f"{command[0]} failed: {done.stderr.strip().splitlines()[-1] if done.stderr else 'no message'}"
+        )
 
 
 def _fingerprint(compiler: str, defines: tuple[str, ...]) -> str:

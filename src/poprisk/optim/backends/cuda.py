@@ -1,6 +1,7 @@
-"""The fused CUDA backend: prepares the coefficients on the device and launches one Triton kernel per kind of tensor.
+"""The fused CUDA backend: one Triton launch per kind of tensor, one pass over memory.
 
-Step counts stay on the device, so nothing waits for it and a CUDA graph may capture the step.
+Counters usually live on the host and their coefficients are kernel arguments. Where the host must not wait (CUDA graphs,
+a gradient scaler, a learning rate on the device) the counters live on the device and the coefficients in a small table.
 """
 
 from collections import OrderedDict, defaultdict
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor
 
 from poprisk.optim.backends.cpu import GATES, is_dense
-from poprisk.optim.work import Job, Work, real
+from poprisk.optim.work import COUNTERS, Job, Work, real
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
 from poprisk.rules.rounding import tensor_key
 
-BLOCK = 4096
-WARPS = 8
+BLOCK, WARPS = 1024, 8  # four elements per thread: more of them cost registers, and with those the loads in flight
 WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -29,8 +29,8 @@ def available() -> bool:
 
 
 def can_serve(job: Job, work: Work) -> bool:
-    """Element-wise gates, dense tensors laid out alike, counters on the device, and the dtypes the kernel knows."""
-    if job.hyper.granularity != "element" or job.hyper.normalize_gate or not work.state["step"].is_cuda:
+    """Element-wise gates, dense tensors laid out alike, and the dtypes the kernel knows."""
+    if job.hyper.granularity != "element" or job.hyper.normalize_gate:
         return False
     w = real(work.param)
     if w.dtype not in WEIGHTS or real(work.grad).dtype != w.dtype or not is_dense(work.param):
@@ -47,87 +47,213 @@ def can_serve(job: Job, work: Work) -> bool:
 
 
 def step(job: Job, works: list[Work]) -> None:
-    """One step for the given works, one launch per combination of dtypes."""
+    """One step for the given works, one launch per combination of dtypes and step counts."""
+    lr = job.hyper.lr
+    to_device = job.group["capturable"] or job.found_inf is not None or (isinstance(lr, Tensor) and lr.is_cuda)
+    tracked = job.hyper.tracks_variance
     batches: dict[Any, list[Work]] = defaultdict(list)
     for work in works:
-        s = work.state.get("exp_var") if job.hyper.tracks_variance else None
-        dtypes = (real(work.param).dtype, real(work.state["exp_avg_sq"]).dtype, None if s is None else real(s).dtype)
-        batches[(*dtypes, work.variance is not None)].append(work)
-    for (w, v, s, observed), batch in batches.items():
-        _launch(job, batch, w, v, s, observed)
+        state = work.state
+        if to_device:
+            _move_counters(work)
+        counters = None
+        if not state["step"].is_cuda:
+            counters = tuple(state[name].item() for name in COUNTERS if name in state)
+        s = state["exp_var"].dtype.to_real() if tracked else None
+        dtypes = (work.param.dtype.to_real(), state["exp_avg_sq"].dtype.to_real(), s)
+        if work.param.numel():
+            batches[(dtypes, work.variance is not None, counters)].append(work)
+    for (dtypes, observed, counters), batch in batches.items():
+        _launch(job, batch, dtypes, observed, on_host=counters is not None)
+    if len(batches) == 1 and not to_device and len(works) == len(job.works):
+        ((dtypes, observed, counters), batch) = next(iter(batches.items()))
+        if counters is not None and not observed and len(batch) == len(works):
+            job.memory["plan"] = Plan(job, batch, dtypes)
 
 
-def _launch(job: Job, works: list[Work], w: torch.dtype, v: torch.dtype, s: torch.dtype | None, observed: bool) -> None:
+def repeat(job: Job) -> bool:
+    """Repeats the last step's plan, if the same tensors come again; False if it has to be looked at anew."""
+    plan = job.memory.get("plan")
+    if plan is None or job.found_inf is not None or not plan.fits(job):
+        job.memory.pop("plan", None)
+        return False
+    _launch(job, job.works, plan.dtypes, False, on_host=True, counters=plan.counters)
+    return True
+
+
+class Plan:
+    """What need not be checked again while the same tensors come, step after step.
+
+    The counters of all parameters become views of one vector each, so that counting is one operation and not hundreds.
+    """
+
+    def __init__(self, job: Job, works: list[Work], dtypes: tuple[Any, ...]) -> None:
+        self.dtypes = dtypes
+        self.counters: dict[str, Tensor] = {}
+        for name in COUNTERS:
+            if name in works[0].state:
+                vector = torch.stack([w.state[name] for w in works])
+                self.counters[name] = vector
+                for w, view in zip(works, vector.unbind(), strict=True):
+                    w.state[name] = view
+        self.options = self._options(job)
+        self.tensors = [self._tensors(w) for w in works]
+        self.layout = [(w.grad.dtype, w.grad.stride()) for w in works]
+
+    def fits(self, job: Job) -> bool:
+        """Whether parameters, states, layouts, options and step counts are still those the plan was made for."""
+        works = job.works
+        if len(works) != len(self.tensors) or self._options(job) != self.options:
+            return False
+        if isinstance(job.hyper.lr, Tensor) and job.hyper.lr.is_cuda:
+            return False
+        for w, known, layout in zip(works, self.tensors, self.layout, strict=True):
+            if w.variance is not None or (w.grad.dtype, w.grad.stride()) != layout:
+                return False
+            if any(a is not b for a, b in zip(self._tensors(w), known, strict=True)):
+                return False
+        return all(bool((x == x[0]).all()) for x in self.counters.values())
+
+    @staticmethod
+    def _tensors(work: Work) -> tuple[Any, ...]:
+        state = work.state
+        return work.param, state["exp_avg"], state["exp_avg_sq"], state.get("exp_var"), state["step"]
+
+    @staticmethod
+    def _options(job: Job) -> tuple[Any, ...]:
+        h = job.hyper
+        return h.gate, h.alpha == "calibrated", h.shared_state, h.granularity, h.normalize_gate, job.group["capturable"]
+
+
+def _move_counters(work: Work) -> None:
+    for name in COUNTERS:
+        if name in work.state and not work.state[name].is_cuda:
+            work.state[name] = work.state[name].to(work.param.device, non_blocking=True)
+
+
+def _launch(
+    job: Job,
+    works: list[Work],
+    dtypes: tuple[Any, ...],
+    observed: bool,
+    on_host: bool,
+    counters: dict[str, Tensor] | None = None,
+) -> None:
     import triton.language as tl
 
-    from poprisk.optim.backends.cuda_kernel import COLUMNS, POINTERS, fused_step_kernel
+    from poprisk.optim.backends.cuda_kernel import COLUMNS, RECORD, fused_step_kernel
 
-    hyper, device = job.hyper, works[0].param.device
     names = {
         torch.float32: tl.float32,
         torch.float64: tl.float64,
         torch.bfloat16: tl.bfloat16,
         torch.float16: tl.float16,
     }
+    w, v, s = dtypes
+    hyper, device = job.hyper, works[0].param.device
     math = torch.float64 if w == torch.float64 else torch.float32
-    block = BLOCK if math == torch.float32 else BLOCK // 2
-    pointers = _pointers(works, s is not None)
-    table = _device_table(pointers, device)
-    blocks, starts = _block_map(tuple(real(x.param).numel() for x in works), block, device)
-    if not blocks.numel():
-        return
-    coefficients = _coefficients(job, works, observed, math)
-    aligned = all(p % 16 == 0 for i, p in enumerate(pointers) if i % POINTERS < 6)
-    even = all(real(x.param).numel() % 16 == 0 for x in works)
+    rows_needed = not on_host or math == torch.float64  # kernel arguments are rounded to float32
+    numbers, rows = _coefficients(job, works, observed, on_host, rows_needed, math, counters)
+    plain = hyper.centering == "paper" and job.grad_scale is None and not job.group["maximize"]
+    sizes = tuple(real(x.param).numel() for x in works)
+    pointers = _pointers(works, sizes, s is not None)
+    single = len(works) == 1
+    empty = job.left_out
+    records, count = empty, -(-sizes[0] // BLOCK)
+    if not single:
+        widths = tuple(x.itemsize for x in (w, w, math, v, s or math, math))
+        records = _records(pointers, sizes, widths, device)
+        count = len(records)
+    first = works[0]
+    moments = [
+        first.state["exp_avg"],
+        first.state["exp_avg_sq"],
+        first.state["exp_var"] if s is not None else first.grad,
+    ]
     limits = torch.finfo(math)
     with torch.cuda.device(device):
-        fused_step_kernel[(blocks.numel(),)](
-            table, coefficients, blocks, starts, job.found_inf if job.found_inf is not None else coefficients, job.left_out,
+        fused_step_kernel[(count,)](
+            *(real(x) for x in (first.param, first.grad, *moments, first.grad if first.variance is None else first.variance)),
+            sizes[0], tensor_key(first.key), records, empty if rows is None else rows,
+            empty if job.found_inf is None else job.found_inf, job.left_out, *numbers,
             W=names[w], V=names[v], S=names[s or math], REAL=names[math], GATE=GATES[hyper.gate], HAS_S=s is not None,
-            OBSERVED=observed and s is not None, BATCH_SIGNAL=hyper.signal == "batch", GATED_DECAY=hyper.gated_decay,
-            SKIP=hyper.skip_nonfinite and hyper.gate is not None, ALIGNED=aligned, EVEN=even, SCALED=job.found_inf is not None,
-            TINY=limits.tiny, LARGEST=limits.max, BLOCK=block, COLUMNS_=COLUMNS, POINTERS_=POINTERS, num_warps=WARPS,
+            OBSERVED=observed and s is not None, BATCH_SIGNAL=hyper.signal == "batch", PLAIN=plain,
+            MAY_BE_GIVEN=rows is not None or numbers[14] != 0.0,
+            GATED_DECAY=hyper.gated_decay and hyper.gate is not None,
+            SKIP=hyper.skip_nonfinite and hyper.gate is not None, SINGLE=single, ROWS=rows is not None,
+            ALIGNED=all(p % 16 == 0 for i, p in enumerate(pointers) if i % RECORD < 6),
+            EVEN=all(n % 16 == 0 for n in sizes), SCALED=job.found_inf is not None,
+            TINY=limits.tiny, LARGEST=limits.max, BLOCK=BLOCK, COLUMNS_=COLUMNS, RECORD_=RECORD, num_warps=WARPS,
         )  # fmt: skip
 
 
-def _coefficients(job: Job, works: list[Work], observed: bool, dtype: torch.dtype) -> Tensor:
-    """One row per tensor, computed where the counters are, and the counters moved on (not past an overflow)."""
-    hyper = job.hyper
-    step = torch.stack([w.state["step"] for w in works]).double()
-    var_step = torch.stack([w.state["var_step"] for w in works]).double() if hyper.tracks_variance else step
-    gain: Any = torch.stack([w.state["var_gain"] for w in works]).double() if hyper.alpha == "calibrated" else 0.0
-    c = advance(hyper, step, var_step, gain, observed=observed)
-    scale: Any = job.sign
-    if job.grad_scale is not None:
-        scale = job.sign / job.grad_scale.to(step.device, torch.float64).reshape(())
-    rows = _fill(hyper, c, scale, step, dtype)
-    skip = None if job.found_inf is None else job.found_inf.reshape(()) > 0
-    for name, before, after in (("step", step, c.step), ("var_step", var_step, c.var_step), ("var_gain", gain, c.gain)):
-        if name in works[0].state and isinstance(after, Tensor):
-            moved = after if skip is None else torch.where(skip, before, after)
-            torch._foreach_copy_([w.state[name] for w in works], list(moved.to(works[0].state[name].dtype).unbind()))
-    return rows
-
-
-def _fill(hyper: Hyper, c: Coefficients, scale: Any, step: Tensor, dtype: torch.dtype) -> Tensor:
-    """The columns in the order the kernel reads them, computed in float64 and then rounded once."""
-    given = (~torch.isnan(c.open_gate)).double() if isinstance(c.open_gate, Tensor) else float(c.open_gate == c.open_gate)
+def columns(hyper: Hyper, c: Coefficients, scale: Any) -> list[Any]:
+    """What the kernel multiplies with, in its order: numbers, or vectors with an entry per tensor."""
+    given = (
+        (~torch.isnan(c.open_gate)).double() if isinstance(c.open_gate, Tensor) else float(c.open_gate == c.open_gate)
+    )
     value = torch.nan_to_num(c.open_gate) if isinstance(c.open_gate, Tensor) else (c.open_gate if given else 0.0)
     beta1, beta2 = hyper.betas
-    columns = [scale, c.center, c.s_keep, c.s_new, 1 - beta1, beta2, 1 - beta2, 1 / beta1 if beta1 else 0.0]
-    columns += [c.m_debias, c.v_debias, c.s_debias, c.alpha, hyper.strength, hyper.gate_eps, given, value]
-    columns += [hyper.lr, hyper.eps, hyper.weight_decay, c.step]
-    numbers = tuple(0.0 if isinstance(x, Tensor) else float(x) for x in columns)
-    rows = _constant_row(numbers, dtype, step.device).repeat(len(step), 1)
-    for index, x in enumerate(columns):
-        if isinstance(x, Tensor):
-            rows[:, index] = x if x.device == rows.device else x.to(rows.device)
-    return rows
+    out = [scale, c.center, c.s_keep, c.s_new, 1 - beta1, beta2, 1 - beta2, 1 / beta1 if beta1 else 0.0]
+    out += [c.m_debias, c.v_debias, c.s_debias, c.alpha, hyper.strength, hyper.gate_eps, given, value]
+    return [*out, hyper.lr, hyper.eps, hyper.weight_decay, c.step]
 
 
-def _pointers(works: list[Work], has_variance: bool) -> tuple[int, ...]:
+def _coefficients(
+    job: Job,
+    works: list[Work],
+    observed: bool,
+    on_host: bool,
+    rows_needed: bool,
+    dtype: torch.dtype,
+    vectors: dict[str, Tensor] | None = None,
+) -> tuple[list[float], Tensor | None]:
+    """The kernel's numbers, and the table of rows where they are on the device or too fine for arguments; counts on."""
+    hyper, state = job.hyper, works[0].state
+    has_gain = "var_gain" in state
+    if on_host:
+        read = {name: state[name].item() if name in state else 0.0 for name in COUNTERS}
+    else:
+        read = {n: torch.stack([w.state[n] for w in works]).double() if n in state else 0.0 for n in COUNTERS}
+    var_step = read["var_step"] if hyper.tracks_variance else read["step"]
+    c = advance(hyper, read["step"], var_step, read["var_gain"], observed=observed)
+    scale: Any = job.sign
+    if job.grad_scale is not None:
+        scale = job.sign / job.grad_scale.double().reshape(())
+    values = columns(hyper, c, scale)
+    numbers = [0.0 if isinstance(x, Tensor) and x.is_cuda else float(x) for x in values]
+    rows = None
+    if rows_needed:
+        device = works[0].param.device
+        rows = _constant_row(tuple(numbers), dtype, device).repeat(len(works), 1)
+        for index, x in enumerate(values):
+            if isinstance(x, Tensor) and x.is_cuda:
+                rows[:, index] = x
+    after = {"step": c.step, "var_step": c.var_step, **({"var_gain": c.gain} if has_gain else {})}
+    if vectors is not None:
+        for name, vector in vectors.items():
+            vector.fill_(after[name])
+    else:
+        _count(job, works, read, {n: x for n, x in after.items() if n in state})
+    return numbers, rows
+
+
+def _count(job: Job, works: list[Work], before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Moves the counters on, but not past an overflow."""
+    for name, value in after.items():
+        counters = [w.state[name] for w in works]
+        if isinstance(value, Tensor):
+            if job.found_inf is not None:
+                value = torch.where(job.found_inf.reshape(()) > 0, before[name], value)
+            torch._foreach_copy_(counters, list(value.to(counters[0].dtype).unbind()))
+        else:
+            torch._foreach_zero_(counters)
+            torch._foreach_add_(counters, value)
+
+
+def _pointers(works: list[Work], sizes: tuple[int, ...], has_variance: bool) -> tuple[int, ...]:
     flat: list[int] = []
-    for work in works:
+    for work, size in zip(works, sizes, strict=True):
         state = work.state
         flat += (
             work.param.data_ptr(),
@@ -136,7 +262,7 @@ def _pointers(works: list[Work], has_variance: bool) -> tuple[int, ...]:
             state["exp_avg_sq"].data_ptr(),
             state["exp_var"].data_ptr() if has_variance else 0,
             0 if work.variance is None else work.variance.data_ptr(),
-            real(work.param).numel(),
+            size,
             tensor_key(work.key),
         )
     return tuple(flat)
@@ -160,34 +286,48 @@ class _DeviceCache:
             return self.recent[key]
         pinned = [x.pin_memory() for x in make()]
         sent = tuple(x.to(device, non_blocking=True) for x in pinned)
-        if capturing:
-            self.captured.append((pinned, sent))
-            return sent
-        self.recent[key] = sent
+        return self.keep(key, sent, pinned)
+
+    def keep(self, key: Any, value: tuple[Tensor, ...], source: Any = None) -> tuple[Tensor, ...]:
+        """Remembers a value: a while, or for good if a graph is being captured."""
+        if torch.cuda.is_current_stream_capturing():
+            self.captured.append((source, value))
+            return value
+        self.recent[key] = value
         if len(self.recent) > self.limit:
             self.recent.popitem(last=False)
-        return sent
+        return value
 
 
 _cache = _DeviceCache()
-
-
-def _device_table(pointers: tuple[int, ...], device: torch.device) -> Tensor:
-    return _cache.get(("table", pointers, device), device, lambda: (torch.tensor(pointers, dtype=torch.int64),))[0]
+_record_cache = _DeviceCache(limit=2)  # a record is a thousandth of the tensors it describes
 
 
 def _constant_row(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return _cache.get(("row", numbers, dtype, device), device, lambda: (torch.tensor([numbers], dtype=dtype),))[0]
 
 
-def _block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each block: the tensor it lies in and where it starts there."""
+def _records(
+    pointers: tuple[int, ...], sizes: tuple[int, ...], widths: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """For each block of each tensor, 64 bytes: where its parts lie, how many elements it has, and its rounding seed.
 
-    def make() -> tuple[Tensor, Tensor]:
-        counts = torch.tensor([-(-n // block) for n in sizes])
-        tensor = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
-        first = torch.cumsum(counts, 0) - counts
-        return tensor, (torch.arange(len(tensor)) - first[tensor.long()]) * block
+    Computed on the device from one small table, and again only when a pointer changes.
+    """
+    key = ("records", pointers, BLOCK, device)
+    if key in _record_cache.recent and not torch.cuda.is_current_stream_capturing():
+        return _record_cache.recent[key][0]
 
-    tensor, start = _cache.get(("blocks", sizes, block, device), device, make)
-    return tensor, start
+    def make() -> tuple[Tensor, ...]:
+        counts = torch.tensor([-(-n // BLOCK) for n in sizes])
+        tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        start = (torch.arange(len(tensor)) - (torch.cumsum(counts, 0) - counts)[tensor]) * BLOCK
+        return tensor, start
+
+    tensor, start = _cache.get(("blocks", sizes, BLOCK, device), device, make)
+    small = torch.tensor(pointers, dtype=torch.int64).view(-1, 8), torch.tensor([*widths, 0, 0])
+    table, width = _cache.get(("table", pointers, device), device, lambda: small)
+    records = table[tensor].addcmul_(start[:, None], width)
+    records[:, 6] = (tensor << 32) | (records[:, 6] - start).clamp_(max=BLOCK)
+    records[:, 7] = (records[:, 7] << 32) | (start & 0xFFFFFFFF)
+    return _record_cache.keep(key, (records,))[0]

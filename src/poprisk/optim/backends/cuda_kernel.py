@@ -7,8 +7,8 @@ Triton is there.
 import triton
 import triton.language as tl
 
-POINTERS = 8  # w, g, m, v, s, variance, number of elements, key of the rounding seed
-COLUMNS = 20  # see `poprisk.optim.backends.cuda._fill`
+RECORD = 8  # six pointers, then tensor and number of elements, then key and place, packed: see `cuda._records`
+COLUMNS = 20  # the coefficients, in the order of `poprisk.optim.backends.cuda.columns`
 
 
 @triton.jit
@@ -32,8 +32,7 @@ def _round_stochastically(x, noise):
 def _load(pointer, mask, MASKED: tl.constexpr):
     if MASKED:
         return tl.load(pointer, mask=mask, other=0.0)
-    else:
-        return tl.load(pointer)
+    return tl.load(pointer)
 
 
 @triton.jit
@@ -45,10 +44,43 @@ def _store(pointer, value, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _divide(x, y):
+    """X / y to two units in the last place: times the reciprocal, for divisors that are positive normal numbers.
+
+    A full division handles the ends of the range too, and costs the kernel 8% of its speed.
+    """
+    if x.dtype == tl.float32:
+        return x * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return x / y
+
+
+@triton.jit
+def _raise_flag(flag, condition):
+    """Stores 1 where the condition holds for any element, by a predicated store of each thread that sees one.
+
+    A masked tl.store to one address would make the block exchange its masks through shared memory, and a count would
+    cost an atomic operation per element.
+    """
+    address = flag.to(tl.int64) + tl.zeros(condition.shape, tl.int64)
+    tl.inline_asm_elementwise(
+        """{ .reg .pred seen; setp.ne.s32 seen, $2, 0; @seen st.global.u32 [$1], 1; mov.u32 $0, 0; }""",
+        "=r,l,r",
+        [address, condition.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _span(
-    w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, first, seed, row, left_out,
+    w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
+    g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength,
+    gate_eps, gate_given, gate_value, lr, eps, weight_decay,
     GATE: tl.constexpr, HAS_S: tl.constexpr, OBSERVED: tl.constexpr, BATCH_SIGNAL: tl.constexpr,
-    GATED_DECAY: tl.constexpr, SKIP: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, MAY_BE_GIVEN: tl.constexpr, GATED_DECAY: tl.constexpr, SKIP: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     REAL: tl.constexpr = m_ptr.dtype.element_ty
     mask = offsets < room
@@ -60,41 +92,46 @@ def _span(
         s_in = _load(s_ptr + offsets, mask, MASKED)
     if OBSERVED:
         squared = _load(x_ptr + offsets, mask, MASKED)
-    g = g_in.to(REAL) * tl.load(row + 0)
+    g = g_in.to(REAL)
+    if not PLAIN:
+        g = g * g_scale
     w = w_in.to(REAL)
+    deviation = g - m_prev
     if HAS_S:
         if not OBSERVED:
-            d = g - tl.load(row + 1) * m_prev
+            d = deviation
+            if not PLAIN:
+                d = g - center * m_prev
             squared = d * d
-        s = tl.load(row + 2) * s_in.to(REAL) + tl.load(row + 3) * squared
-    m = m_prev + tl.load(row + 4) * (g - m_prev)
-    v = tl.load(row + 5) * v_in.to(REAL) + tl.load(row + 6) * (g * g)
-    m_hat = m * tl.load(row + 8)
+        s = s_keep * s_in.to(REAL) + s_new * squared
+    m = m_prev + take_m * deviation
+    v = beta2 * v_in.to(REAL) + take_v * (g * g)
+    m_hat = m * m_debias
+    update = _divide(m_hat, tl.sqrt(v * v_debias) + eps)
     if GATE > 0:
         if not HAS_S:
-            s = tl.maximum((v - m * m) * tl.load(row + 7), 0.0)
-        s_hat = s * tl.load(row + 10)
+            s = tl.maximum((v - m * m) * over_beta, 0.0)
+        s_hat = s * s_debias
         power = g * g if BATCH_SIGNAL else m_hat * m_hat
         if GATE == 2:
-            q = tl.where(power > tl.load(row + 11) * s_hat, 1.0, 0.0).to(REAL)
+            q = tl.where(power > alpha * s_hat, 1.0, 0.0).to(REAL)
         else:
             part = power
             if GATE == 1:
-                part = tl.maximum(power - tl.load(row + 11) * s_hat, 0.0)
-            q = part / tl.maximum(part + (tl.load(row + 12) * s_hat + tl.load(row + 13)), TINY)
-        q = tl.where(tl.load(row + 14) != 0.0, tl.load(row + 15), q)
-    update = m_hat / (tl.sqrt(v * tl.load(row + 9)) + tl.load(row + 17))
-    decay = tl.load(row + 18)
-    if GATE > 0:
+                part = tl.maximum(power - alpha * s_hat, 0.0)
+            q = _divide(part, tl.maximum(part + (strength * s_hat + gate_eps), TINY))
+        if MAY_BE_GIVEN:
+            q = tl.where(gate_given != 0.0, gate_value, q)
         update = q * update
-        if GATED_DECAY:
-            decay = decay * q
-    w_new = w - tl.load(row + 16) * (update + decay * w)
+    decay = weight_decay
+    if GATED_DECAY:
+        decay = weight_decay * q
+    w_new = w - lr * (update + decay * w)  # (1 - lr·decay)·w would round 1 - lr·decay the same way at every step
 
     V_LOW: tl.constexpr = v_ptr.dtype.element_ty == tl.bfloat16
     S_LOW: tl.constexpr = HAS_S and s_ptr.dtype.element_ty == tl.bfloat16
     if V_LOW or S_LOW:
-        noise = _hash32(offsets.to(tl.uint32) + (first + seed))
+        noise = _hash32(offsets.to(tl.uint32) + noise_start)
     w_out = w_new.to(w_ptr.dtype.element_ty)
     v_out = _round_stochastically(v, noise & 0xFFFF) if V_LOW else v
     if HAS_S:
@@ -106,8 +143,7 @@ def _span(
         v_out = tl.where(ok, v_out, v_in)
         if HAS_S:
             s_out = tl.where(ok, s_out, s_in)
-        one = tl.full(offsets.shape, 1, tl.int64)
-        tl.atomic_add(left_out + tl.zeros_like(offsets), one, mask=(offsets < room) & ~ok, sem="relaxed")
+        _raise_flag(left_out, (offsets < room) & ~ok)
     _store(w_ptr + offsets, w_out, mask, MASKED)
     _store(m_ptr + offsets, m, mask, MASKED)
     _store(v_ptr + offsets, v_out, mask, MASKED)
@@ -116,8 +152,8 @@ def _span(
 
 
 @triton.jit
-def _tensor_pointer(entry, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(entry).to(tl.pointer_type(TYPE)) + start
+def _tensor_pointer(entry, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(entry).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -125,45 +161,92 @@ def _tensor_pointer(entry, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def fused_step_kernel(
-    table, coefficients, block_tensor, block_start, found_inf, left_out,
+    w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, n, key, records, rows, found_inf, left_out,
+    g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength,
+    gate_eps, gate_given, gate_value, lr, eps, weight_decay, step,
     W: tl.constexpr, V: tl.constexpr, S: tl.constexpr, REAL: tl.constexpr, GATE: tl.constexpr, HAS_S: tl.constexpr,
-    OBSERVED: tl.constexpr, BATCH_SIGNAL: tl.constexpr, GATED_DECAY: tl.constexpr, SKIP: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS_: tl.constexpr, POINTERS_: tl.constexpr,
+    OBSERVED: tl.constexpr, BATCH_SIGNAL: tl.constexpr, PLAIN: tl.constexpr, MAY_BE_GIVEN: tl.constexpr,
+    GATED_DECAY: tl.constexpr, SKIP: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS_: tl.constexpr, RECORD_: tl.constexpr,
 ):  # fmt: skip
-    """Each program updates one block of one tensor; where that block lies is looked up by its number."""
-    block = tl.program_id(0)
+    """Each program updates one block of one tensor.
+
+    SINGLE: there is one tensor, given by its pointers; else the block's record says where it lies.
+    ROWS: the coefficients lie on the device, one row per tensor (counters that the host must not wait for); else they
+    are the arguments, the same for all tensors. PLAIN: gradients are used as they are, and s is
+    centred on the raw m. MAY_BE_GIVEN: the gate may be decided in advance.
+    """
     if SCALED:
         if tl.load(found_inf) != 0.0:
             return
-    tensor = tl.load(block_tensor + block).to(tl.int64)
-    start = tl.load(block_start + block)
-    entry = table + tensor * POINTERS_
-    w_ptr = _tensor_pointer(entry + 0, start, W, ALIGNED)
-    g_ptr = _tensor_pointer(entry + 1, start, W, ALIGNED)
-    m_ptr = _tensor_pointer(entry + 2, start, REAL, ALIGNED)
-    v_ptr = _tensor_pointer(entry + 3, start, V, ALIGNED)
-    s_ptr = _tensor_pointer(entry + 4, start, S, ALIGNED)
-    x_ptr = _tensor_pointer(entry + 5, start, REAL, ALIGNED)
-    n = tl.load(entry + 6)
-    row = coefficients + tensor * COLUMNS_
-    step = tl.load(row + 19).to(tl.int64).to(tl.uint32)
-    seed = _hash32(step + tl.load(entry + 7).to(tl.uint32))
-    first = start.to(tl.uint32)
+    tensor = tl.zeros((), tl.int64)
+    if SINGLE:
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        w_ptr += start
+        g_ptr += start
+        m_ptr += start
+        v_ptr += start
+        s_ptr += start
+        x_ptr += start
+        room = tl.minimum(n - start, BLOCK).to(tl.int32)
+    else:
+        record = records + tl.program_id(0).to(tl.int64) * RECORD_
+        w_ptr = _tensor_pointer(record + 0, W, ALIGNED)
+        g_ptr = _tensor_pointer(record + 1, W, ALIGNED)
+        m_ptr = _tensor_pointer(record + 2, REAL, ALIGNED)
+        v_ptr = _tensor_pointer(record + 3, V, ALIGNED)
+        s_ptr = _tensor_pointer(record + 4, S, ALIGNED)
+        x_ptr = _tensor_pointer(record + 5, REAL, ALIGNED)
+        place = tl.load(record + 6)
+        tensor = place >> 32
+        room = place.to(tl.int32)
+        place = tl.load(record + 7)
+        key = (place >> 32).to(tl.uint32)
+        start = place
+    if ROWS:
+        row = rows + tensor * COLUMNS_
+        g_scale = tl.load(row + 0)
+        center = tl.load(row + 1)
+        s_keep = tl.load(row + 2)
+        s_new = tl.load(row + 3)
+        take_m = tl.load(row + 4)
+        beta2 = tl.load(row + 5)
+        take_v = tl.load(row + 6)
+        over_beta = tl.load(row + 7)
+        m_debias = tl.load(row + 8)
+        v_debias = tl.load(row + 9)
+        s_debias = tl.load(row + 10)
+        alpha = tl.load(row + 11)
+        strength = tl.load(row + 12)
+        gate_eps = tl.load(row + 13)
+        gate_given = tl.load(row + 14)
+        gate_value = tl.load(row + 15)
+        lr = tl.load(row + 16)
+        eps = tl.load(row + 17)
+        weight_decay = tl.load(row + 18)
+        step = tl.load(row + 19)
+    noise_start = _hash32(step.to(tl.int64).to(tl.uint32) + key.to(tl.uint32)) + start.to(tl.uint32)
     offsets = tl.arange(0, BLOCK)
     if EVEN:  # sizes are multiples of 16, so that a mask does not cut through a vector load
-        room = tl.multiple_of(tl.minimum(n - start, BLOCK).to(tl.int32), 16)
+        room = tl.multiple_of(room, 16)
         _span(
-            w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, first, seed, row, left_out,
-            GATE, HAS_S, OBSERVED, BATCH_SIGNAL, GATED_DECAY, SKIP, TINY, LARGEST, True,
+            w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
+            g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
+            strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay,
+            GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, TINY, LARGEST, True,
         )  # fmt: skip
-    elif start + BLOCK <= n:
+    elif room == BLOCK:
         _span(
-            w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, BLOCK, first, seed, row, left_out,
-            GATE, HAS_S, OBSERVED, BATCH_SIGNAL, GATED_DECAY, SKIP, TINY, LARGEST, False,
+            w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
+            g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
+            strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay,
+            GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, TINY, LARGEST, False,
         )  # fmt: skip
     else:
         _span(
-            w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, (n - start).to(tl.int32), first, seed, row, left_out,
-            GATE, HAS_S, OBSERVED, BATCH_SIGNAL, GATED_DECAY, SKIP, TINY, LARGEST, True,
+            w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
+            g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
+            strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay,
+            GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, TINY, LARGEST, True,
         )  # fmt: skip

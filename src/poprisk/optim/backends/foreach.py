@@ -82,7 +82,7 @@ def _gradients(job: Job, works: list[Work]) -> tuple[Tensors, Tensors | None]:
     torch._foreach_add_(ones, 1.0)
     keep = [torch.nan_to_num(x, nan=0.0) for x in ones]
     for k in keep:
-        job.left_out.add_((k.numel() - k.sum()).long())
+        job.left_out.add_((k.numel() - k.sum()).to(job.left_out.dtype))
     return [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in g], keep
 
 
@@ -97,7 +97,7 @@ def _squared_deviation(works: list[Work], g: Tensors, m: Tensors, c: "_Lists", o
 
 
 def _average_(average: Tensors, sample: Tensors, weight: Scalars, keep: Tensors | None) -> None:
-    """average += weight · keep · (sample - average)."""
+    """Average += weight · keep · (sample - average)."""
     change = torch._foreach_sub(sample, average)
     if keep is not None:
         torch._foreach_mul_(change, keep)
@@ -106,7 +106,7 @@ def _average_(average: Tensors, sample: Tensors, weight: Scalars, keep: Tensors 
 
 
 def _update(params: Tensors, m: Tensors, v: Tensors, s: Tensors, g: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
-    """q m̂ / (√v̂ + ϵ) + λ_wd w (lines 9 and 10 without the learning rate)."""
+    """Q m̂ / (√v̂ + ϵ) + λ_wd w (lines 9 and 10 without the learning rate)."""
     m_hat = torch._foreach_mul(m, c.m_debias)
     update = torch._foreach_mul(v, c.v_debias)
     torch._foreach_sqrt_(update)
@@ -173,7 +173,9 @@ class _Lists:
         if not tensors:
             return values
         like = tensors[0]
-        return [x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in values]
+        return [
+            x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in values
+        ]
 
     def decide(self, q: Tensors) -> Tensors:
         """Overwrites the gates that are decided in advance."""

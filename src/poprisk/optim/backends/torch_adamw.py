@@ -16,6 +16,9 @@ def can_serve(job: Job) -> bool:
 def step(job: Job) -> None:
     """One step of torch.optim.AdamW."""
     group, hyper, works = job.group, job.hyper, job.works
+    if group["fused"]:
+        for w in works:
+            w.state["step"] = w.state["step"].to(w.param.device)
     moments: list[list[Tensor]] = [[w.state[name] for w in works] for name in ("exp_avg", "exp_avg_sq")]
     adamw(
         [w.param for w in works],
