@@ -1,19 +1,22 @@
 """Watches a running optimizer for two things worth a warning, without making the device wait."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from poprisk.errors import ClosedGateWarning, NonFiniteGradientWarning
-from poprisk.optim.work import Job, Work, rule_state
-from poprisk.rules.population import current_gate
+from poprisk.optim.work import Job, Work, real, rule_state
+from poprisk.rules.coefficients import Hyper
+from poprisk.rules.population import PopulationState, current_gate
 
 CLOSED_BELOW = 0.01
 PATIENCE = 200
-EVERY = 20
-SAMPLE_TENSORS = 32
+EVERY = 25
+AT_MOST = 400
+SAMPLE_TENSORS = 16
 SAMPLE_ELEMENTS = 2048
 
 
@@ -22,6 +25,8 @@ class Monitor:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.next_look = EVERY
+        self.interval = EVERY
         self.closed_since: int | None = None
         self.counters: dict[torch.device, Tensor] = {}
         self.pending: list[tuple[Tensor, Any]] = []
@@ -39,12 +44,15 @@ class Monitor:
         on_cpu = all(device.type == "cpu" for device in self.counters)
         if on_cpu and "nonfinite" not in self.said and any(c.item() for c in self.counters.values()):
             self._say_nonfinite(sum(int(c.item()) for c in self.counters.values()))
-        if self.steps % EVERY or {"closed", "nonfinite"} <= self.said or _capturing():
+        if self.steps < self.next_look or {"closed", "nonfinite"} <= self.said or _capturing():
             return
+        self.next_look = self.steps + self.interval
         gates = [g for g in (sampled_gate(job) for job in jobs) if g is not None]
         if not gates:
             return
-        reading = torch.stack([torch.stack(gates).mean().double(), self._total(gates[0].device)])
+        device = gates[0].device  # one device speaks for all
+        gate = torch.stack([g for g in gates if g.device == device]).mean()
+        reading = torch.stack([gate.double(), self._total(device)])
         self._read_pending()
         if reading.is_cuda:
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
@@ -67,16 +75,18 @@ class Monitor:
         gate, left_out = reading.tolist()
         if left_out:
             self._say_nonfinite(int(left_out))
-        if gate >= CLOSED_BELOW:
+        if gate >= CLOSED_BELOW:  # all is well: look less and less often
             self.closed_since = None
+            self.interval = min(2 * self.interval, AT_MOST)
             return
+        self.interval = EVERY
         self.closed_since = self.steps - EVERY if self.closed_since is None else self.closed_since
         if self.steps - self.closed_since >= PATIENCE and "closed" not in self.said:
             self.said.add("closed")
             warnings.warn(
-                f"the mean gate has been under {CLOSED_BELOW:.0%} for {PATIENCE} steps (now {gate:.2%}), so training hardly "
-                "moves. If the loss is falling too slowly: raise lr (10 times an AdamW lr is a good start), or lower "
-                "alpha (alpha='calibrated' is the break-even test), or lower strength, or use gate='snr'",
+                f"the mean gate has been under {CLOSED_BELOW:.0%} for {PATIENCE} steps (now {gate:.2%}): few coordinates move. "
+                "On noisy data that can be right. If the loss falls too slowly: raise lr (10 times an AdamW lr is a good "
+                "start), or lower alpha (alpha='calibrated' is the break-even test), or lower strength, or use gate='snr'",
                 ClosedGateWarning,
                 stacklevel=3,
             )
@@ -94,25 +104,27 @@ class Monitor:
 
 
 def sampled_gate(job: Job) -> Tensor | None:
-    """Mean gate of a group over at most 32 tensors and 2048 coordinates of each: precise enough for a warning, and cheap."""
+    """Mean gate of a group on some coordinates of its largest tensors: precise enough for a warning, and cheap."""
     hyper = job.hyper
-    if hyper.gate is None or not job.works:
+    works = [w for w in job.works if w.param.numel()]
+    if hyper.gate is None or not works:
         return None
-    stride = max(1, len(job.works) // SAMPLE_TENSORS)
-    means = [_mean_gate(w, job) for w in job.works[::stride][:SAMPLE_TENSORS]]
-    return torch.stack(means).mean()
+    works = sorted(works, key=lambda w: -w.param.numel())[:SAMPLE_TENSORS]
+    if hyper.granularity != "element" or hyper.normalize_gate:
+        return torch.stack([current_gate(rule_state(w, hyper), hyper).float().mean() for w in works]).mean()
+    return current_gate(_sample(works, hyper), hyper).float().mean()
 
 
-def _mean_gate(work: Work, job: Job) -> Tensor:
-    every = max(1, work.param.numel() // SAMPLE_ELEMENTS)
-    element_wise = job.hyper.granularity == "element"
+def _sample(works: list[Work], hyper: Hyper) -> PopulationState:
+    """A few coordinates of each tensor side by side, with the counters of the largest."""
 
     def thin(x: Tensor) -> Tensor:
-        return x.reshape(-1)[::every] if element_wise else x
+        return real(x).reshape(-1)[:: max(1, x.numel() // SAMPLE_ELEMENTS)].to(torch.float32)
 
-    moments = {name: thin(x) if name.startswith("exp_") else x for name, x in work.state.items()}
-    sample = Work(work.param, work.grad, moments, work.key, work.variance)
-    return current_gate(rule_state(sample, job.hyper), job.hyper).float().mean()
+    names = ["exp_avg", "exp_avg_sq", *(["exp_var"] if hyper.tracks_variance else [])]
+    moments = [torch.cat([thin(w.state[name]) for w in works]) for name in names]
+    state = rule_state(works[0], hyper)
+    return replace(state, m=moments[0], v=moments[1], s=moments[2] if hyper.tracks_variance else None)
 
 
 def _capturing() -> bool:

@@ -178,7 +178,7 @@ def _launch(
             empty if job.found_inf is None else job.found_inf, job.left_out, *numbers,
             W=names[w], V=names[v], S=names[s or math], REAL=names[math], GATE=GATES[hyper.gate], HAS_S=s is not None,
             OBSERVED=observed and s is not None, BATCH_SIGNAL=hyper.signal == "batch", PLAIN=plain,
-            MAY_BE_GIVEN=rows is not None or numbers[14] != 0.0,
+            MAY_BE_GIVEN=rows is not None or numbers[12] != 0.0,
             GATED_DECAY=hyper.gated_decay and hyper.gate is not None,
             SKIP=hyper.skip_nonfinite and hyper.gate is not None, SINGLE=single, ROWS=rows is not None,
             ALIGNED=all(p % 16 == 0 for i, p in enumerate(pointers) if i % RECORD < 6),
@@ -194,7 +194,7 @@ def columns(hyper: Hyper, c: Coefficients, scale: Any) -> list[Any]:
     )
     value = torch.nan_to_num(c.open_gate) if isinstance(c.open_gate, Tensor) else (c.open_gate if given else 0.0)
     beta1, beta2 = hyper.betas
-    out = [scale, c.center, c.s_keep, c.s_new, 1 - beta1, beta2, 1 - beta2, 1 / beta1 if beta1 else 0.0]
+    out = [scale, c.center, c.s_new, 1 - beta1, 1 - beta2, 1 / beta1 if beta1 else 0.0]
     out += [c.m_debias, c.v_debias, c.s_debias, c.alpha, hyper.strength, hyper.gate_eps, given, value]
     return [*out, hyper.lr, hyper.eps, hyper.weight_decay, c.step]
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 RECORD = 8  # six pointers, then tensor and number of elements, then key and place, packed: see `cuda._records`
-COLUMNS = 20  # the coefficients, in the order of `poprisk.optim.backends.cuda.columns`
+COLUMNS = 18  # the coefficients, in the order of `poprisk.optim.backends.cuda.columns`
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _raise_flag(flag, condition):
 @triton.jit
 def _span(
     w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
-    g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength,
+    g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength,
     gate_eps, gate_given, gate_value, lr, eps, weight_decay,
     GATE: tl.constexpr, HAS_S: tl.constexpr, OBSERVED: tl.constexpr, BATCH_SIGNAL: tl.constexpr,
     PLAIN: tl.constexpr, MAY_BE_GIVEN: tl.constexpr, GATED_DECAY: tl.constexpr, SKIP: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
@@ -96,6 +96,14 @@ def _span(
     if not PLAIN:
         g = g * g_scale
     w = w_in.to(REAL)
+    if SKIP:  # a coordinate without a finite gradient learns nothing and does not move, whatever its gradient says
+        ok = tl.abs(g) <= LARGEST
+        _raise_flag(left_out, mask & ~ok)
+        g = tl.where(ok, g, m_prev)
+        take_m = tl.where(ok, take_m, 0.0)
+        take_v = tl.where(ok, take_v, 0.0)
+        s_new = tl.where(ok, s_new, 0.0)
+        lr = tl.where(ok, lr, 0.0)
     deviation = g - m_prev
     if HAS_S:
         if not OBSERVED:
@@ -103,9 +111,11 @@ def _span(
             if not PLAIN:
                 d = g - center * m_prev
             squared = d * d
-        s = s_keep * s_in.to(REAL) + s_new * squared
+        s = s_in.to(REAL)
+        s += s_new * (squared - s)
     m = m_prev + take_m * deviation
-    v = beta2 * v_in.to(REAL) + take_v * (g * g)
+    v = v_in.to(REAL)
+    v += take_v * (g * g - v)
     m_hat = m * m_debias
     update = _divide(m_hat, tl.sqrt(v * v_debias) + eps)
     if GATE > 0:
@@ -136,14 +146,6 @@ def _span(
     v_out = _round_stochastically(v, noise & 0xFFFF) if V_LOW else v
     if HAS_S:
         s_out = _round_stochastically(s, noise >> 16) if S_LOW else s
-    if SKIP:
-        ok = tl.abs(g) <= LARGEST
-        w_out = tl.where(ok, w_out, w_in)
-        m = tl.where(ok, m, m_prev)
-        v_out = tl.where(ok, v_out, v_in)
-        if HAS_S:
-            s_out = tl.where(ok, s_out, s_in)
-        _raise_flag(left_out, (offsets < room) & ~ok)
     _store(w_ptr + offsets, w_out, mask, MASKED)
     _store(m_ptr + offsets, m, mask, MASKED)
     _store(v_ptr + offsets, v_out, mask, MASKED)
@@ -162,7 +164,7 @@ def _tensor_pointer(entry, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def fused_step_kernel(
     w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, n, key, records, rows, found_inf, left_out,
-    g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength,
+    g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength,
     gate_eps, gate_given, gate_value, lr, eps, weight_decay, step,
     W: tl.constexpr, V: tl.constexpr, S: tl.constexpr, REAL: tl.constexpr, GATE: tl.constexpr, HAS_S: tl.constexpr,
     OBSERVED: tl.constexpr, BATCH_SIGNAL: tl.constexpr, PLAIN: tl.constexpr, MAY_BE_GIVEN: tl.constexpr,
@@ -208,45 +210,43 @@ def fused_step_kernel(
         row = rows + tensor * COLUMNS_
         g_scale = tl.load(row + 0)
         center = tl.load(row + 1)
-        s_keep = tl.load(row + 2)
-        s_new = tl.load(row + 3)
-        take_m = tl.load(row + 4)
-        beta2 = tl.load(row + 5)
-        take_v = tl.load(row + 6)
-        over_beta = tl.load(row + 7)
-        m_debias = tl.load(row + 8)
-        v_debias = tl.load(row + 9)
-        s_debias = tl.load(row + 10)
-        alpha = tl.load(row + 11)
-        strength = tl.load(row + 12)
-        gate_eps = tl.load(row + 13)
-        gate_given = tl.load(row + 14)
-        gate_value = tl.load(row + 15)
-        lr = tl.load(row + 16)
-        eps = tl.load(row + 17)
-        weight_decay = tl.load(row + 18)
-        step = tl.load(row + 19)
+        s_new = tl.load(row + 2)
+        take_m = tl.load(row + 3)
+        take_v = tl.load(row + 4)
+        over_beta = tl.load(row + 5)
+        m_debias = tl.load(row + 6)
+        v_debias = tl.load(row + 7)
+        s_debias = tl.load(row + 8)
+        alpha = tl.load(row + 9)
+        strength = tl.load(row + 10)
+        gate_eps = tl.load(row + 11)
+        gate_given = tl.load(row + 12)
+        gate_value = tl.load(row + 13)
+        lr = tl.load(row + 14)
+        eps = tl.load(row + 15)
+        weight_decay = tl.load(row + 16)
+        step = tl.load(row + 17)
     noise_start = _hash32(step.to(tl.int64).to(tl.uint32) + key.to(tl.uint32)) + start.to(tl.uint32)
     offsets = tl.arange(0, BLOCK)
     if EVEN:  # sizes are multiples of 16, so that a mask does not cut through a vector load
         room = tl.multiple_of(room, 16)
         _span(
             w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
-            g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
+            g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
             strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay,
             GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, TINY, LARGEST, True,
         )  # fmt: skip
     elif room == BLOCK:
         _span(
             w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
-            g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
+            g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
             strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay,
             GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, TINY, LARGEST, False,
         )  # fmt: skip
     else:
         _span(
             w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
-            g_scale, center, s_keep, s_new, take_m, beta2, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
+            g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
             strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay,
             GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, TINY, LARGEST, True,
         )  # fmt: skip
