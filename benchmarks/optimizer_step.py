@@ -20,7 +20,7 @@ from torch import Tensor
 from poprisk.optim import PopRiskAdamW
 from poprisk.store import environment, write_json
 
-QWEN = dict(vocabulary=151_936, width=896, layers=24, key_value=128, hidden=4864)
+QWEN = {"vocabulary": 151_936, "width": 896, "layers": 24, "key_value": 128, "hidden": 4864}
 
 
 def qwen_shapes() -> list[tuple[int, ...]]:

@@ -1,35 +1,35 @@
 """Train on population risk instead of training loss, and know what a training run learned, memorized and cannot see.
 
-Public names are imported on first use (PEP 562), so that ``import poprisk`` costs nothing beyond its parts.
+Public names are imported on first use (PEP 562), so that ``import poprisk`` costs nothing beyond its parts; the stub
+beside this file tells the type checker where they live.
 """
 
 from importlib import import_module
 from typing import Any
 
-_ROOMS = {
-    "PopRiskAdamW": "poprisk.optim",
-    "PopulationProjectorDescent": "poprisk.optim",
-    "calibrated_alpha": "poprisk.rules",
-    "hard_gate": "poprisk.rules",
-    "loo_coefficient": "poprisk.rules",
-    "snr_gate": "poprisk.rules",
-    "soft_gate": "poprisk.rules",
-    "MicrobatchVariance": "poprisk.population",
-    "PerExampleVariance": "poprisk.population",
-    "one_step_loo_risk": "poprisk.population",
-    "population_projector": "poprisk.population",
-    "population_rate": "poprisk.population",
-    "rate_matrix": "poprisk.population",
+_NAMES_BY_ROOM = {
+    "poprisk.optim": ("PopRiskAdamW", "PopulationProjectorDescent"),
+    "poprisk.population": (
+        "MicrobatchVariance",
+        "PerExampleVariance",
+        "one_step_loo_risk",
+        "population_projector",
+        "population_rate",
+        "rate_matrix",
+    ),
+    "poprisk.rules": ("calibrated_alpha", "hard_gate", "loo_coefficient", "snr_gate", "soft_gate"),
 }
-__all__ = sorted(_ROOMS)
+_ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name == "__all__":
+        return sorted(_ROOM_OF)
+    if name not in _ROOM_OF:
         raise AttributeError(f"module 'poprisk' has no attribute {name!r}")
-    return getattr(import_module(_ROOMS[name]), name)
+    return getattr(import_module(_ROOM_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*sorted(_ROOM_OF), "__version__"]

@@ -61,7 +61,11 @@ class ErrorInput:
 
 NAN, INF = float("nan"), float("inf")
 ERROR_INPUTS = (
-    *(ErrorInput({name: value}, rf"{name} must be .* got {value}") for name in ("lr", "eps", "weight_decay", "strength", "gate_eps", "alpha") for value in (-1.0, NAN, INF)),
+    *(
+        ErrorInput({name: value}, rf"{name} must be .* got {value}")
+        for name in ("lr", "eps", "weight_decay", "strength", "gate_eps", "alpha")
+        for value in (-1.0, NAN, INF)
+    ),
     ErrorInput({"lr": "0.1"}, "lr must be .* got '0.1'"),
     ErrorInput({"lr": True}, "lr must be .* got True"),
     ErrorInput({"alpha": "auto"}, "alpha must be .*calibrated.* got 'auto'"),
@@ -79,7 +83,7 @@ ERROR_INPUTS = (
     ErrorInput({"state_dtype": torch.float16}, "state_dtype must be .* got torch.float16"),
     ErrorInput({"state_dtype": {"m": torch.bfloat16}}, "state_dtype must be"),
     ErrorInput({"state": "shared"}, "needs rho = betas"),
-    ErrorInput({"state": "shared", "betas": (0.9, 0.9), "rho": 0.9, "centering": "corrected"}, "centering='paper' only"),
+    ErrorInput({"state": "shared", "betas": (0.9, 0.9), "rho": 0.9, "centering": "corrected"}, "'paper' only"),
     ErrorInput({"state": "shared", "betas": (0.9, 0.9), "rho": 0.9, "state_dtype": torch.bfloat16}, "cannot resolve"),
     ErrorInput({"fused": True, "foreach": True}, "cannot be `True` together"),
     ErrorInput({"fused": True, "differentiable": True}, "does not support `differentiable`"),

@@ -95,7 +95,8 @@ def _snapshot(optimizer, p):
     step = state["step"].item()
     return w, PopulationState(
         moments["exp_avg"], moments["exp_avg_sq"], moments["exp_var"], step,
-        state["var_step"].item() if "var_step" in state else step, state["var_gain"].item() if "var_gain" in state else 0.0,
+        state["var_step"].item() if "var_step" in state else step,
+        state["var_gain"].item() if "var_gain" in state else 0.0,
     )  # fmt: skip
 
 

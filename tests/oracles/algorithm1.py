@@ -53,7 +53,7 @@ def algorithm1(
     signal="ema",
     variances=None,
 ):
-    """The trajectory of flat ``weights`` under a list of flat ``gradients``; ``row_length`` pools the gate over rows."""
+    """The path of flat ``weights`` under a list of flat ``gradients``; ``row_length`` pools the gate over rows."""
     d = len(weights)
     w, m, v, s = list(weights), [0.0] * d, [0.0] * d, [0.0] * d  # line 1
     samples, trajectory = [], []

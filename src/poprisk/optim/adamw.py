@@ -24,12 +24,13 @@ from poprisk.rules.threshold import Centering
 
 
 class PopRiskAdamW(Optimizer):
-    __doc__ = r"""AdamW with a per-coordinate gate that descends population risk (Algorithm 1, ``alg:pop_risk``).
+    r"""AdamW with a per-coordinate gate that descends population risk (Algorithm 1, ``alg:pop_risk``).
 
     .. math::
        s_t &= \rho s_{t-1} + (1-\rho)(g_t - m_{t-1})^2, \quad
        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t, \quad v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2 \\
-       q_t &= \frac{(\hat m_t^2 - \alpha \hat s_t)_+}{(\hat m_t^2 - \alpha \hat s_t)_+ + \lambda_{pop} \hat s_t + \varepsilon}, \qquad
+       q_t &= \frac{\delta_t}{\delta_t + \lambda_{pop} \hat s_t + \varepsilon}, \quad
+       \delta_t = (\hat m_t^2 - \alpha \hat s_t)_+, \qquad
        w_t = w_{t-1} - \eta\, q_t \odot \frac{\hat m_t}{\sqrt{\hat v_t} + \epsilon} - \eta \lambda_{wd} w_{t-1}
 
     A drop-in for :class:`torch.optim.AdamW` with one more state vector, s. On data with noisy labels, pixels or
@@ -41,21 +42,21 @@ class PopRiskAdamW(Optimizer):
     on clean data" in the README for the measured loss of a language model. If the mean gate stays under 1% for
     200 steps, a :class:`poprisk.errors.ClosedGateWarning` says so once, with the remedy.
 
-    Symbol map: ``lr`` η, ``betas`` (β1, β2), ``eps`` ϵ, ``weight_decay`` λ_wd, ``alpha`` α, ``strength`` λ_pop (λ of the
-    SNR gate), ``rho`` ρ, ``gate_eps`` ε.
+    Symbol map: ``lr`` η, ``betas`` (β1, β2), ``eps`` ϵ, ``weight_decay`` λ_wd, ``alpha`` α, ``strength`` λ_pop (λ of
+    the SNR gate), ``rho`` ρ, ``gate_eps`` ε.
 
     Differs from the paper: ε defaults to 0, which makes the gate independent of the gradients' scale (0/0 is closed);
     at t = 1 with α ≥ 1, where m̂² = ŝ, the gate is closed by definition; s has a step count of its own, so that it can
     join a run that began with AdamW; a coordinate whose gradient is not finite sits the step out.
 
     Args:
-        params: Parameters, named parameters, or parameter groups. Every option below may be set per group: ``gate=None``
-            lets routers, norms or embeddings opt out.
+        params: Parameters, named parameters, or parameter groups. Every option below may be set per group:
+            ``gate=None`` lets routers, norms or embeddings opt out.
         lr: Learning rate, a number or a one-element tensor.
         betas: Decay of the averages of the gradient and of its square.
         eps: Added to Adam's denominator.
         weight_decay: Decoupled weight decay, not gated (a closed gate still decays).
-        gate: ``"soft"`` (Algorithm 1), ``"hard"`` (the corollary's binary mask), ``"snr"`` (positive below the cutoff too),
+        gate: ``"soft"`` (Algorithm 1), ``"hard"`` (the corollary's binary mask), ``"snr"`` (positive under the cutoff),
             or None: torch's AdamW, bit for bit.
         alpha: Leave-one-out coefficient in the paper's units; see :func:`poprisk.loo_coefficient`. ``"calibrated"`` is
             the threshold at which pure noise breaks even for these averages, (1-β1)/2 in the long run.
@@ -73,8 +74,8 @@ class PopRiskAdamW(Optimizer):
         state: ``"shared"`` needs ρ = β1 = β2 and derives s from m and v: no memory beyond AdamW's.
         state_dtype: ``torch.bfloat16`` for v and s, or a mapping such as ``{"s": torch.bfloat16}``; rounded
             stochastically, because round-to-nearest would freeze the averages. Default: float32 (float64 for float64).
-        skip_nonfinite: Leave a coordinate (w, m, v, s) alone for the step where its gradient is NaN or infinite, and warn
-            once. False lets it through, as AdamW does.
+        skip_nonfinite: Leave a coordinate (w, m, v, s) alone for the step where its gradient is NaN or infinite, and
+            warn once. False lets it through, as AdamW does.
         variance: Where the variance of the batch gradient comes from, if not from the stream:
             :class:`poprisk.PerExampleVariance` or :class:`poprisk.MicrobatchVariance`.
         maximize: Ascend instead of descend.
@@ -209,8 +210,8 @@ class PopRiskAdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, or of :class:`torch.optim.AdamW` to go on where it stopped.
 
-        From AdamW come moments and step counts; lr, gate and all other options stay those of this optimizer. States keep
-        the dtype they were saved with. Nothing is touched if the state dict does not fit.
+        From AdamW come moments and step counts; lr, gate and all other options stay those of this optimizer. States
+        keep the dtype they were saved with. Nothing is touched if the state dict does not fit.
         """
         seen: dict[str, Any] = {}
 
@@ -297,7 +298,8 @@ def _attach_variances(source: VarianceSource, jobs: list[Job]) -> None:
     for work, variance in zip(works, given, strict=True):
         if variance is not None and variance.shape != work.param.shape:
             raise HyperparameterError(
-                f"the variance source gave shape {tuple(variance.shape)} for a parameter of shape {tuple(work.param.shape)}"
+                f"the variance source gave shape {tuple(variance.shape)} for a parameter of shape "
+                f"{tuple(work.param.shape)}"
             )
         work.variance = variance
 

@@ -84,9 +84,10 @@ class Monitor:
         if self.steps - self.closed_since >= PATIENCE and "closed" not in self.said:
             self.said.add("closed")
             warnings.warn(
-                f"the mean gate has been under {CLOSED_BELOW:.0%} for {PATIENCE} steps (now {gate:.2%}): few coordinates move. "
-                "On noisy data that can be right. If the loss falls too slowly: raise lr (10 times an AdamW lr is a good "
-                "start), or lower alpha (alpha='calibrated' is the break-even test), or lower strength, or use gate='snr'",
+                f"the mean gate has been under {CLOSED_BELOW:.0%} for {PATIENCE} steps (now {gate:.2%}): few coordinates "
+                "move. On noisy data that can be right. If the loss falls too slowly: raise lr (10 times an AdamW lr is a "
+                "good start), or lower alpha (alpha='calibrated' is the break-even test), or lower strength, or use "
+                "gate='snr'",
                 ClosedGateWarning,
                 stacklevel=3,
             )
@@ -96,8 +97,9 @@ class Monitor:
             return
         self.said.add("nonfinite")
         warnings.warn(
-            f"at least {count} gradient entries were NaN or infinite; their coordinates (weight, m, v, s) were left as they were for "
-            "that step. Look for the overflow, or pass skip_nonfinite=False to let it through as torch.optim.AdamW does",
+            f"at least {count} gradient entries were NaN or infinite; their coordinates (weight, m, v, s) were left as "
+            "they were for that step. Look for the overflow, or pass skip_nonfinite=False to let it through as "
+            "torch.optim.AdamW does",
             NonFiniteGradientWarning,
             stacklevel=4,
         )

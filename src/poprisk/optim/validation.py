@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuses a parameter group whose options are out of range or contradict each other; normalizes ``betas``, ``state_dtype``."""
+    """Refuses a group whose options are out of range or contradict each other; normalizes betas and state_dtype."""
     _check_lr(group)
     for name in ("eps", "weight_decay", "strength", "gate_eps"):
         _check_number(name, group[name], "a finite number ≥ 0", lambda x: x >= 0)
@@ -60,8 +60,9 @@ def check_gradient(param: Tensor, fused: bool | None) -> None:
     assert grad is not None
     if grad.is_sparse or grad.layout != torch.strided:
         raise GradientError(
-            f"PopRiskAdamW needs dense gradients, got layout {grad.layout} for a parameter of shape {tuple(param.shape)}: "
-            "create the embedding with sparse=False, or give it an optimizer of its own (torch.optim.SparseAdam)"
+            f"PopRiskAdamW needs dense gradients, got layout {grad.layout} for a parameter of shape "
+            f"{tuple(param.shape)}: create the embedding with sparse=False, or give it an optimizer of its own "
+            "(torch.optim.SparseAdam)"
         )
     if fused and param.device.type not in FUSED_DEVICES:
         raise DeviceError(

@@ -38,8 +38,8 @@ class Job:
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     left_out: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
-    """How many gradient entries were left out as non-finite so far, on the parameters' device (the CUDA kernel only says
-    that there were some)."""
+    """How many gradient entries were left out as non-finite so far, on the parameters' device (the CUDA kernel only
+    says that there were some)."""
 
     @property
     def sign(self) -> float:
@@ -53,7 +53,7 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
 
 
 def ensure_state(state: dict[str, Tensor], param: Tensor, group: dict[str, Any], hyper: Hyper) -> None:
-    """Creates what is missing: everything on a first gradient, s alone after a checkpoint of AdamW or a change of gate."""
+    """Creates what is missing: everything on a first gradient, s alone after a checkpoint of AdamW or a new gate."""
     if "step" not in state:
         state["step"] = _counter(param, group)
         state["exp_avg"] = _zeros(param, state_dtype_of(param, group, "m"))
@@ -71,7 +71,7 @@ def ensure_state(state: dict[str, Tensor], param: Tensor, group: dict[str, Any],
 
 
 def state_dtype_of(param: Tensor, group: dict[str, Any], letter: str) -> torch.dtype:
-    """float32 for m, v and s of low-precision weights, the weights' own dtype otherwise, unless ``state_dtype`` says so."""
+    """float32 for states of low-precision weights, the weights' own dtype otherwise, unless ``state_dtype`` says so."""
     wanted = group["state_dtype"]
     if wanted is not None and letter in wanted:
         return wanted[letter]

@@ -11,7 +11,7 @@ from poprisk.errors import DataError
 from poprisk.linalg import Preconditioner, precondition
 
 
-def one_step_loo_risk(  # noqa: PLR0917
+def one_step_loo_risk(
     model: FlatModel, w: Float[Tensor, "d"], inputs: Inputs, targets: Tensor, M: Preconditioner, lr: Scalar
 ) -> Float[Tensor, ""]:
     r"""Average loss of each example at the weights stepped without it, Theorem ``thm:kernel_increment``.

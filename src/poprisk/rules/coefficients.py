@@ -48,7 +48,7 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What one step multiplies with. ``open_gate`` is 1 or 0 where the gate is decided in advance, NaN where it is not."""
+    """What one step multiplies with. ``open_gate`` is 1 or 0 where the gate is decided in advance, else NaN."""
 
     step: Scalar
     var_step: Scalar

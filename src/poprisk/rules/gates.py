@@ -17,7 +17,7 @@ GateName = Literal["soft", "hard", "snr"]
 
 
 def hard_gate(m_hat: Float[Tensor, "*shape"], s_hat: Float[Tensor, "*shape"], alpha: Scalar) -> Float[Tensor, "*shape"]:
-    r"""Update a coordinate exactly when its signal beats its noise (Corollary ``thm:diagonal_gate``, Eq. ``hard_filter``).
+    r"""Update a coordinate exactly when its signal beats its noise (Cor. ``thm:diagonal_gate``, Eq. ``hard_filter``).
 
     .. math:: q = 1\{\hat m^2 > \alpha \hat s\}
 

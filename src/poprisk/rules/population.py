@@ -5,6 +5,7 @@ against it, and replay, influence and ensembles call it. In float64 it is accura
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -171,24 +172,24 @@ def _store(
     """Back to the dtypes that came in, leaving out the coordinates whose gradient is not finite."""
     w_new, m, v, s = new
     v_out, s_out = _round(v, s, old, c)
-    out = [w_new.to(w.dtype), m.to(old.m.dtype), v_out, s_out]
+    out: list[Any] = [w_new.to(w.dtype), m.to(old.m.dtype), v_out, s_out]
     if hyper.skip_nonfinite and hyper.gate is not None:
         finite = torch.isfinite(g)
         before = (w, old.m, old.v, old.s)
         out = [None if x is None or y is None else torch.where(finite, x, y) for x, y in zip(out, before, strict=True)]
     w_out, m_out, v_out, s_out = out
-    assert w_out is not None and m_out is not None and v_out is not None
-    counters = dict(step=c.step, var_step=c.var_step, gain=c.gain)
-    return w_out, replace(old, m=m_out, v=v_out, s=s_out, **counters)
+    return w_out, replace(old, m=m_out, v=v_out, s=s_out, step=c.step, var_step=c.var_step, gain=c.gain)
 
 
 def _round(v: Tensor, s: Tensor | None, old: PopulationState, c: Coefficients) -> tuple[Tensor, Tensor | None]:
     """Low 16 random bits for v, high 16 for s; wider dtypes are stored as they are."""
-    low = [x is not None and x.dtype == torch.bfloat16 for x in (old.v, old.s)]
-    if any(low):
-        step = c.step.long() if isinstance(c.step, Tensor) else int(c.step)
-        bits = rounding_bits(rounding_seed(step, old.key), v.numel(), v.device)
-    v_out = round_stochastically(v, bits & 0xFFFF) if low[0] else v.to(old.v.dtype)
-    if s is None or old.s is None:
-        return v_out, None
-    return v_out, round_stochastically(s, bits >> 16) if low[1] else s.to(old.s.dtype)
+    if torch.bfloat16 not in (old.v.dtype, None if old.s is None else old.s.dtype):
+        return v.to(old.v.dtype), None if s is None or old.s is None else s.to(old.s.dtype)
+    step = c.step.long() if isinstance(c.step, Tensor) else int(c.step)
+    bits = rounding_bits(rounding_seed(step, old.key), v.numel(), v.device)
+
+    def store(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+        return round_stochastically(x, noise) if dtype == torch.bfloat16 else x.to(dtype)
+
+    v_out = store(v, old.v.dtype, bits & 0xFFFF)
+    return v_out, None if s is None or old.s is None else store(s, old.s.dtype, bits >> 16)

@@ -14,7 +14,7 @@ _GOLDEN = 0x9E3779B9
 
 
 def hash32(x: int | Tensor) -> int | Tensor:
-    """A 32-bit integer hash with low bias (two multiplications, three shifts), the same in Python, torch, C and Triton."""
+    """A 32-bit integer hash with low bias (two products, three shifts), the same in Python, torch, C and Triton."""
     x = x & _MASK
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _MASK

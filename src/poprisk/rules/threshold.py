@@ -11,7 +11,7 @@ Centering = Literal["paper", "corrected"]
 def loo_coefficient(batch_size: int, dataset_size: int | None = None) -> float:
     r"""The streaming leave-one-out coefficient of Theorem ``thm:minibatch_covariance``.
 
-    .. math:: \alpha = 1 \text{ (fresh batches)}, \qquad \alpha = b/(n-b) \text{ (batches drawn from } n \text{ examples)}
+    .. math:: \alpha = 1 \text{ (fresh batches)}, \qquad \alpha = b/(n-b) \text{ (batches from } n \text{ examples)}
 
     On a finite data set the paper gives the same value for :math:`\lambda_{pop}` (``strength``). Measured on noisy
     labels replayed for many epochs the strict α = 1 ends higher: see the README.
@@ -32,8 +32,8 @@ def loo_coefficient(batch_size: int, dataset_size: int | None = None) -> float:
         return 1.0
     if batch_size >= dataset_size:
         raise HyperparameterError(
-            f"batch_size must be smaller than dataset_size, got {batch_size} and {dataset_size}: with the whole data set "
-            "in every batch the stream carries no sampling noise; use per-example variances or a smaller batch"
+            f"batch_size must be smaller than dataset_size, got {batch_size} and {dataset_size}: with the whole data "
+            "set in every batch the stream carries no sampling noise; use per-example variances or a smaller batch"
         )
     return batch_size / (dataset_size - batch_size)
 
@@ -41,8 +41,8 @@ def loo_coefficient(batch_size: int, dataset_size: int | None = None) -> float:
 def mean_noise(beta1: float, step: Scalar, signal: Literal["ema", "batch"] = "ema") -> Any:
     r"""Variance of the gate's signal under white gradient noise of unit variance.
 
-    For the debiased average :math:`\hat m_t` that is :math:`\kappa_t = \frac{(1-\beta_1)(1+\beta_1^t)}{(1+\beta_1)(1-\beta_1^t)}`,
-    for the batch gradient itself 1.
+    For the debiased average :math:`\hat m_t` it is
+    :math:`\kappa_t = \frac{(1-\beta_1)(1+\beta_1^t)}{(1+\beta_1)(1-\beta_1^t)}`, for the batch gradient itself 1.
 
     >>> mean_noise(0.9, 1), round(mean_noise(0.9, 10_000), 6)
     (1.0, 0.052632)

@@ -37,7 +37,7 @@ def load(defines: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def cache_directory() -> Path:
-    """``$POPRISK_CACHE_DIR``, or the user's cache folder, or a temporary folder of this user where that is read-only."""
+    """``$POPRISK_CACHE_DIR``, else the user's cache folder, else (where that is read-only) a temporary one."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     user = os.getuid() if hasattr(os, "getuid") else os.getlogin()
     candidates = [

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from poprisk.optim.backends import compiler
-from poprisk.optim.backends.compiler import BuildError as BuildError
+from poprisk.optim.backends.compiler import BuildError
+
+__all__ = ["BuildError", "can_serve", "is_dense", "step"]
 from poprisk.optim.work import Job, Work, number, real
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
 from poprisk.rules.rounding import rounding_seed
@@ -60,7 +62,7 @@ def _step_batch(job: Job, library: CDLL, works: list[Work]) -> None:
     hyper = job.hyper
     scale = job.sign / (1.0 if job.grad_scale is None else job.grad_scale.item())
     has_variance = hyper.tracks_variance
-    rows: dict[tuple[float, ...], int] = {}
+    rows: dict[tuple[Any, ...], int] = {}
     done: list[Coefficients] = []
     table, items = array("d"), array("q")
     for work in works:
@@ -81,7 +83,7 @@ def _step_batch(job: Job, library: CDLL, works: list[Work]) -> None:
                 0 if work.variance is None else work.variance.data_ptr(),
                 real(work.param).numel(),
                 index,
-                rounding_seed(int(done[index].step), work.key),
+                int(rounding_seed(int(done[index].step), work.key)),
             )
         )
         _count(state, done[index])

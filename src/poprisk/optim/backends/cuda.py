@@ -1,7 +1,8 @@
 """The fused CUDA backend: one Triton launch per kind of tensor, one pass over memory.
 
-Counters usually live on the host and their coefficients are kernel arguments. Where the host must not wait (CUDA graphs,
-a gradient scaler, a learning rate on the device) the counters live on the device and the coefficients in a small table.
+Counters usually live on the host and their coefficients are kernel arguments. Where the host must not wait (CUDA
+graphs, a gradient scaler, a learning rate on the device) the counters live on the device and the coefficients in a
+small table.
 """
 
 from collections import OrderedDict, defaultdict
@@ -170,10 +171,11 @@ def _launch(
         first.state["exp_avg_sq"],
         first.state["exp_var"] if s is not None else first.grad,
     ]
+    given = first.grad if first.variance is None else first.variance
     limits = torch.finfo(math)
     with torch.cuda.device(device):
-        fused_step_kernel[(count,)](
-            *(real(x) for x in (first.param, first.grad, *moments, first.grad if first.variance is None else first.variance)),
+        fused_step_kernel[(count,)](  # pyright: ignore[reportIndexIssue]
+            *(real(x) for x in (first.param, first.grad, *moments, given)),
             sizes[0], tensor_key(first.key), records, empty if rows is None else rows,
             empty if job.found_inf is None else job.found_inf, job.left_out, *numbers,
             W=names[w], V=names[v], S=names[s or math], REAL=names[math], GATE=GATES[hyper.gate], HAS_S=s is not None,
@@ -243,9 +245,10 @@ def _count(job: Job, works: list[Work], before: dict[str, Any], after: dict[str,
     for name, value in after.items():
         counters = [w.state[name] for w in works]
         if isinstance(value, Tensor):
+            moved = value
             if job.found_inf is not None:
-                value = torch.where(job.found_inf.reshape(()) > 0, before[name], value)
-            torch._foreach_copy_(counters, list(value.to(counters[0].dtype).unbind()))
+                moved = torch.where(job.found_inf.reshape(()) > 0, before[name], value)
+            torch._foreach_copy_(counters, list(moved.to(counters[0].dtype).unbind()))
         else:
             torch._foreach_zero_(counters)
             torch._foreach_add_(counters, value)

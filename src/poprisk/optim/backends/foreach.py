@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import isnan
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def _step_batch(job: Job, works: list[Work]) -> None:
     if deviation is not None:
         _average_(s, deviation, c.s_new, keep)
     _average_(m, g, [1 - hyper.betas[0]] * len(m), keep)
-    _average_(v, torch._foreach_mul(g, g), [1 - hyper.betas[1]] * len(v), keep)
+    _average_(v, list(torch._foreach_mul(g, g)), [1 - hyper.betas[1]] * len(v), keep)
     update = _update(params, m, v, s, g, c, hyper)
     if keep is not None:
         torch._foreach_mul_(update, keep)
@@ -183,7 +184,7 @@ class _Lists:
             decided = row.open_gate
             if isinstance(decided, Tensor):
                 gate.copy_(torch.where(decided.isnan(), gate, decided.to(gate.dtype)))
-            elif decided == decided:
+            elif not isnan(decided):
                 gate.fill_(decided)
         return q
 

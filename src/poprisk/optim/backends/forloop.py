@@ -1,4 +1,7 @@
-"""The simplest backend: the pure rule, parameter by parameter. Differentiable, capturable, and the oracle of the others."""
+"""The simplest backend: the pure rule, parameter by parameter. Differentiable, capturable, the others' oracle."""
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,11 +56,12 @@ def _unless(
     """The old weights and state where the gradient scaler found an overflow, without asking the device."""
     skip = found_inf.reshape(()) > 0
 
-    def pick(before, after):
-        if not isinstance(before, Tensor | float | int) or isinstance(before, bool):
+    def pick(before: Any, after: Any) -> Any:
+        if before is None:
             return after
         like = after if isinstance(after, Tensor) else torch.as_tensor(after, dtype=torch.float64, device=skip.device)
         return torch.where(skip, torch.as_tensor(before, dtype=like.dtype, device=like.device), like)
 
-    fields = {name: pick(getattr(old[1], name), value) for name, value in vars(new[1]).items() if name != "key"}
-    return pick(old[0], new[0]), PopulationState(**fields, key=new[1].key)
+    names = ("m", "v", "s", "step", "var_step", "gain")
+    fields: dict[str, Any] = {name: pick(getattr(old[1], name), getattr(new[1], name)) for name in names}
+    return pick(old[0], new[0]), replace(new[1], **fields)

@@ -19,11 +19,13 @@ def step(job: Job) -> None:
     if group["fused"]:
         for w in works:
             w.state["step"] = w.state["step"].to(w.param.device)
-    moments: list[list[Tensor]] = [[w.state[name] for w in works] for name in ("exp_avg", "exp_avg_sq")]
+    averages: list[Tensor] = [w.state["exp_avg"] for w in works]
+    squares: list[Tensor] = [w.state["exp_avg_sq"] for w in works]
     adamw(
         [w.param for w in works],
         [w.grad for w in works],
-        *moments,
+        averages,
+        squares,
         [],
         [w.state["step"] for w in works],
         foreach=group["foreach"],

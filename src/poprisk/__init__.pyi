@@ -1,0 +1,16 @@
+from poprisk.optim import PopRiskAdamW as PopRiskAdamW
+from poprisk.optim import PopulationProjectorDescent as PopulationProjectorDescent
+from poprisk.population import MicrobatchVariance as MicrobatchVariance
+from poprisk.population import PerExampleVariance as PerExampleVariance
+from poprisk.population import one_step_loo_risk as one_step_loo_risk
+from poprisk.population import population_projector as population_projector
+from poprisk.population import population_rate as population_rate
+from poprisk.population import rate_matrix as rate_matrix
+from poprisk.rules import calibrated_alpha as calibrated_alpha
+from poprisk.rules import hard_gate as hard_gate
+from poprisk.rules import loo_coefficient as loo_coefficient
+from poprisk.rules import snr_gate as snr_gate
+from poprisk.rules import soft_gate as soft_gate
+
+__all__: list[str]
+__version__: str
