@@ -87,7 +87,7 @@ def test_version_and_help(capsys):
     code, out, _ = call(capsys, "demo", "--help")
     assert code == 0
     words = re.sub(r"[\s│]+", " ", out)
-    for option, default in (("--seeds", "5"), ("--noise", "0.4"), ("--size", "1200"), ("--output", "poprisk-demo")):
+    for option, default in (("--seeds", "5"), ("--noise", "0.4"), ("--size", "1000"), ("--output", "poprisk-demo")):
         assert option in words
         assert f"[default: {default}]" in words
     assert "Noise level" in words

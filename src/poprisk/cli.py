@@ -71,8 +71,8 @@ def demo(
     ] = 0.4,
     size: Annotated[
         int, _number(100, 1697, "How many of the 1797 digits to train on; the others are the test, their labels right.")
-    ] = 1200,
-    steps: Annotated[int, _number(1, 1_000_000, "Optimizer steps of each training.")] = 1000,
+    ] = 1000,
+    steps: Annotated[int, _number(1, 1_000_000, "Optimizer steps of each training.")] = 500,
     output: Annotated[Path, typer.Option(help="Directory for result.json and demo.png; made if missing.")] = Path(
         "poprisk-demo"
     ),

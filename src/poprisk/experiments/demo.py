@@ -35,14 +35,14 @@ class DemoConfig:
 
     seeds: int = 5
     noise: float = 0.4
-    train_size: int = 1200
-    steps: int = 1000
-    batch_size: int = 200
-    width: int = 256
+    train_size: int = 1000
+    steps: int = 500
+    batch_size: int = 100
+    width: int = 512
     depth: int = 2
-    evaluations: int = 40
+    evaluations: int = 25
     adamw_lrs: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
-    poprisk_lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+    poprisk_lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2)
 
     def __post_init__(self) -> None:
         low, high = TRAIN_SIZES

@@ -1,7 +1,7 @@
 r"""PopRiskAdamW: AdamW whose every coordinate moves only as far as its gradient's signal stands out of its noise."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, Literal, overload
 
@@ -15,7 +15,7 @@ from poprisk.optim import backends, checkpoint
 from poprisk.optim.defaults import DEFAULTS, PAPER
 from poprisk.optim.diagnostics import GateDiagnostics, diagnose
 from poprisk.optim.monitor import Monitor
-from poprisk.optim.validation import check_gradient, check_group, check_one_device
+from poprisk.optim.validation import check_group, check_one_device, check_shared, usable_gradient
 from poprisk.optim.work import Job, Work, ensure_state, hyper_of, rule_state
 from poprisk.rules.coefficients import Granularity, Signal
 from poprisk.rules.gates import GateName
@@ -75,7 +75,7 @@ class PopRiskAdamW(Optimizer):
         state_dtype: ``torch.bfloat16`` for v and s, or a mapping such as ``{"s": torch.bfloat16}``; rounded
             stochastically, because round-to-nearest would freeze the averages. Default: float32 (float64 for float64).
         skip_nonfinite: Leave a coordinate (w, m, v, s) alone for the step where its gradient is NaN or infinite, and
-            warn once. False lets it through, as AdamW does.
+            warn once; so too where it is finite but its square overflows. False lets it through, as AdamW does.
         variance: Where the variance of the batch gradient comes from, if not from the stream:
             :class:`poprisk.PerExampleVariance` or :class:`poprisk.MicrobatchVariance`.
         maximize: Ascend instead of descend.
@@ -147,12 +147,11 @@ class PopRiskAdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, also in the middle of training; its options are checked like the constructor's."""
-        full = {**self.defaults, **param_group}
-        params = full["params"]
-        full["params"] = [params] if isinstance(params, Tensor) else [_tensor_of(p) for p in list(params)]
-        if not isinstance(params, Tensor | list | tuple):
-            param_group = {**param_group, "params": list(params) if isinstance(params, Iterable) else params}
-            full["params"] = [_tensor_of(p) for p in param_group["params"]]
+        params = param_group["params"]
+        if not isinstance(params, Tensor | set):  # torch refuses a set, whose order changes from run to run
+            param_group = {**param_group, "params": list(params)}
+        given = [params] if isinstance(params, Tensor) else [_tensor_of(p) for p in param_group["params"]]
+        full = {**self.defaults, **param_group, "params": [p for p in given if isinstance(p, Tensor)]}
         check_group(full)
         checked = {name: full[name] for name in ("betas", "state_dtype")}
         super().add_param_group({**param_group, **checked})
@@ -181,6 +180,7 @@ class PopRiskAdamW(Optimizer):
                 ensure_state(self.state[work.param], work.param, job.group, job.hyper)
                 work.state = self.state[work.param]
             backends.run(job)
+        self._observed = {w.param for job in jobs for w in job.works if w.variance is not None}
         with torch.no_grad():
             self._monitor.after_step(jobs)
         self._remember_gradients()
@@ -213,19 +213,26 @@ class PopRiskAdamW(Optimizer):
         From AdamW come moments and step counts; lr, gate and all other options stay those of this optimizer. States
         keep the dtype they were saved with. Nothing is touched if the state dict does not fit.
         """
+        checkpoint.check_form(state_dict)
         seen: dict[str, Any] = {}
 
         def adopt(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            seen["ours"] = all("gate" in g for g in given.get("param_groups", []))
             seen["dict"] = checkpoint.adopt(given, self.param_groups)
+            seen["ours"] = checkpoint.is_ours(given)
             return seen["dict"]
 
-        handle = self.register_load_state_dict_pre_hook(adopt)  # after the user's own hooks
+        def restore(_: Optimizer) -> None:
+            checkpoint.restore_dtypes(self.state, seen["dict"], self.param_groups, seen["ours"])
+
+        handles = [  # between the user's own hooks: they give what is checked, and see what was restored
+            self.register_load_state_dict_pre_hook(adopt),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
-        checkpoint.restore_dtypes(self.state, seen["dict"], self.param_groups, seen["ours"])
+            for handle in handles:
+                handle.remove()
 
     def to_adamw_state_dict(self) -> dict[str, Any]:
         """A state dict that ``torch.optim.AdamW(...).load_state_dict`` takes: moments and step counts without s."""
@@ -252,6 +259,7 @@ class PopRiskAdamW(Optimizer):
         self._monitor = Monitor()
         self._memory: dict[int, dict[str, Any]] = {}
         self._used: list[tuple[weakref.ref[Tensor], int]] = []
+        self._observed: set[Tensor] = set()
 
     def _jobs(self, *, with_variance: bool = True, all_params: bool = False) -> list[Job]:
         """The work of this step, group by group; everything is checked before anything is touched."""
@@ -263,12 +271,13 @@ class PopRiskAdamW(Optimizer):
                 key += 1
                 if p.grad is None and not all_params:
                     continue
-                if p.grad is not None:
-                    check_gradient(p, group["fused"])
-                works.append(Work(p, p.grad if p.grad is not None else p, self.state.get(p, {}), key))
+                grad = p if p.grad is None else usable_gradient(p, p.grad, group["fused"])
+                works.append(Work(p, grad, self.state.get(p, {}), key, observed=p in self._observed))
             if group["fused"]:
                 devices |= {w.param.device for w in works}
             memory = self._memory.setdefault(id(group), {})
+            if group["state"] == "shared":
+                check_shared(group)  # a scheduler may have moved the betas
             job = Job(works, hyper_of(group), group, memory, scale, overflow)
             if works and job.hyper.gate is not None:
                 job.left_out = self._monitor.counter(works[0].param.device)
@@ -301,7 +310,7 @@ def _attach_variances(source: VarianceSource, jobs: list[Job]) -> None:
                 f"the variance source gave shape {tuple(variance.shape)} for a parameter of shape "
                 f"{tuple(work.param.shape)}"
             )
-        work.variance = variance
+        work.variance, work.observed = variance, variance is not None
 
 
 def _oriented(lin: Linearization, sign: float) -> Linearization:

@@ -23,8 +23,7 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     an AdamW lr means something else here. s starts empty, with a step count of its own.
     """
     check(state_dict, groups)
-    saved_groups = state_dict["param_groups"]
-    ours = all("gate" in g for g in saved_groups)
+    saved_groups, ours = state_dict["param_groups"], is_ours(state_dict)
     new_groups = []
     for saved, group in zip(saved_groups, groups, strict=True):
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -33,18 +32,39 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     return {**state_dict, "param_groups": new_groups}
 
 
+def is_ours(state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state dict was written by this class, and not by torch.optim.AdamW."""
+    return all("gate" in g for g in state_dict["param_groups"])
+
+
+def check_form(state_dict: Any) -> None:
+    """Refuses what is no optimizer's state dict at all."""
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"expected a dict as Optimizer.state_dict() gives it, got {type(state_dict).__name__}")
+    state, groups = state_dict.get("state"), state_dict.get("param_groups")
+    is_list = isinstance(groups, list | tuple) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+    if not isinstance(state, Mapping) or not is_list:
+        raise StateDictError(
+            "expected a dict with the keys 'state' and 'param_groups', as Optimizer.state_dict() gives it, got the "
+            f"keys {sorted(map(str, state_dict))}"
+        )
+
+
 def check(state_dict: Mapping[str, Any], groups: Groups) -> None:
     """Refuses a state dict of another optimizer or of other shapes, before anything is touched."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise StateDictError(
-            "expected a dict with the keys 'state' and 'param_groups', as Optimizer.state_dict() gives it"
-        )
+    check_form(state_dict)
     saved_groups = state_dict["param_groups"]
     saved, own = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
     if saved != own:
         raise StateDictError(
             f"the state dict has parameter groups of sizes {saved}, this optimizer of sizes {own}: build the optimizer "
             "with the same groups in the same order as the one that was saved"
+        )
+    strange = next((g for g in saved_groups if not {"betas", "eps"} <= set(g)), None)
+    if strange is not None:
+        raise StateDictError(
+            f"the state dict has a parameter group with the options {sorted(set(strange) - {'params'})}, without betas "
+            "and eps: this is the state of another optimizer, neither PopRiskAdamW nor torch.optim.AdamW"
         )
     if any(g.get("amsgrad") for g in saved_groups):
         raise StateDictError(
@@ -60,16 +80,22 @@ def check(state_dict: Mapping[str, Any], groups: Groups) -> None:
 def _check_entry(index: Any, entry: Mapping[str, Any] | None, param: Tensor) -> None:
     if not entry:
         return
+    if not isinstance(entry, Mapping):
+        raise StateDictError(f"the state of parameter {index} must be a dict of tensors, got {type(entry).__name__}")
     if not set(entry) >= REQUIRED or not set(entry) <= KNOWN:
         raise StateDictError(
             f"the state of parameter {index} has the entries {sorted(entry)}, expected those of PopRiskAdamW "
             f"{sorted(KNOWN)} or of torch.optim.AdamW {sorted(REQUIRED)}: this is the state of another optimizer"
         )
+    if ("exp_var" in entry) != ("var_step" in entry):
+        raise StateDictError(f"the state of parameter {index} has one of exp_var and var_step without the other")
     for name in MOMENTS:
-        if name in entry and entry[name].shape != param.shape:
+        value = entry.get(name, param)
+        if not isinstance(value, Tensor) or value.shape != param.shape:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
             raise StateDictError(
-                f"{name} of parameter {index} has shape {tuple(entry[name].shape)}, the parameter has "
-                f"{tuple(param.shape)}: the state dict belongs to another model"
+                f"{name} of parameter {index} has {got}, the parameter has shape {tuple(param.shape)}: the state dict "
+                "belongs to another model"
             )
 
 

@@ -80,14 +80,15 @@ class Monitor:
             self.interval = min(2 * self.interval, AT_MOST)
             return
         self.interval = EVERY
+        self.next_look = min(self.next_look, self.steps + EVERY)
         self.closed_since = self.steps - EVERY if self.closed_since is None else self.closed_since
         if self.steps - self.closed_since >= PATIENCE and "closed" not in self.said:
             self.said.add("closed")
             warnings.warn(
-                f"the mean gate has been under {CLOSED_BELOW:.0%} for {PATIENCE} steps (now {gate:.2%}): few coordinates "
-                "move. On noisy data that can be right. If the loss falls too slowly: raise lr (10 times an AdamW lr is a "
-                "good start), or lower alpha (alpha='calibrated' is the break-even test), or lower strength, or use "
-                "gate='snr'",
+                f"the mean gate has been under {CLOSED_BELOW:.0%} for {PATIENCE} steps (now {gate:.2%}): few "
+                "coordinates move. On noisy data that can be right. If the loss falls too slowly: raise lr (10 times "
+                "an AdamW lr is a good start), or lower alpha (alpha='calibrated' is the break-even test), or lower "
+                "strength, or use gate='snr'",
                 ClosedGateWarning,
                 stacklevel=3,
             )
@@ -112,6 +113,7 @@ def sampled_gate(job: Job) -> Tensor | None:
     if hyper.gate is None or not works:
         return None
     works = sorted(works, key=lambda w: -w.param.numel())[:SAMPLE_TENSORS]
+    works = [w for w in works if w.param.device == works[0].param.device]
     if hyper.granularity != "element" or hyper.normalize_gate:
         return torch.stack([current_gate(rule_state(w, hyper), hyper).float().mean() for w in works]).mean()
     return current_gate(_sample(works, hyper), hyper).float().mean()

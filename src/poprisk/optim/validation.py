@@ -37,7 +37,7 @@ def check_group(group: dict[str, Any]) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise HyperparameterError(f"warmup_steps must be a whole number ≥ 0, got {steps!r}")
     group["state_dtype"] = check_state_dtype(group["state_dtype"])
-    _check_shared(group)
+    check_shared(group)
     _check_modes(group)
 
 
@@ -54,11 +54,9 @@ def check_state_dtype(value: Any) -> dict[str, torch.dtype] | None:
     return wanted
 
 
-def check_gradient(param: Tensor, fused: bool | None) -> None:
-    """Refuses a gradient that no backend can use, before anything is touched."""
-    grad = param.grad
-    assert grad is not None
-    if grad.is_sparse or grad.layout != torch.strided:
+def usable_gradient(param: Tensor, grad: Tensor, fused: bool | None) -> Tensor:
+    """The gradient as it lies in memory; refuses one that no backend can use, before anything is touched."""
+    if grad.layout != torch.strided:
         raise GradientError(
             f"PopRiskAdamW needs dense gradients, got layout {grad.layout} for a parameter of shape "
             f"{tuple(param.shape)}: create the embedding with sparse=False, or give it an optimizer of its own "
@@ -68,6 +66,8 @@ def check_gradient(param: Tensor, fused: bool | None) -> None:
         raise DeviceError(
             f"fused=True supports the devices {FUSED_DEVICES}, got a parameter on {param.device}: use fused=None"
         )
+    lazy = grad.is_neg() or grad.is_conj()  # a sign torch has noted and not yet written to memory
+    return grad.resolve_conj().resolve_neg() if lazy else grad
 
 
 def check_one_device(devices: set[torch.device]) -> None:
@@ -110,7 +110,8 @@ def _check_betas(betas: Any) -> tuple[float, float]:
     return float(pair[0]), float(pair[1])
 
 
-def _check_shared(group: dict[str, Any]) -> None:
+def check_shared(group: dict[str, Any]) -> None:
+    """Refuses options under which s does not follow from m and v."""
     if group["state"] != "shared":
         return
     beta1, beta2 = group["betas"]
@@ -130,8 +131,9 @@ def _check_shared(group: dict[str, Any]) -> None:
 def _check_modes(group: dict[str, Any]) -> None:
     if group["fused"] and group["foreach"]:
         raise HyperparameterError("`fused` and `foreach` cannot be `True` together: choose one, or leave both None")
-    if group["fused"] and group["differentiable"]:
-        raise HyperparameterError("`fused` does not support `differentiable`: use fused=None")
+    for mode in ("fused", "foreach"):
+        if group[mode] and group["differentiable"]:
+            raise HyperparameterError(f"`{mode}` does not support `differentiable`: use {mode}=None")
     if group["fused"]:
         devices = {p.device for p in group["params"]}
         check_one_device(devices)

@@ -24,6 +24,8 @@ class Work:
     state: dict[str, Tensor]
     key: int
     variance: Tensor | None = None
+    observed: bool = False
+    """Whether the variance of the last step, or of the one now due, came from a source."""
 
 
 @dataclass
@@ -49,7 +51,10 @@ class Job:
 
 def hyper_of(group: dict[str, Any]) -> Hyper:
     """The rule's hyper-parameters of a parameter group."""
-    return Hyper(shared_state=group["state"] == "shared", **{name: group[name] for name in RULE_OPTIONS})
+    options = {name: group[name] for name in RULE_OPTIONS}
+    if isinstance(options["lr"], Tensor):
+        options["lr"] = options["lr"].reshape(())  # a view: one element in any shape
+    return Hyper(shared_state=group["state"] == "shared", **options)
 
 
 def ensure_state(state: dict[str, Tensor], param: Tensor, group: dict[str, Any], hyper: Hyper) -> None:
@@ -95,7 +100,7 @@ def rule_state(work: Work, hyper: Hyper) -> PopulationState:
         var_step=step if shared else number(state["var_step"]),
         gain=number(state["var_gain"]) if "var_gain" in state else 0.0,
         key=work.key,
-        observed=work.variance is not None,
+        observed=work.observed,
     )
 
 

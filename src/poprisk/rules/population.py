@@ -5,7 +5,6 @@ against it, and replay, influence and ensembles call it. In float64 it is accura
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -56,7 +55,7 @@ def population_step(
     ``eps`` the ϵ of line 10.
 
     Differs from the paper only where an option says so, and in three corners the paper leaves open: ε defaults to 0
-    with 0/0 guarded; s keeps its own step count; coordinates with a non-finite gradient sit the step out
+    with 0/0 guarded; s keeps its own step count; coordinates whose gradient is not usable sit the step out
     (``skip_nonfinite``).
 
     Args:
@@ -81,19 +80,26 @@ def population_step(
     c = advance(hyper, state.step, state.var_step, state.gain, observed=variance is not None)
     beta1, beta2 = hyper.betas
     g_t, m, v = g.to(work), state.m.to(work), state.v.to(work)
-    m_prev = m  # line 4
+    usable = is_usable(g_t) if hyper.skip_nonfinite and hyper.gate is not None else None
+    g_t = g_t if usable is None else torch.where(usable, g_t, 0.0)
+    m_prev, v_prev = m, v  # line 4
     s = None
     if state.s is not None:  # line 5
         squared = (g_t - c.center * m_prev).square() if variance is None else variance.to(work)
         s = c.s_keep * state.s.to(work) + c.s_new * squared
     m = m + (1 - beta1) * (g_t - m)  # line 6
     v = beta2 * v + (1 - beta2) * g_t.square()  # line 7
+    if usable is not None:  # before the gate, which may pool coordinates
+        m, v = torch.where(usable, m, m_prev), torch.where(usable, v, v_prev)
+        s = s if s is None or state.s is None else torch.where(usable, s, state.s.to(work))
     q = _gate(m, v, s, g_t, c, hyper)  # lines 8 and 9
     m_hat, v_hat = m * c.m_debias, v * c.v_debias
     decay = hyper.weight_decay * (q if hyper.gated_decay else 1.0)
     w_new = w.to(work) - hyper.lr * (q * m_hat / (v_hat.sqrt() + hyper.eps) + decay * w.to(work))  # line 10
-    before = replace(state, observed=variance is not None)
-    return _store(w, g_t, before, (w_new, m, v, s), c, hyper)
+    w_new = w_new.to(w.dtype) if usable is None else torch.where(usable, w_new.to(w.dtype), w)
+    v_out, s_out = _round(v, s, state, c)
+    moments = (m.to(state.m.dtype), v_out, s_out)
+    return w_new, PopulationState(*moments, c.step, c.var_step, c.gain, state.key, variance is not None)
 
 
 def linearize(state: PopulationState, hyper: Hyper) -> Linearization:
@@ -135,6 +141,16 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_usable(g: Tensor) -> Tensor:
+    """Where a gradient is finite, and small enough that no square in the rule overflows."""
+    return g.abs() < usable_limit(math_dtype(g.dtype))
+
+
+def usable_limit(dtype: torch.dtype) -> float:
+    """A quarter of the root of the largest number, 2^62 in float32; a power of two, so that scaling by it is exact."""
+    return 2.0**510 if dtype == torch.float64 else 2.0**62
+
+
 def _variance(m: Tensor, v: Tensor, s: Tensor | None, hyper: Hyper) -> Tensor:
     """Raw s; with ρ = β1 = β2 = β it equals (v - m²)/β exactly and needs no memory."""
     return s if s is not None else ((v - m * m) / hyper.betas[0]).clamp(min=0)
@@ -159,26 +175,6 @@ def _gate(m: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, c: Coefficie
     if hyper.normalize_gate:
         q = q / q.mean().clamp(min=torch.finfo(q.dtype).tiny)
     return q
-
-
-def _store(
-    w: Tensor,
-    g: Tensor,
-    old: PopulationState,
-    new: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    c: Coefficients,
-    hyper: Hyper,
-) -> tuple[Tensor, PopulationState]:
-    """Back to the dtypes that came in, leaving out the coordinates whose gradient is not finite."""
-    w_new, m, v, s = new
-    v_out, s_out = _round(v, s, old, c)
-    out: list[Any] = [w_new.to(w.dtype), m.to(old.m.dtype), v_out, s_out]
-    if hyper.skip_nonfinite and hyper.gate is not None:
-        finite = torch.isfinite(g)
-        before = (w, old.m, old.v, old.s)
-        out = [None if x is None or y is None else torch.where(finite, x, y) for x, y in zip(out, before, strict=True)]
-    w_out, m_out, v_out, s_out = out
-    return w_out, replace(old, m=m_out, v=v_out, s=s_out, step=c.step, var_step=c.var_step, gain=c.gain)
 
 
 def _round(v: Tensor, s: Tensor | None, old: PopulationState, c: Coefficients) -> tuple[Tensor, Tensor | None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from poprisk.optim.backends.cpu import GATES, is_dense
 from poprisk.optim.work import COUNTERS, Job, Work, real
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
+from poprisk.rules.population import usable_limit
 from poprisk.rules.rounding import tensor_key
 
 BLOCK, WARPS = 1024, 8  # four elements per thread: more of them cost registers, and with those the loads in flight
@@ -185,7 +186,8 @@ def _launch(
             SKIP=hyper.skip_nonfinite and hyper.gate is not None, SINGLE=single, ROWS=rows is not None,
             ALIGNED=all(p % 16 == 0 for i, p in enumerate(pointers) if i % RECORD < 6),
             EVEN=all(n % 16 == 0 for n in sizes), SCALED=job.found_inf is not None,
-            TINY=limits.tiny, LARGEST=limits.max, BLOCK=BLOCK, COLUMNS_=COLUMNS, RECORD_=RECORD, num_warps=WARPS,
+            TINY=limits.tiny, LARGEST=usable_limit(math), BLOCK=BLOCK, COLUMNS_=COLUMNS, RECORD_=RECORD,
+            num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -97,13 +97,15 @@ def _span(
         g = g * g_scale
     w = w_in.to(REAL)
     if SKIP:  # a coordinate without a finite gradient learns nothing and does not move, whatever its gradient says
-        ok = tl.abs(g) <= LARGEST
+        ok = tl.abs(g) < LARGEST
         _raise_flag(left_out, mask & ~ok)
         g = tl.where(ok, g, m_prev)
         take_m = tl.where(ok, take_m, 0.0)
         take_v = tl.where(ok, take_v, 0.0)
         s_new = tl.where(ok, s_new, 0.0)
         lr = tl.where(ok, lr, 0.0)
+        if OBSERVED:  # what gave no gradient gives no variance either
+            squared = tl.where(ok, squared, 0.0)
     deviation = g - m_prev
     if HAS_S:
         if not OBSERVED:

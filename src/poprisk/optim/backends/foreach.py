@@ -11,7 +11,7 @@ from torch import Tensor
 from poprisk.optim.backends import forloop
 from poprisk.optim.work import Job, Work, number, real, rule_state
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
-from poprisk.rules.population import math_dtype
+from poprisk.rules.population import math_dtype, usable_limit
 
 Tensors = list[Tensor]
 Scalars = Sequence[Any]
@@ -55,6 +55,8 @@ def _step_batch(job: Job, works: list[Work]) -> None:
     if s:
         deviation = _squared_deviation(works, g, m, c, observed)
     if deviation is not None:
+        if observed and keep is not None:  # what gave no gradient gives no variance either
+            deviation = [torch.where(k > 0, d, 0.0) for k, d in zip(keep, deviation, strict=True)]
         _average_(s, deviation, c.s_new, keep)
     _average_(m, g, [1 - hyper.betas[0]] * len(m), keep)
     _average_(v, list(torch._foreach_mul(g, g)), [1 - hyper.betas[1]] * len(v), keep)
@@ -76,15 +78,20 @@ def _gradients(job: Job, works: list[Work]) -> tuple[Tensors, Tensors | None]:
         g = torch._foreach_mul(g, scale)
     if not job.hyper.skip_nonfinite or job.hyper.gate is None:
         return list(g), None
-    if g[0].device.type == "cpu" and all(torch.isfinite(n) for n in torch._foreach_norm(g, torch.inf)):
+    limit = usable_limit(g[0].dtype)
+    if g[0].device.type == "cpu" and all(n < limit for n in torch._foreach_norm(g, torch.inf)):
         return list(g), None
-    # 0·g + 1 is 1 where g is finite and NaN elsewhere, with two launches for the whole list
+    # infinite from the limit on, exact below; 0·x + 1 is then 1 where g is usable and NaN elsewhere, for the whole list
+    scale = 16 * limit
+    g = torch._foreach_mul(g, scale)
     ones = torch._foreach_mul(g, 0.0)
     torch._foreach_add_(ones, 1.0)
     keep = [torch.nan_to_num(x, nan=0.0) for x in ones]
     for k in keep:
-        job.left_out.add_((k.numel() - k.sum()).to(job.left_out.dtype))
-    return [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in g], keep
+        job.left_out.add_((k.numel() - k.sum()).to(job.left_out))
+    g = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in g]
+    torch._foreach_mul_(g, 1 / scale)
+    return g, keep
 
 
 def _squared_deviation(works: list[Work], g: Tensors, m: Tensors, c: "_Lists", observed: bool) -> Tensors:

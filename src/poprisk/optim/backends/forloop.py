@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from poprisk.optim.work import Job, Work, real, rule_state
-from poprisk.rules.population import PopulationState, population_step
+from poprisk.rules.population import PopulationState, is_usable, population_step
 
 
 def step(job: Job) -> None:
@@ -29,7 +29,10 @@ def step_one(job: Job, work: Work) -> None:
     if job.found_inf is not None:
         w_new, new = _unless(job.found_inf.to(w.device), (w, old), (w_new, new))
     if job.hyper.skip_nonfinite and job.hyper.gate is not None:
-        job.left_out.add_((~torch.isfinite(g)).sum())
+        left_out = (~is_usable(g)).sum()
+        if job.found_inf is not None:  # then the whole step was left out, and the scaler knows
+            left_out = left_out * (job.found_inf.to(w.device) == 0)
+        job.left_out.add_(left_out.to(job.left_out.device))
     w.copy_(w_new)
     _write(job, work, new)
 

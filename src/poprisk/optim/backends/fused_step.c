@@ -11,13 +11,13 @@
 
 #if W_TYPE == 1
 typedef double real;
-#define LARGEST DBL_MAX
+#define LARGEST 0x1p510 /* usable_limit of poprisk.rules.population */
 #define SMALLEST DBL_MIN
 #define SQRT sqrt
 #define FABS fabs
 #else
 typedef float real;
-#define LARGEST FLT_MAX
+#define LARGEST 0x1p62f
 #define SMALLEST FLT_MIN
 #define SQRT sqrtf
 #define FABS fabsf
@@ -181,7 +181,7 @@ static int64_t span(const item *it, const coefficients *k, int64_t lo, int64_t h
 #endif
         const real w_new = w - lr * (q * (m_hat / (SQRT(v * v_debias) + eps)) + decay * w);
 #if SKIP_NONFINITE
-        const int ok = FABS(g) <= LARGEST;
+        const int ok = FABS(g) < LARGEST;
         left_out += !ok;
 #define KEEP(new, old) pick(ok, new, old)
 #else
