@@ -21,11 +21,14 @@ $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 demo: $(VENV)/.user
 	$(BIN)/poprisk demo
 
+# One process per core, each with one thread: the tests are many and small.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

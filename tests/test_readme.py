@@ -1,8 +1,10 @@
 """The page says what was measured, and its code runs."""
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,24 @@ def test_measured_sections_come_from_the_results():
         [sys.executable, "tools/render_readme.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_stored_demo_is_the_one_the_command_runs():
+    from poprisk.experiments.demo import DemoConfig
+
+    stored = json.loads((ROOT / "results/demo/result.json").read_text())["config"]
+    assert stored == json.loads(json.dumps(asdict(DemoConfig())))
+
+
+def test_the_docstring_has_the_measured_losses():
+    from poprisk import PopRiskAdamW
+
+    rows = json.loads((ROOT / "results/clean_lm.json").read_text())["result"]["summary"]
+    loss = {(r["optimizer"], r["lr"]): f"{r['loss']['value']:.2f}" for r in rows}
+    said = " ".join((PopRiskAdamW.__doc__ or "").split())
+    assert f"AdamW at lr 1e-3 ends at {loss['AdamW', 1e-3]}" in said
+    assert f"at that lr, {loss['soft', 1e-3]}; at ten times the lr, {loss['soft', 1e-2]}" in said
+    assert f'``alpha="calibrated"`` {loss["calibrated", 1e-2]}' in said
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))

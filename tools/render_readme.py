@@ -69,12 +69,13 @@ def clean_lm() -> str:
 
     rows = [[text, *(cell(name, lr) for lr in lrs)] for name, text in names.items()]
     adamw = cells[("AdamW", 1e-3)]["loss"]["value"]
+    tuned = min(r["loss"]["value"] for (name, _), r in cells.items() if name == "AdamW")
     same = cells[("soft", 1e-3)]["loss"]["value"]
     tenfold = {name: cells[(name, 1e-2)]["loss"]["value"] - adamw for name in ("soft", "calibrated", "snr")}
     words = (
-        f"Swapped in at an unchanged lr of 1e-3, the defaults end {same - adamw:.2f} nats behind AdamW; at ten times the lr "
-        f'{tenfold["soft"]:.2f} behind, with `alpha="calibrated"` {tenfold["calibrated"]:.2f} and with `gate="snr"` '
-        f"{tenfold['snr']:.2f}."
+        f"Swapped in at an unchanged lr of 1e-3, the defaults end {same - adamw:.2f} nats behind AdamW; at ten times "
+        f'the lr {tenfold["soft"]:.2f} behind, with `alpha="calibrated"` {tenfold["calibrated"]:.2f} and with '
+        f'`gate="snr"` {tenfold["snr"]:.2f}. (AdamW at the best lr of its grid is another {adamw - tuned:.2f} lower.)'
     )
     model = saved["config"]["model"]
     note = (
@@ -109,8 +110,8 @@ def speed() -> str:
     cuda = load("optimizer_step_cuda.json")["cases"]["494M, 1 tensor"]
     share, extra = cuda["share_of_copy_bandwidth"], cuda["extra_bytes_per_parameter"]
     parts.append(
-        f"On the H200 the step runs at {share:.0%} of the bandwidth of a plain copy and allocates {extra:.3f} bytes per "
-        "parameter while it runs."
+        f"On the H200 the step runs at {share:.0%} of the bandwidth of a plain copy and allocates {extra:.3f} bytes "
+        "per parameter while it runs."
     )
     return "\n\n".join(parts)
 
@@ -126,7 +127,8 @@ def render(page: str) -> str:
             raise SystemExit(
                 f"README.md has no section {name!r}: put <!-- begin:{name} --> and <!-- end:{name} --> into it"
             )
-        page = pattern.sub(lambda m, text=section(): m.group(1) + text + "\n" + m.group(2), page)
+        text = section()
+        page = pattern.sub(lambda m, text=text: m.group(1) + text + "\n" + m.group(2), page)
     return page
 
 

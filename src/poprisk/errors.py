@@ -33,7 +33,7 @@ class MissingExtraError(PopRiskError, ImportError):
 
 
 class PopRiskWarning(UserWarning):
-    """Base of the library's warnings; each is given once per optimizer."""
+    """Base of the library's warnings; each is given once per optimizer (a missing backend: once per process)."""
 
 
 class ClosedGateWarning(PopRiskWarning):

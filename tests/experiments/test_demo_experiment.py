@@ -73,7 +73,7 @@ def test_defaults_come_from_the_classes():
 
 
 def test_evaluations_end_at_the_last_step():
-    steps = evaluation_steps(DemoConfig(steps=1003))
+    steps = evaluation_steps(DemoConfig(steps=1003, evaluations=40))
     assert len(steps) == 40
     assert steps[-1] == 1003
     assert evaluation_steps(DemoConfig(steps=3)) == [1, 2, 3]

@@ -90,6 +90,6 @@ ERROR_INPUTS = (
     ErrorInput({"lr": torch.tensor([0.1, 0.2])}, "one element"),
     ErrorInput({"lr": torch.tensor(0.1), "foreach": True}, "capturable=True"),
     ErrorInput({"lr": torch.tensor(-0.1)}, "lr must be"),
-    ErrorInput({"variance": object()}, "variance must have a method variances"),
+    ErrorInput({"variance": "stream"}, "variance must have a method variances"),
 )  # fmt: skip
 DEVICE_ERRORS = (ErrorInput({"fused": True}, "one device, got cpu, meta", DeviceError),)

@@ -260,6 +260,21 @@ def test_a_gradient_scaler_unscales_and_an_overflow_touches_nothing(options, bad
     assert relative_error(params, plain) <= (5e-3 if "state_dtype" in options else 2e-6)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_only_an_all_fused_optimizer_takes_over_the_unscaling(fused):
+    """A user who looks at .grad after the step finds it as torch's own optimizers leave it."""
+    params = start(dtype=torch.float32)
+    optimizer = PopRiskAdamW([{"params": params[:1], "fused": True}, {"params": params[1:], "fused": fused}])
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.zeros(()))
+    row = stream(1, dtype=torch.float32)[0]
+    for p, g in zip(params, row, strict=True):
+        p.grad = 64 * g
+    scaler.step(optimizer)
+    assert torch.equal(params[0].grad, 64 * row[0] if fused else row[0])
+    assert_close(optimizer.state[params[0]]["exp_avg"], 0.1 * row[0])
+
+
 # --- copies
 
 

@@ -133,3 +133,49 @@ def test_state_moves_between_devices(fused):
     train(second, on_gpu, [[g.cuda() for g in row] for row in gradients[6:]])
     train(first, on_cpu, gradients[6:])
     assert relative_error(on_gpu, on_cpu) <= 2e-3
+
+
+@pytest.mark.filterwarnings("ignore::poprisk.errors.NonFiniteGradientWarning")
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}], ids=["foreach", "forloop"])
+def test_without_fused_the_parameters_may_lie_on_two_devices(options):
+    params = [p for d in ("cpu", "cuda") for p in start(dtype=torch.float32, device=d)]
+    optimizer = PopRiskAdamW(params, gate="snr", **options)
+    for row in stream(60, dtype=torch.float32):
+        row[2][5] = float("nan")
+        for p, g in zip(params, row + row, strict=True):
+            p.grad = g.to(p.device)
+        optimizer.step()
+    assert relative_error(params[3:], params[:3]) <= 2e-6
+
+
+@pytest.mark.filterwarnings("ignore::poprisk.errors.NonFiniteGradientWarning")
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_an_overflowing_gradient_and_a_nan_variance_leave_their_coordinate_alone(options):
+    class Given:
+        def variances(self, parameters):
+            return [torch.where(torch.isfinite(p.grad), 0.25, float("nan")) for p in parameters]
+
+    for variance in (None, Given()):
+        params = start(dtype=torch.float32, device="cuda")
+        optimizer = PopRiskAdamW(params, variance=variance, **options)
+        gradients = stream(6, dtype=torch.float32, device="cuda")
+        train(optimizer, params, gradients[:3])
+        before = params[2].detach().clone(), optimizer.state[params[2]]["exp_var"].clone()
+        gradients[3][2][::2], gradients[3][2][1::2] = float("nan"), 1e30
+        train(optimizer, params, gradients[3:4])
+        assert torch.equal(params[2], before[0])
+        assert torch.equal(optimizer.state[params[2]]["exp_var"], before[1])
+        train(optimizer, params, gradients[4:])
+        assert torch.isfinite(params[2]).all()
+        assert not torch.equal(params[2], before[0])
+
+
+def test_a_gradient_with_a_lazy_sign_is_read_with_it():
+    lazy, plain = (start(dtype=torch.float32, device="cuda") for _ in range(2))
+    one, two = (PopRiskAdamW(p, gate="snr", fused=True) for p in (lazy, plain))
+    for row in stream(5, dtype=torch.float32, device="cuda"):
+        for p, q, g in zip(lazy, plain, row, strict=True):
+            p.grad, q.grad = torch._neg_view(g), -g
+        one.step()
+        two.step()
+    assert all(torch.equal(p, q) for p, q in zip(lazy, plain, strict=True))

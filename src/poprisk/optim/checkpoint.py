@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from poprisk.errors import StateDictError
+from poprisk.optim.validation import check_group
 from poprisk.optim.work import COUNTERS, MOMENTS, counts_on_device, state_dtype_of
 
 REQUIRED = {"step", "exp_avg", "exp_avg_sq"}
@@ -24,12 +25,32 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     """
     check(state_dict, groups)
     saved_groups, ours = state_dict["param_groups"], is_ours(state_dict)
+    if not ours:
+        _check_adamw(saved_groups, groups)
     new_groups = []
     for saved, group in zip(saved_groups, groups, strict=True):
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         names = {k: saved[k] for k in ("params", "param_names") if k in saved}
         new_groups.append({**own, **(saved if ours else names)})
+        check_group({**new_groups[-1], "params": group["params"]})
     return {**state_dict, "param_groups": new_groups}
+
+
+def _check_adamw(saved_groups: Groups, groups: Groups) -> None:
+    """The moments of another optimizer can be taken over only if they mean the same here."""
+    for saved, group in zip(saved_groups, groups, strict=True):
+        if "amsgrad" not in saved:
+            raise StateDictError(
+                f"the state dict has a parameter group with the options {sorted(set(saved) - {'params'})}: this is the "
+                "state of another optimizer, neither PopRiskAdamW nor torch.optim.AdamW"
+            )
+        for name, default in (("betas", None), ("maximize", False)):
+            came, here = saved.get(name, default), group[name]
+            if (tuple(map(float, came)) if name == "betas" else bool(came)) != here:
+                raise StateDictError(
+                    f"the moments were made with {name}={came}, this optimizer has {name}={here}: build it with "
+                    f"{name}={came} to go on from them"
+                )
 
 
 def is_ours(state_dict: Mapping[str, Any]) -> bool:

@@ -1,35 +1,37 @@
 """The numbers a user gets without asking, in one place: the library's defaults and the paper's."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from poprisk.rules.coefficients import Granularity, Signal
+from poprisk.rules.coefficients import Granularity, Hyper, Signal
 from poprisk.rules.gates import GateName
 from poprisk.rules.threshold import Centering
+
+_RULE = Hyper()  # the rule's own numbers have their defaults there
 
 
 @dataclass(frozen=True)
 class Defaults:
     """Default value of every hyper-parameter of :class:`poprisk.PopRiskAdamW`."""
 
-    lr: float = 1e-2
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    gate: GateName | None = "soft"
-    alpha: float | Literal["calibrated"] = 1.0
-    strength: float = 1.0
-    rho: float = 0.99
-    gate_eps: float = 0.0
-    centering: Centering = "paper"
-    signal: Signal = "ema"
-    warmup_steps: int = 0
-    normalize_gate: bool = False
-    gated_decay: bool = False
-    granularity: Granularity = "element"
+    lr: float = float(_RULE.lr)
+    betas: tuple[float, float] = _RULE.betas
+    eps: float = _RULE.eps
+    weight_decay: float = _RULE.weight_decay
+    gate: GateName | None = _RULE.gate
+    alpha: float | Literal["calibrated"] = _RULE.alpha
+    strength: float = _RULE.strength
+    rho: float = _RULE.rho
+    gate_eps: float = _RULE.gate_eps
+    centering: Centering = _RULE.centering
+    signal: Signal = _RULE.signal
+    warmup_steps: int = _RULE.warmup_steps
+    normalize_gate: bool = _RULE.normalize_gate
+    gated_decay: bool = _RULE.gated_decay
+    granularity: Granularity = _RULE.granularity
     state: Literal["full", "shared"] = "full"
     state_dtype: Any = None
-    skip_nonfinite: bool = True
+    skip_nonfinite: bool = _RULE.skip_nonfinite
     maximize: bool = False
     foreach: bool | None = None
     capturable: bool = False
@@ -44,25 +46,28 @@ class Defaults:
 DEFAULTS = Defaults()
 """What ``PopRiskAdamW(params)`` uses. The update is Algorithm 1; the learning rate is chosen from our own evidence."""
 
-PAPER = Defaults(lr=1e-3)
-"""Algorithm 1 as published, whatever ``DEFAULTS`` becomes. The paper gives no default lr; this one is AdamW's."""
+PAPER = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "gate": "soft",
+    "alpha": 1.0,
+    "strength": 1.0,
+    "rho": 0.99,
+    "gate_eps": 0.0,
+    "centering": "paper",
+    "signal": "ema",
+    "warmup_steps": 0,
+    "normalize_gate": False,
+    "gated_decay": False,
+    "granularity": "element",
+    "state": "full",
+    "state_dtype": None,
+    "skip_nonfinite": True,
+}
+"""Algorithm 1 as published, written out so that it stays what it is whatever ``DEFAULTS`` becomes. Where the paper
+gives no number (lr, betas, eps, weight decay, ε) these are AdamW's and 0."""
 
-RULE_OPTIONS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "gate",
-    "alpha",
-    "strength",
-    "rho",
-    "gate_eps",
-    "centering",
-    "warmup_steps",
-    "normalize_gate",
-    "gated_decay",
-    "granularity",
-    "signal",
-    "skip_nonfinite",
-)
+RULE_OPTIONS = tuple(f.name for f in fields(Hyper) if f.name != "shared_state")
 """The group entries that are hyper-parameters of the rule itself, by the names of :class:`poprisk.rules.Hyper`."""

@@ -20,7 +20,10 @@ from poprisk.rules.threshold import deviation_noise, mean_noise
 
 @dataclass(frozen=True)
 class GateDiagnostics:
-    """Meters of one parameter group; every field is a 0-dim tensor on the group's device."""
+    """Meters of one parameter group; every field is a 0-dim tensor on the group's device.
+
+    With ``signal="batch"`` the gate is that of the averaged signal: the batch's own is gone after the step.
+    """
 
     active_fraction: Tensor
     """Share of coordinates whose gate was not closed in the last step."""
@@ -75,8 +78,7 @@ def _sums(work: Work, job: Job, fresh: bool) -> Tensor:
     sums = [(q > 0).sum(), q.sum(), noise, signal]
     if fresh and work.param.grad is not None:
         g = real(work.grad) * job.sign
-        variance = None if work.variance is None else real(work.variance)
-        _, after = population_step(real(work.param), g, state, hyper, variance)
+        _, after = population_step(real(work.param), g, state, hyper)
         sums += [(g * _direction(state, hyper)).sum(), (g * _direction(after, hyper)).sum()]
     else:
         sums += [torch.zeros_like(sums[0])] * 2

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,18 +18,21 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "signal": ("ema", "batch"),
     "granularity": ("element", "row", "tensor"),
     "state": ("full", "shared"),
+    **dict.fromkeys(("normalize_gate", "gated_decay", "skip_nonfinite", "maximize"), (True, False)),
+    **dict.fromkeys(("capturable", "differentiable"), (True, False)),
+    **dict.fromkeys(("foreach", "fused"), (True, False, None)),
 }
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuses a group whose options are out of range or contradict each other; normalizes betas and state_dtype."""
+    """Refuses a group whose options are out of range or contradict each other, and brings them into one form."""
     _check_lr(group)
     for name in ("eps", "weight_decay", "strength", "gate_eps"):
-        _check_number(name, group[name], "a finite number ≥ 0", lambda x: x >= 0)
-    if group["alpha"] != "calibrated":
+        group[name] = _number(name, group[name], "a finite number ≥ 0", lambda x: x >= 0)
+    if not isinstance(group["alpha"], str) or group["alpha"] != "calibrated":
         expected = "a finite number ≥ 0, or 'calibrated'"
-        _check_number("alpha", group["alpha"], expected, lambda x: x >= 0)
-    _check_number("rho", group["rho"], "a number in [0, 1)", lambda x: 0 <= x < 1)
+        group["alpha"] = _number("alpha", group["alpha"], expected, lambda x: x >= 0)
+    group["rho"] = _number("rho", group["rho"], "a number in [0, 1)", lambda x: 0 <= x < 1)
     group["betas"] = _check_betas(group["betas"])
     for name, allowed in CHOICES.items():
         if group[name] not in allowed:
@@ -54,7 +58,7 @@ def check_state_dtype(value: Any) -> dict[str, torch.dtype] | None:
     return wanted
 
 
-def usable_gradient(param: Tensor, grad: Tensor, fused: bool | None) -> Tensor:
+def usable_gradient(param: Tensor, grad: Tensor) -> Tensor:
     """The gradient as it lies in memory; refuses one that no backend can use, before anything is touched."""
     if grad.layout != torch.strided:
         raise GradientError(
@@ -62,26 +66,26 @@ def usable_gradient(param: Tensor, grad: Tensor, fused: bool | None) -> Tensor:
             f"{tuple(param.shape)}: create the embedding with sparse=False, or give it an optimizer of its own "
             "(torch.optim.SparseAdam)"
         )
-    if fused and param.device.type not in FUSED_DEVICES:
-        raise DeviceError(
-            f"fused=True supports the devices {FUSED_DEVICES}, got a parameter on {param.device}: use fused=None"
-        )
     lazy = grad.is_neg() or grad.is_conj()  # a sign torch has noted and not yet written to memory
     return grad.resolve_conj().resolve_neg() if lazy else grad
 
 
 def check_one_device(devices: set[torch.device]) -> None:
-    """A fused optimizer serves one device."""
+    """A fused optimizer serves one device, of a kind that has a kernel."""
+    names = ", ".join(sorted(str(d) for d in devices))
     if len(devices) > 1:
-        names = ", ".join(sorted(str(d) for d in devices))
         raise DeviceError(
             f"fused=True needs all parameters on one device, got {names}: use one optimizer per device, or fused=None"
         )
+    if any(d.type not in FUSED_DEVICES for d in devices):
+        raise DeviceError(f"fused=True supports the devices {FUSED_DEVICES}, got {names}: use fused=None")
 
 
-def _check_number(name: str, value: Any, expected: str, ok: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not ok(value):
+def _number(name: str, value: Any, expected: str, ok: Callable[[float], bool]) -> float:
+    """A real number of any kind (Python's, numpy's) as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not ok(float(value)):
         raise HyperparameterError(f"{name} must be {expected}, got {value!r}")
+    return float(value)
 
 
 def _check_lr(group: dict[str, Any]) -> None:
@@ -94,9 +98,9 @@ def _check_lr(group: dict[str, Any]) -> None:
                 "a Tensor lr with foreach=True needs capturable=True: pass a float, or fused=True"
             )
         if lr.device.type == "cpu":
-            _check_number("lr", lr.item(), "a finite number ≥ 0", lambda x: x >= 0)
+            _number("lr", lr.item(), "a finite number ≥ 0", lambda x: x >= 0)
         return
-    _check_number("lr", lr, "a finite number ≥ 0", lambda x: x >= 0)
+    group["lr"] = _number("lr", lr, "a finite number ≥ 0", lambda x: x >= 0)
 
 
 def _check_betas(betas: Any) -> tuple[float, float]:
@@ -106,7 +110,7 @@ def _check_betas(betas: Any) -> tuple[float, float]:
         raise HyperparameterError(f"betas must be two numbers in [0, 1), got {betas!r}") from None
     pair = tuple(b.item() if isinstance(b, Tensor) and b.numel() == 1 else b for b in (beta1, beta2))
     for index, beta in enumerate(pair):
-        _check_number(f"betas[{index}]", beta, "a number in [0, 1)", lambda x: 0 <= x < 1)
+        _number(f"betas[{index}]", beta, "a number in [0, 1)", lambda x: 0 <= x < 1)
     return float(pair[0]), float(pair[1])
 
 
@@ -135,11 +139,7 @@ def _check_modes(group: dict[str, Any]) -> None:
         if group[mode] and group["differentiable"]:
             raise HyperparameterError(f"`{mode}` does not support `differentiable`: use {mode}=None")
     if group["fused"]:
-        devices = {p.device for p in group["params"]}
-        check_one_device(devices)
+        check_one_device({p.device for p in group["params"]})
         for p in group["params"]:
-            if p.device.type not in FUSED_DEVICES or not (p.is_floating_point() or p.is_complex()):
-                raise DeviceError(
-                    f"fused=True supports floating-point parameters on {FUSED_DEVICES}, got {p.dtype} on {p.device}: "
-                    "use fused=None"
-                )
+            if not (p.is_floating_point() or p.is_complex()):
+                raise DeviceError(f"fused=True supports floating-point parameters, got {p.dtype}: use fused=None")

@@ -90,18 +90,24 @@ def state_dtype_of(param: Tensor, group: dict[str, Any], letter: str) -> torch.d
 def rule_state(work: Work, hyper: Hyper) -> PopulationState:
     """The state as the pure rule wants it; counters on the CPU become plain numbers."""
     state = work.state
-    step = number(state["step"])
-    shared = hyper.shared_state or hyper.gate is None
+    step, var_step, gain = counts(state, hyper)
     return PopulationState(
         m=real(state["exp_avg"]),
         v=real(state["exp_avg_sq"]),
         s=real(state["exp_var"]) if hyper.tracks_variance else None,
         step=step,
-        var_step=step if shared else number(state["var_step"]),
-        gain=number(state["var_gain"]) if "var_gain" in state else 0.0,
+        var_step=var_step,
+        gain=gain,
         key=work.key,
         observed=work.observed,
     )
+
+
+def counts(state: dict[str, Tensor], hyper: Hyper) -> tuple[Scalar, Scalar, Scalar]:
+    """Steps taken, gradients in s, and s under unit noise; a shared s is as old as m and v."""
+    step = number(state["step"])
+    own = "var_step" in state and not hyper.shared_state
+    return step, number(state["var_step"]) if own else step, number(state["var_gain"]) if "var_gain" in state else 0.0
 
 
 def number(counter: Tensor) -> Scalar:

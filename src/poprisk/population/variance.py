@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import torch
 from jaxtyping import Float
@@ -173,6 +174,12 @@ class MicrobatchVariance:
             here = weakref.ref(p)
             self._handles.append(p.register_hook(partial(_on_arrival, me, here)))
             self._handles.append(p.register_post_accumulate_grad_hook(partial(_on_accumulated, me)))
+
+    def __reduce__(self) -> NoReturn:
+        raise DataError(
+            "MicrobatchVariance cannot be copied or pickled, because it is hooked to its parameters: copy or save the "
+            "optimizer's state_dict() instead, and give the new optimizer a source of its own"
+        )
 
     def variances(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """The variance of each accumulated gradient, once; None for all if there were fewer than two micro-batches."""

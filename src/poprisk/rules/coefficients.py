@@ -22,7 +22,7 @@ Signal = Literal["ema", "batch"]
 class Hyper:
     """Algorithm 1's *Require* line, and the options beside it. Plain numbers; validated by whoever takes user input."""
 
-    lr: Scalar = 1e-2
+    lr: Scalar = 1e-2  # ten times AdamW's: see the class docstring of PopRiskAdamW
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
@@ -80,6 +80,8 @@ def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
     waits = corrected and not observed  # the first deviation from a debiased mean exists at t = 2
     sampled = _where(t > 1, 1.0, 0.0) if waits else 1.0
     center = _inverse(1 - beta1 ** (t - 1)) if corrected else 1.0
+    if hyper.gate is None:  # s stands still, and so do its counters
+        sampled = 0.0
     t_s = var_step + sampled
     rho = hyper.rho
     noise = 1.0 if observed else deviation_noise(beta1, _where(waits, _at_least(t, 2.0), t), hyper.centering)

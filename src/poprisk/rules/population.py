@@ -95,7 +95,7 @@ def population_step(
     q = _gate(m, v, s, g_t, c, hyper)  # lines 8 and 9
     m_hat, v_hat = m * c.m_debias, v * c.v_debias
     decay = hyper.weight_decay * (q if hyper.gated_decay else 1.0)
-    w_new = w.to(work) - hyper.lr * (q * m_hat / (v_hat.sqrt() + hyper.eps) + decay * w.to(work))  # line 10
+    w_new = w.to(work) - hyper.lr * (q * m_hat / _denominator(v_hat, hyper) + decay * w.to(work))  # line 10
     w_new = w_new.to(w.dtype) if usable is None else torch.where(usable, w_new.to(w.dtype), w)
     v_out, s_out = _round(v, s, state, c)
     moments = (m.to(state.m.dtype), v_out, s_out)
@@ -115,7 +115,7 @@ def linearize(state: PopulationState, hyper: Hyper) -> Linearization:
     c = current(hyper, state.step, state.var_step, state.gain, observed=state.observed)
     m, v, s = state.m.to(work), state.v.to(work), None if state.s is None else state.s.to(work)
     q = _gate(m, v, s, m, c, hyper)
-    M = hyper.lr * q * c.m_debias / ((v * c.v_debias).sqrt() + hyper.eps)
+    M = hyper.lr * q * c.m_debias / _denominator(v * c.v_debias, hyper)
     decay = hyper.lr * hyper.weight_decay
     return Linearization(M, hyper.betas[0], decay * q if hyper.gated_decay else decay, 0.0)
 
@@ -151,6 +151,11 @@ def usable_limit(dtype: torch.dtype) -> float:
     return 2.0**510 if dtype == torch.float64 else 2.0**62
 
 
+def _denominator(v_hat: Tensor, hyper: Hyper) -> Tensor:
+    """√v̂ + ϵ, kept off zero where ϵ = 0 meets a coordinate that never had a gradient."""
+    return (v_hat.sqrt() + hyper.eps).clamp(min=torch.finfo(v_hat.dtype).tiny)
+
+
 def _variance(m: Tensor, v: Tensor, s: Tensor | None, hyper: Hyper) -> Tensor:
     """Raw s; with ρ = β1 = β2 = β it equals (v - m²)/β exactly and needs no memory."""
     return s if s is not None else ((v - m * m) / hyper.betas[0]).clamp(min=0)
@@ -182,7 +187,7 @@ def _round(v: Tensor, s: Tensor | None, old: PopulationState, c: Coefficients) -
     if torch.bfloat16 not in (old.v.dtype, None if old.s is None else old.s.dtype):
         return v.to(old.v.dtype), None if s is None or old.s is None else s.to(old.s.dtype)
     step = c.step.long() if isinstance(c.step, Tensor) else int(c.step)
-    bits = rounding_bits(rounding_seed(step, old.key), v.numel(), v.device)
+    bits = rounding_bits(rounding_seed(step, old.key), old.v)
 
     def store(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
         return round_stochastically(x, noise) if dtype == torch.bfloat16 else x.to(dtype)

@@ -34,9 +34,10 @@ def tensor_key(key: int) -> int:
     return int(hash32(key * _GOLDEN + 1))
 
 
-def rounding_bits(seed: int | Tensor, numel: int, device: torch.device | None = None) -> Tensor:
-    """Thirty-two random bits for each element of a tensor in memory order."""
-    index = torch.arange(numel, dtype=torch.int64, device=device)
+def rounding_bits(seed: int | Tensor, like: Tensor) -> Tensor:
+    """Thirty-two random bits for each element of a dense tensor, drawn in the order the elements lie in memory."""
+    index = torch.empty_like(like, dtype=torch.int64)
+    index.as_strided((like.numel(),), (1,)).copy_(torch.arange(like.numel(), device=like.device))
     bits = hash32(index + seed)
     assert isinstance(bits, Tensor)
     return bits
@@ -51,7 +52,7 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     >>> round_stochastically(x, torch.tensor([0, 0x3FFF, 0xC000, 0xFFFF])).tolist()
     [1.0, 1.0, 1.0078125, 1.0078125]
     """
-    raw = x.to(torch.float32).contiguous().view(torch.int32)
-    rounded = (raw + bits.to(torch.int32).view(raw.shape)) & -65536
+    raw = x.to(torch.float32).view(torch.int32)
+    rounded = (raw + bits.to(torch.int32)) & -65536
     rounded = torch.where(torch.isfinite(x), rounded, raw)
     return rounded.view(torch.float32).to(torch.bfloat16)

@@ -26,8 +26,9 @@ def loo_coefficient(batch_size: int, dataset_size: int | None = None) -> float:
     >>> loo_coefficient(64), loo_coefficient(64, 1024)
     (1.0, 0.06666666666666667)
     """
-    if batch_size < 1:
-        raise HyperparameterError(f"batch_size must be a positive whole number, got {batch_size}")
+    for name, size in (("batch_size", batch_size), ("dataset_size", dataset_size)):
+        if size is not None and not (size >= 1 and float(size).is_integer()):
+            raise HyperparameterError(f"{name} must be a positive whole number, got {size}")
     if dataset_size is None:
         return 1.0
     if batch_size >= dataset_size:
@@ -81,6 +82,8 @@ def calibrated_alpha(beta1: float, rho: float, step: int, centering: Centering =
     >>> calibrated_alpha(0.9, 0.99, 1), round(calibrated_alpha(0.9, 0.99, 5000), 6)
     (1.0, 0.05)
     """
+    if not (0 <= beta1 < 1 and 0 <= rho < 1):
+        raise HyperparameterError(f"beta1 and rho must lie in [0, 1), got {beta1} and {rho}")
     first = 1 if centering == "paper" else 2
     if step < first:
         raise HyperparameterError(f"step must be at least {first} for centering={centering!r}, got {step}")

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -18,19 +19,33 @@ class BuildError(Exception):
     """No compiler, or it failed; the caller falls back to another backend."""
 
 
-@cache
 def load(defines: tuple[str, ...]) -> ctypes.CDLL:
-    """The kernel compiled with these ``-D`` flags, from the cache or built now."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    """The kernel compiled with these ``-D`` flags, from the cache or built now; a failure is not tried again."""
+    found = _find(defines)
+    if isinstance(found, BuildError):
+        raise found
+    return found
+
+
+@cache
+def _find(defines: tuple[str, ...]) -> ctypes.CDLL | BuildError:
+    try:
+        return _load(defines)
+    except BuildError as error:
+        return error
+    except OSError as error:
+        return BuildError(f"the kernel cannot be built or loaded: {error}")
+
+
+def _load(defines: tuple[str, ...]) -> ctypes.CDLL:
+    named = shlex.split(os.environ.get("CC", ""))
+    compiler = named or [path for path in map(shutil.which, ("gcc", "clang", "cc")) if path][:1]
     if not compiler:
         raise BuildError("no C compiler was found (looked for $CC, gcc, clang, cc)")
     path = cache_directory() / f"fused-{_fingerprint(compiler, defines)}.so"
     if not path.exists():
         _build(compiler, defines, path)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"the compiled kernel does not load: {error}") from None
+    library = ctypes.CDLL(str(path))
     library.poprisk_step.restype = ctypes.c_int64
     library.poprisk_step.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return library
@@ -50,12 +65,20 @@ def cache_directory() -> Path:
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        if os.access(folder, os.W_OK):
+        if os.access(folder, os.W_OK) and _is_ours(folder):
             return Path(folder)
     raise BuildError("no writable cache folder; set POPRISK_CACHE_DIR")
 
 
-def _build(compiler: str, defines: tuple[str, ...], path: Path) -> None:
+def _is_ours(folder: str) -> bool:
+    """Code is loaded from here, so nobody else may own the folder or write into it."""
+    if not hasattr(os, "getuid"):
+        return True
+    status = os.stat(folder)
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _build(compiler: list[str], defines: tuple[str, ...], path: Path) -> None:
     """Compile aside, then rename, so that two processes may build at once.
 
     OpenMP is compiled in but not linked: its symbols come from the runtime torch has loaded already, so that there is
@@ -63,12 +86,12 @@ def _build(compiler: str, defines: tuple[str, ...], path: Path) -> None:
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         compiled, linked = f"{scratch}/kernel.o", f"{scratch}/kernel.so"
-        _call([compiler, *FLAGS, "-fopenmp", *defines, "-c", str(SOURCE), "-o", compiled])
-        _call([compiler, "-shared", compiled, "-o", linked])
+        _call([*compiler, *FLAGS, "-fopenmp", *defines, "-c", str(SOURCE), "-o", compiled])
+        _call([*compiler, "-shared", compiled, "-o", linked])
         try:
             ctypes.CDLL(linked, mode=os.RTLD_NOW)
         except OSError:
-            _call([compiler, "-shared", "-fopenmp", compiled, "-o", linked])
+            _call([*compiler, "-shared", "-fopenmp", compiled, "-o", linked])
         os.replace(linked, path)
 
 
@@ -83,7 +106,7 @@ def _call(command: list[str]) -> None:
         )
 
 
-def _fingerprint(compiler: str, defines: tuple[str, ...]) -> str:
+def _fingerprint(compiler: list[str], defines: tuple[str, ...]) -> str:
     """Source, flags, compiler, torch and processor: ``-march=native`` code must not travel to another machine."""
     import torch
 
@@ -91,5 +114,5 @@ def _fingerprint(compiler: str, defines: tuple[str, ...]) -> str:
         processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):
         processor = platform.processor()
-    parts = [SOURCE.read_text(), *FLAGS, *defines, compiler, torch.__version__, platform.machine(), processor]
+    parts = [SOURCE.read_text(), *FLAGS, *defines, *compiler, torch.__version__, platform.machine(), processor]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]

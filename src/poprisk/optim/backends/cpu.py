@@ -13,7 +13,7 @@ from poprisk.optim.backends import compiler
 from poprisk.optim.backends.compiler import BuildError
 
 __all__ = ["BuildError", "can_serve", "is_dense", "step"]
-from poprisk.optim.work import Job, Work, number, real
+from poprisk.optim.work import Job, Work, counts, number, real
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
 from poprisk.rules.rounding import rounding_seed
 
@@ -71,7 +71,7 @@ def _step_batch(job: Job, library: CDLL, works: list[Work]) -> None:
         index = rows.get(counters)
         if index is None:
             index = rows[counters] = len(done)
-            done.append(_advance(hyper, work))
+            done.append(advance(hyper, *counts(state, hyper), observed=work.variance is not None))
             table.extend(_row(hyper, done[index], scale))
         items.extend(
             (
@@ -91,14 +91,6 @@ def _step_batch(job: Job, library: CDLL, works: list[Work]) -> None:
     left_out = library.poprisk_step(*args)
     if left_out:
         job.left_out.add_(left_out)
-
-
-def _advance(hyper: Hyper, work: Work) -> Coefficients:
-    state = work.state
-    step = number(state["step"])
-    var_step = number(state["var_step"]) if hyper.tracks_variance else step
-    gain = number(state["var_gain"]) if "var_gain" in state else 0.0
-    return advance(hyper, step, var_step, gain, observed=work.variance is not None)
 
 
 def _row(hyper: Hyper, c: Coefficients, scale: float) -> tuple[float, ...]:

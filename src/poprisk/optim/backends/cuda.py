@@ -219,7 +219,8 @@ def _coefficients(
         read = {name: state[name].item() if name in state else 0.0 for name in COUNTERS}
     else:
         read = {n: torch.stack([w.state[n] for w in works]).double() if n in state else 0.0 for n in COUNTERS}
-    var_step = read["var_step"] if hyper.tracks_variance else read["step"]
+    own = "var_step" in state and not hyper.shared_state
+    var_step = read["var_step"] if own else read["step"]
     c = advance(hyper, read["step"], var_step, read["var_gain"], observed=observed)
     scale: Any = job.sign
     if job.grad_scale is not None:

@@ -119,7 +119,7 @@ def _span(
     v = v_in.to(REAL)
     v += take_v * (g * g - v)
     m_hat = m * m_debias
-    update = _divide(m_hat, tl.sqrt(v * v_debias) + eps)
+    update = _divide(m_hat, tl.maximum(tl.sqrt(v * v_debias) + eps, TINY))  # no 0/0 where eps is 0
     if GATE > 0:
         if not HAS_S:
             s = tl.maximum((v - m * m) * over_beta, 0.0)

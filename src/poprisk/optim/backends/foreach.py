@@ -119,6 +119,7 @@ def _update(params: Tensors, m: Tensors, v: Tensors, s: Tensors, g: Tensors, c: 
     update = torch._foreach_mul(v, c.v_debias)
     torch._foreach_sqrt_(update)
     torch._foreach_add_(update, hyper.eps)
+    torch._foreach_clamp_min_(update, torch.finfo(update[0].dtype).tiny)  # no 0/0 where eps is 0
     torch._foreach_reciprocal_(update)
     torch._foreach_mul_(update, m_hat)
     q = None

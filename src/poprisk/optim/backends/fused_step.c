@@ -179,7 +179,8 @@ static int64_t span(const item *it, const coefficients *k, int64_t lo, int64_t h
 #else
         const real decay = weight_decay;
 #endif
-        const real w_new = w - lr * (q * (m_hat / (SQRT(v * v_debias) + eps)) + decay * w);
+        const real root = SQRT(v * v_debias) + eps; /* zero where eps is, and there never was a gradient */
+        const real w_new = w - lr * (q * (m_hat / (root > SMALLEST ? root : SMALLEST)) + decay * w);
 #if SKIP_NONFINITE
         const int ok = FABS(g) < LARGEST;
         left_out += !ok;
