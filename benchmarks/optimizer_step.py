@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=None, help="steps per timing")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--output", type=Path, default=None, help="also write the result to this file")
+    parser.add_argument("--commit", default=None, help="the commit measured, where git cannot tell")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     repeats = args.repeats or (10 if args.device == "cuda" else 3)
@@ -164,7 +165,7 @@ def main() -> None:
         "ratio": {name: round(r["ratio"], 4) for name, r in results.items()},
         "copy_gigabytes_per_second": round(bandwidth, 1),
         "cases": results,
-        "environment": environment(),
+        "environment": environment() | ({"commit": args.commit} if args.commit else {}),
     }
     if args.output:
         write_json(args.output, summary)
