@@ -46,7 +46,7 @@ def _run_fused(job: Job) -> None:
         fall_back("the fused CUDA kernel needs Triton, which is not installed")
         foreach.step(job)
         return
-    if device == "cuda" and cuda.repeat(job):
+    if backend.repeat(job):
         return
     served = [w for w in job.works if backend.can_serve(job, w)]
     if len(served) < len(job.works):

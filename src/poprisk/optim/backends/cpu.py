@@ -4,16 +4,17 @@ from array import array
 from collections import defaultdict
 from ctypes import CDLL
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from poprisk.optim.backends import compiler
+from poprisk.optim.backends import compiler, plan
 from poprisk.optim.backends.compiler import BuildError
 
 __all__ = ["BuildError", "can_serve", "is_dense", "step"]
-from poprisk.optim.work import Job, Work, counts, number, real
+from poprisk.optim.work import Job, Work, counts, real
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
 from poprisk.rules.rounding import rounding_seed
 
@@ -56,37 +57,55 @@ def step(job: Job, works: list[Work]) -> None:
     libraries = [compiler.load(_defines(variant)) for variant in batches]
     for library, batch in zip(libraries, batches.values(), strict=True):
         _step_batch(job, library, batch)
+    if len(batches) == 1:
+        plan.remember(job, works, libraries[0])
+
+
+def repeat(job: Job) -> bool:
+    """Repeats the last step's call, if the same tensors come again; False if it has to be looked at anew."""
+    last = plan.remembered(job)
+    if last is not None:
+        c = advance(job.hyper, *counts(job.works[0].state, job.hyper))
+        last.count({"step": c.step, "var_step": c.var_step, "var_gain": c.gain})
+        _call(job, last.payload, job.works, [c], [0] * len(job.works))
+    return last is not None
 
 
 def _step_batch(job: Job, library: CDLL, works: list[Work]) -> None:
-    hyper = job.hyper
-    scale = job.sign / (1.0 if job.grad_scale is None else job.grad_scale.item())
-    has_variance = hyper.tracks_variance
+    """One call for all works; those with the same counters share their coefficients."""
     rows: dict[tuple[Any, ...], int] = {}
     done: list[Coefficients] = []
-    table, items = array("d"), array("q")
+    places = []
     for work in works:
-        state = work.state
-        counters = tuple(number(state[name]) for name in ("step", "var_step", "var_gain") if name in state)
-        index = rows.get(counters)
-        if index is None:
-            index = rows[counters] = len(done)
-            done.append(advance(hyper, *counts(state, hyper), observed=work.variance is not None))
-            table.extend(_row(hyper, done[index], scale))
-        items.extend(
-            (
-                work.param.data_ptr(),
-                work.grad.data_ptr(),
-                state["exp_avg"].data_ptr(),
-                state["exp_avg_sq"].data_ptr(),
-                state["exp_var"].data_ptr() if has_variance else 0,
-                0 if work.variance is None else work.variance.data_ptr(),
-                real(work.param).numel(),
-                index,
-                int(rounding_seed(int(done[index].step), work.key)),
-            )
+        now = counts(work.state, job.hyper)
+        if now not in rows:
+            rows[now] = len(done)
+            done.append(advance(job.hyper, *now, observed=work.variance is not None))
+        places.append(rows[now])
+        _count(work.state, done[places[-1]])
+    _call(job, library, works, done, places)
+
+
+def _call(job: Job, library: CDLL, works: list[Work], done: list[Coefficients], places: list[int]) -> None:
+    """Into C, with the structs ``item`` and ``coefficients`` of the C file, field by field."""
+    scale = job.sign / (1.0 if job.grad_scale is None else job.grad_scale.item())
+    table = array("d", chain.from_iterable(_row(job.hyper, c, scale) for c in done))
+    own = job.hyper.tracks_variance
+    flat: list[int] = []
+    for work, place in zip(works, places, strict=True):
+        param, state = work.param, work.state
+        flat += (
+            param.data_ptr(),
+            work.grad.data_ptr(),
+            state["exp_avg"].data_ptr(),
+            state["exp_avg_sq"].data_ptr(),
+            state["exp_var"].data_ptr() if own else 0,
+            0 if work.variance is None else work.variance.data_ptr(),
+            param.numel() * (2 if param.is_complex() else 1),
+            place,
+            int(rounding_seed(int(done[place].step), work.key)),
         )
-        _count(state, done[index])
+    items = array("q", flat)
     args = (len(works), items.buffer_info()[0], table.buffer_info()[0], torch.get_num_threads())
     left_out = library.poprisk_step(*args)
     if left_out:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poprisk.optim.backends import plan
 from poprisk.optim.backends.cpu import GATES, is_dense
+from poprisk.optim.backends.plan import Plan
 from poprisk.optim.work import COUNTERS, Job, Work, real
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
 from poprisk.rules.population import usable_limit
@@ -67,64 +69,17 @@ def step(job: Job, works: list[Work]) -> None:
             batches[(dtypes, work.variance is not None, counters)].append(work)
     for (dtypes, observed, counters), batch in batches.items():
         _launch(job, batch, dtypes, observed, on_host=counters is not None)
-    if len(batches) == 1 and not to_device and len(works) == len(job.works):
-        ((dtypes, observed, counters), batch) = next(iter(batches.items()))
-        if counters is not None and not observed and len(batch) == len(works):
-            job.memory["plan"] = Plan(job, batch, dtypes)
+    if len(batches) == 1 and not to_device:
+        ((dtypes, _, _),) = batches
+        plan.remember(job, works, dtypes)
 
 
 def repeat(job: Job) -> bool:
-    """Repeats the last step's plan, if the same tensors come again; False if it has to be looked at anew."""
-    plan = job.memory.get("plan")
-    if plan is None or job.found_inf is not None or not plan.fits(job):
-        job.memory.pop("plan", None)
-        return False
-    _launch(job, job.works, plan.dtypes, False, on_host=True, counters=plan.counters)
-    return True
-
-
-class Plan:
-    """What need not be checked again while the same tensors come, step after step.
-
-    The counters of all parameters become views of one vector each, so that counting is one operation and not hundreds.
-    """
-
-    def __init__(self, job: Job, works: list[Work], dtypes: tuple[Any, ...]) -> None:
-        self.dtypes = dtypes
-        self.counters: dict[str, Tensor] = {}
-        for name in COUNTERS:
-            if name in works[0].state:
-                vector = torch.stack([w.state[name] for w in works])
-                self.counters[name] = vector
-                for w, view in zip(works, vector.unbind(), strict=True):
-                    w.state[name] = view
-        self.options = self._options(job)
-        self.tensors = [self._tensors(w) for w in works]
-        self.layout = [(w.grad.dtype, w.grad.stride()) for w in works]
-
-    def fits(self, job: Job) -> bool:
-        """Whether parameters, states, layouts, options and step counts are still those the plan was made for."""
-        works = job.works
-        if len(works) != len(self.tensors) or self._options(job) != self.options:
-            return False
-        if isinstance(job.hyper.lr, Tensor) and job.hyper.lr.is_cuda:
-            return False
-        for w, known, layout in zip(works, self.tensors, self.layout, strict=True):
-            if w.variance is not None or (w.grad.dtype, w.grad.stride()) != layout:
-                return False
-            if any(a is not b for a, b in zip(self._tensors(w), known, strict=True)):
-                return False
-        return all(bool((x == x[0]).all()) for x in self.counters.values())
-
-    @staticmethod
-    def _tensors(work: Work) -> tuple[Any, ...]:
-        state = work.state
-        return work.param, state["exp_avg"], state["exp_avg_sq"], state.get("exp_var"), state["step"]
-
-    @staticmethod
-    def _options(job: Job) -> tuple[Any, ...]:
-        h = job.hyper
-        return h.gate, h.alpha == "calibrated", h.shared_state, h.granularity, h.normalize_gate, job.group["capturable"]
+    """Repeats the last step's launch, if the same tensors come again; False if it has to be looked at anew."""
+    last = plan.remembered(job)
+    if last is not None:
+        _launch(job, job.works, last.payload, False, on_host=True, last=last)
+    return last is not None
 
 
 def _move_counters(work: Work) -> None:
@@ -139,7 +94,7 @@ def _launch(
     dtypes: tuple[Any, ...],
     observed: bool,
     on_host: bool,
-    counters: dict[str, Tensor] | None = None,
+    last: Plan | None = None,
 ) -> None:
     import triton.language as tl
 
@@ -155,7 +110,7 @@ def _launch(
     hyper, device = job.hyper, works[0].param.device
     math = torch.float64 if w == torch.float64 else torch.float32
     rows_needed = not on_host or math == torch.float64  # kernel arguments are rounded to float32
-    numbers, rows = _coefficients(job, works, observed, on_host, rows_needed, math, counters)
+    numbers, rows = _coefficients(job, works, observed, on_host, rows_needed, math, last)
     plain = hyper.centering == "paper" and job.grad_scale is None and not job.group["maximize"]
     sizes = tuple(real(x.param).numel() for x in works)
     pointers = _pointers(works, sizes, s is not None)
@@ -210,7 +165,7 @@ def _coefficients(
     on_host: bool,
     rows_needed: bool,
     dtype: torch.dtype,
-    vectors: dict[str, Tensor] | None = None,
+    last: Plan | None = None,
 ) -> tuple[list[float], Tensor | None]:
     """The kernel's numbers, and the table of rows where they are on the device or too fine for arguments; counts on."""
     hyper, state = job.hyper, works[0].state
@@ -235,9 +190,8 @@ def _coefficients(
             if isinstance(x, Tensor) and x.is_cuda:
                 rows[:, index] = x
     after = {"step": c.step, "var_step": c.var_step, **({"var_gain": c.gain} if has_gain else {})}
-    if vectors is not None:
-        for name, vector in vectors.items():
-            vector.fill_(after[name])
+    if last is not None:
+        last.count(after)
     else:
         _count(job, works, read, {n: x for n, x in after.items() if n in state})
     return numbers, rows
