@@ -12,7 +12,15 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("fused_step.c")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fprefetch-loop-arrays",
+    "-fPIC",
+)
 
 
 class BuildError(Exception):

@@ -198,15 +198,18 @@ static int64_t span(const item *it, const coefficients *k, int64_t lo, int64_t h
     return left_out;
 }
 
-/* The tensors laid end to end are cut into one equal share per thread. Returns how many gradient entries were left out. */
+/* The tensors laid end to end are cut into equal pieces, several per thread, so that a thread that is held up does not
+ * hold up the others. Returns how many gradient entries were left out. */
 int64_t poprisk_step(int64_t count, const item *items, const coefficients *table, int64_t threads) {
     int64_t total = 0, left_out = 0;
     for (int64_t j = 0; j < count; ++j) total += items[j].n;
     if (threads < 1 || total < 32768) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(+ : left_out) if (threads > 1)
-    for (int64_t share = 0; share < threads; ++share) {
-        int64_t begin = total * share / threads / 64 * 64, end = total * (share + 1) / threads / 64 * 64;
-        if (share == threads - 1) end = total;
+    const int64_t most = 1 + total / 65536, wanted = 8 * threads;
+    const int64_t pieces = threads == 1 ? 1 : (wanted < most ? wanted : most);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) reduction(+ : left_out) if (threads > 1)
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+        int64_t begin = total * piece / pieces / 64 * 64, end = total * (piece + 1) / pieces / 64 * 64;
+        if (piece == pieces - 1) end = total;
         int64_t offset = 0;
         for (int64_t j = 0; j < count && offset < end; offset += items[j++].n) {
             int64_t lo = begin > offset ? begin - offset : 0;
