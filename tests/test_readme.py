@@ -48,4 +48,4 @@ def test_snippet_runs(snippet, capsys):
     optimizer = PopRiskAdamW(model.parameters())
     names = {"model": model, "optimizer": optimizer, "PopRiskAdamW": PopRiskAdamW}
     exec(snippet, names)
-    names["optimizer"].step()
+    assert names["optimizer"].step() is None

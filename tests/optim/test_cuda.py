@@ -98,6 +98,7 @@ def test_no_step_waits_for_the_device():
             optimizer.diagnostics()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert optimizer.state[params[0]]["step"].item() == 62
 
 
 def test_the_monitor_reads_later_what_it_copied_earlier():

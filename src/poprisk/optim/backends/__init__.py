@@ -9,6 +9,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from poprisk.errors import BackendWarning
 from poprisk.optim.backends import cpu, cuda, foreach, forloop, torch_adamw
+from poprisk.optim.backends.compiler import BuildError
 from poprisk.optim.work import Job
 
 
@@ -59,7 +60,7 @@ def _run_fused(job: Job) -> None:
         return
     try:
         backend.step(job, served)
-    except cpu.BuildError as error:  # raised before any state is touched
+    except BuildError as error:  # raised before any state is touched
         fall_back(f"the fused CPU kernel cannot be built ({error})")
         for work in served:
             forloop.step_one(job, work)

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from poprisk.optim.backends import compiler, plan
-from poprisk.optim.backends.compiler import BuildError
-
-__all__ = ["BuildError", "can_serve", "is_dense", "step"]
-from poprisk.optim.work import Job, Work, counts, real
+from poprisk.optim.backends.layout import one_pass
+from poprisk.optim.work import Job, Work, counts
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
 from poprisk.rules.rounding import rounding_seed
 
@@ -25,22 +23,7 @@ WEIGHTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 def can_serve(job: Job, work: Work) -> bool:
     """Element-wise gates, dense tensors laid out alike, and the dtypes the kernel knows."""
-    if job.hyper.granularity != "element" or job.hyper.normalize_gate:
-        return False
-    w = real(work.param)
-    if w.dtype not in WEIGHTS or real(work.grad).dtype != w.dtype or not is_dense(work.param):
-        return False
-    math = torch.float64 if w.dtype == torch.float64 else torch.float32
-    allowed = (math, torch.bfloat16) if math == torch.float32 else (math,)
-    moments = {name: real(x) for name, x in work.state.items() if name.startswith("exp_")}
-    if moments["exp_avg"].dtype != math or any(x.dtype not in allowed for x in moments.values()):
-        return False
-    tensors = [work.grad, *(work.state[name] for name in moments)]
-    if work.variance is not None:
-        if real(work.variance).dtype != math:
-            return False
-        tensors.append(work.variance)
-    return all(x.stride() == work.param.stride() for x in tensors)
+    return one_pass(job, work, WEIGHTS)
 
 
 def step(job: Job, works: list[Work]) -> None:
@@ -163,15 +146,3 @@ def _defines(variant: Variant) -> tuple[str, ...]:
         "SKIP_NONFINITE": skip_nonfinite and gate is not None,
     }
     return tuple(f"-D{name}={int(value)}" for name, value in values.items())
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order of axes."""
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(x.stride(), x.shape, strict=True) if sz > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

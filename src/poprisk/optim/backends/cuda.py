@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from poprisk.optim.backends import plan
-from poprisk.optim.backends.cpu import GATES, is_dense
+from poprisk.optim.backends.cpu import GATES
+from poprisk.optim.backends.layout import one_pass
 from poprisk.optim.backends.plan import Plan
 from poprisk.optim.work import COUNTERS, Job, Work, real
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
@@ -34,20 +35,7 @@ def available() -> bool:
 
 def can_serve(job: Job, work: Work) -> bool:
     """Element-wise gates, dense tensors laid out alike, and the dtypes the kernel knows."""
-    if job.hyper.granularity != "element" or job.hyper.normalize_gate:
-        return False
-    w = real(work.param)
-    if w.dtype not in WEIGHTS or real(work.grad).dtype != w.dtype or not is_dense(work.param):
-        return False
-    math = torch.float64 if w.dtype == torch.float64 else torch.float32
-    allowed = (math, torch.bfloat16) if math == torch.float32 else (math,)
-    moments = [x for name, x in work.state.items() if name.startswith("exp_")]
-    if real(work.state["exp_avg"]).dtype != math or any(real(x).dtype not in allowed for x in moments):
-        return False
-    given = [] if work.variance is None else [work.variance]
-    if any(real(x).dtype != math for x in given):
-        return False
-    return all(x.stride() == work.param.stride() for x in (work.grad, *moments, *given))
+    return one_pass(job, work, WEIGHTS)
 
 
 def step(job: Job, works: list[Work]) -> None:
