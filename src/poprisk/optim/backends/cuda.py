@@ -117,8 +117,9 @@ def _launch(
     ]
     given = first.grad if first.variance is None else first.variance
     limits = torch.finfo(math)
+    kernel: Any = fused_step_kernel  # what Triton makes of it has another signature
     with torch.cuda.device(device):
-        fused_step_kernel[(count,)](  # pyright: ignore[reportIndexIssue]
+        kernel[(count,)](
             *(real(x) for x in (first.param, first.grad, *moments, given)),
             sizes[0], tensor_key(first.key), records, empty if rows is None else rows,
             empty if job.found_inf is None else job.found_inf, job.left_out, *numbers,
