@@ -13,7 +13,7 @@ Scalar = int | float | Tensor
 
 @dataclass(frozen=True)
 class Linearization:
-    r"""The step just taken, as an affine map of the momentum buffer.
+    r"""The step just taken, as an affine map of the gradient's momentum m (under ``maximize`` minus the buffer).
 
     .. math:: \Delta w = -M \odot m - \mathrm{decay} \odot w + \mathrm{source}, \qquad m = \beta m_{prev} + (1-\beta) g
 

@@ -110,6 +110,13 @@ def counts(state: dict[str, Tensor], hyper: Hyper) -> tuple[Scalar, Scalar, Scal
     return step, number(state["var_step"]) if own else step, number(state["var_gain"]) if "var_gain" in state else 0.0
 
 
+def set_counts(state: dict[str, Tensor], step: Scalar, var_step: Scalar, gain: Scalar) -> None:
+    """Writes the counters a state has, wherever they live."""
+    for name, value in zip(COUNTERS, (step, var_step, gain), strict=True):
+        if name in state:
+            state[name].copy_(value) if isinstance(value, Tensor) else state[name].fill_(value)
+
+
 def number(counter: Tensor) -> Scalar:
     """A counter on the CPU as a number; one on a device stays there, so that nothing waits for it."""
     return counter.item() if counter.device.type == "cpu" else counter

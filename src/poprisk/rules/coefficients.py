@@ -4,7 +4,7 @@ Every backend (the pure rule, foreach, C, Triton) evaluates the same few lines p
 they are computed in one place. Steps may be Python numbers or device scalars; the result is of the same kind.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -74,7 +74,7 @@ def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
         observed: Whether the variance of this batch is given from outside instead of taken from the stream.
     """
     step, var_step, gain = (x.double() if isinstance(x, Tensor) else x for x in (step, var_step, gain))
-    beta1, beta2 = hyper.betas
+    beta1 = hyper.betas[0]
     t = step + 1
     corrected = hyper.centering == "corrected" and not hyper.shared_state
     waits = corrected and not observed  # the first deviation from a debiased mean exists at t = 2
@@ -86,26 +86,15 @@ def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
     rho = hyper.rho
     noise = 1.0 if observed else deviation_noise(beta1, _where(waits, _at_least(t, 2.0), t), hyper.centering)
     gain = gain + sampled * (1 - rho) * (noise - gain)
-    s_scale = 1 - rho**t_s
-    kappa = mean_noise(beta1, t, hyper.signal)
-    alpha = kappa * s_scale * _inverse(gain) if hyper.alpha == "calibrated" else hyper.alpha
-    return Coefficients(
-        step=t,
-        var_step=t_s,
-        gain=gain,
-        center=center,
-        s_keep=1 - sampled * (1 - rho),
-        s_new=sampled * (1 - rho),
-        m_debias=1 / (1 - beta1**t),
-        v_debias=1 / (1 - beta2**t),
-        s_debias=_inverse(s_scale),
-        alpha=alpha,
-        open_gate=_decided(hyper, t, t_s, observed),
-    )
+    sample = sampled * (1 - rho)
+    return replace(current(hyper, t, t_s, gain, observed=observed), center=center, s_keep=1 - sample, s_new=sample)
 
 
 def current(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, observed: bool = False) -> Coefficients:
-    """The coefficients of the step already taken: what the gate and the debiased moments of a stored state need."""
+    """The coefficients of the step already taken: what the gate and the debiased moments of a stored state need.
+
+    s is taken as it is: a stored state has nothing left to sample.
+    """
     step, var_step, gain = (x.double() if isinstance(x, Tensor) else x for x in (step, var_step, gain))
     beta1, beta2 = hyper.betas
     s_scale = 1 - hyper.rho**var_step

@@ -8,11 +8,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from poprisk.optim.backends import compiler, plan
 from poprisk.optim.backends.layout import one_pass
-from poprisk.optim.work import Job, Work, counts
+from poprisk.optim.work import Job, Work, counts, set_counts
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
 from poprisk.rules.rounding import rounding_seed
 
@@ -65,7 +64,8 @@ def _step_batch(job: Job, library: CDLL, works: list[Work]) -> None:
             rows[now] = len(done)
             done.append(advance(job.hyper, *now, observed=work.variance is not None))
         places.append(rows[now])
-        _count(work.state, done[places[-1]])
+        c = done[places[-1]]
+        set_counts(work.state, c.step, c.var_step, c.gain)
     _call(job, library, works, done, places)
 
 
@@ -117,12 +117,6 @@ def _row(hyper: Hyper, c: Coefficients, scale: float) -> tuple[float, ...]:
         hyper.weight_decay,
     )
     return tuple(float(x) for x in values)
-
-
-def _count(state: dict[str, Tensor], c: Coefficients) -> None:
-    for name, value in (("step", c.step), ("var_step", c.var_step), ("var_gain", c.gain)):
-        if name in state:
-            state[name].fill_(value)
 
 
 def _variant(hyper: Hyper, work: Work) -> Variant:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from poprisk.optim.backends import forloop
-from poprisk.optim.work import Job, Work, number, real, rule_state
+from poprisk.optim.work import Job, Work, number, real, rule_state, set_counts
 from poprisk.rules.coefficients import Coefficients, Hyper, advance
 from poprisk.rules.population import math_dtype, usable_limit
 
@@ -199,6 +199,4 @@ class _Lists:
     def write(self, works: list[Work]) -> None:
         """The counters after the step."""
         for row, work in zip(self.rows, works, strict=True):
-            for name, value in (("step", row.step), ("var_step", row.var_step), ("var_gain", row.gain)):
-                if name in work.state:
-                    work.state[name].copy_(value) if isinstance(value, Tensor) else work.state[name].fill_(value)
+            set_counts(work.state, row.step, row.var_step, row.gain)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.optim.work import Job, Work, real, rule_state
+from poprisk.optim.work import Job, Work, real, rule_state, set_counts
 from poprisk.rules.population import PopulationState, is_usable, population_step
 
 
@@ -47,10 +47,7 @@ def _write(job: Job, work: Work, new: PopulationState) -> None:
             work.state[name] = torch.view_as_complex(value) if work.state[name].is_complex() else value
         else:
             real(work.state[name]).copy_(value)
-    counters = {"step": new.step, "var_step": new.var_step, "var_gain": new.gain}
-    for name, value in counters.items():
-        if name in work.state:
-            work.state[name].copy_(value) if isinstance(value, Tensor) else work.state[name].fill_(value)
+    set_counts(work.state, new.step, new.var_step, new.gain)
 
 
 def _unless(
