@@ -12,7 +12,10 @@ import poprisk
 MODULES = ("poprisk", "poprisk.optim", "poprisk.rules")
 HEAVY = {"scipy", "sklearn", "matplotlib", "triton", "typer", "rich", "pandas"}
 CODE = """
-import json, os, sys, time, importlib, torch
+import json, os, sys, time, importlib
+start = time.process_time()
+import torch
+torch_seconds = time.process_time() - start
 def child(name):
     read, write = os.pipe()
     if os.fork() == 0:
@@ -26,7 +29,7 @@ def child(name):
         result = json.load(answer)
     os.wait()
     return result
-print(json.dumps({name: [child(name) for _ in range(5)] for name in sys.argv[1:]}))
+print(json.dumps({"torch": torch_seconds, **{name: [child(name) for _ in range(5)] for name in sys.argv[1:]}}))
 """
 
 
@@ -44,8 +47,9 @@ def imports():
 
 
 def test_the_optimizer_costs_a_tenth_of_a_second_beside_torch(imports):
-    """Processor time and not the clock, so that a busy machine does not matter; best of five."""
-    assert min(seconds for seconds, _ in imports["poprisk.optim"]) <= 0.1
+    """Processor time, best of five; where torch itself takes more than two seconds the machine is slow, and a
+    twentieth of that is allowed."""
+    assert min(seconds for seconds, _ in imports["poprisk.optim"]) <= max(0.1, imports["torch"] / 20)
 
 
 @pytest.mark.parametrize("module", MODULES)
