@@ -21,14 +21,19 @@ $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 demo: $(VENV)/.user
 	$(BIN)/poprisk demo
 
-# One process per core, each with one thread: the tests are many and small.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# One process per core, each with one thread: the tests are many and small. Those of the integrations go file by file,
+# because each file pays once for the import of a trainer.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+UNIT := --dist worksteal --ignore tests/integrations
+INTEGRATIONS := --dist loadfile tests/integrations
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) $(UNIT) -m "not slow and not gpu"
+	$(PYTEST) $(INTEGRATIONS) -m "not slow and not gpu"
 
 test-all: $(VENV)/.dev
-	$(PYTEST)
+	$(PYTEST) $(UNIT)
+	$(PYTEST) $(INTEGRATIONS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

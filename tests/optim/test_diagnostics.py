@@ -250,3 +250,67 @@ def test_linearize_needs_the_averaged_signal():
     with pytest.raises(HyperparameterError, match='signal="ema"'):
         optimizer.linearize()
     assert math.isnan(optimizer.diagnostics()[0].population_rate.item())
+
+
+def test_before_the_first_step_after_an_adamw_checkpoint_there_is_nothing_to_read():
+    """The moments are there, s is not: meters say so instead of failing, and all is there after the step."""
+    p = nn.Parameter(torch.ones(3))
+    adamw = torch.optim.AdamW([p])
+    p.grad = torch.ones(3)
+    adamw.step()
+    optimizer = PopRiskAdamW([p])
+    optimizer.load_state_dict(adamw.state_dict())
+    p.grad = torch.ones(3)
+    assert optimizer.gates() == {}
+    assert optimizer.linearize() == {}
+    assert math.isnan(optimizer.diagnostics()[0].population_rate)
+    assert math.isnan(optimizer.overall_diagnostics().population_rate)
+    optimizer.step()
+    assert list(optimizer.gates()) == [p]
+
+
+def test_overall_meters_are_those_of_one_big_group():
+    params, other = start(), start()
+    split = PopRiskAdamW([{"params": params[:1]}, {"params": params[1:]}], alpha=0.3)
+    whole = PopRiskAdamW(other, alpha=0.3)
+    train(split, params, stream(20))
+    train(whole, other, stream(20))
+    give(params, stream(21)[-1])
+    give(other, stream(21)[-1])
+    ours, theirs = split.overall_diagnostics().to_floats(), whole.diagnostics()[0].to_floats()
+    assert ours == pytest.approx(theirs, rel=1e-12)
+    assert not any(math.isnan(v) for v in ours.values())
+
+
+def test_overall_meters_leave_out_groups_without_a_gate_but_count_their_progress():
+    params = start()
+    optimizer = PopRiskAdamW([{"params": params[:1]}, {"params": params[1:], "gate": None}], alpha=0.3)
+    train(optimizer, params, stream(20))
+    give(params, stream(21)[-1])
+    overall, (gated, plain) = optimizer.overall_diagnostics(), optimizer.diagnostics()
+    for name in ("mean_gate", "active_fraction", "noise_scale"):
+        assert_close(getattr(overall, name), getattr(gated, name), rtol=0, atol=0)
+    assert_close(overall.population_rate, gated.population_rate + plain.population_rate, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gates_are_the_last_step_s(gate):
+    params = start()
+    optimizer = PopRiskAdamW(params, gate=gate, alpha=0.3)
+    train(optimizer, params, stream(12))
+    gates = optimizer.gates()
+    assert [q.shape for q in gates.values()] == [p.shape for p in params]
+    mean = torch.cat([q.flatten() for q in gates.values()]).double().mean()
+    assert_close(optimizer.diagnostics()[0].mean_gate, mean, rtol=1e-12, atol=0)
+
+
+def test_scaled_gradients_are_read_as_the_step_will_read_them():
+    """A fused step unscales on its own, so GradScaler leaves the scale on the optimizer."""
+    params = start()
+    optimizer = PopRiskAdamW(params, alpha=0.3, fused=True)
+    train(optimizer, params, stream(12))
+    give(params, stream(13)[-1])
+    plain = optimizer.overall_diagnostics().to_floats()
+    give(params, [g * 1024 for g in stream(13)[-1]])
+    optimizer.grad_scale = torch.tensor(1024.0)
+    assert optimizer.overall_diagnostics().to_floats() == pytest.approx(plain, rel=1e-12)

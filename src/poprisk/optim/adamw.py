@@ -14,13 +14,13 @@ from poprisk._types import Linearization, VarianceSource
 from poprisk.errors import HyperparameterError
 from poprisk.optim import backends, checkpoint
 from poprisk.optim.defaults import DEFAULTS, PAPER
-from poprisk.optim.diagnostics import GateDiagnostics, diagnose
+from poprisk.optim.diagnostics import GateDiagnostics, Sums, gate_sums, meters, over_all
 from poprisk.optim.monitor import Monitor
 from poprisk.optim.validation import check_group, check_one_device, usable_gradient
-from poprisk.optim.work import Job, Work, ensure_state, hyper_of, rule_state
+from poprisk.optim.work import Job, Work, ensure_state, hyper_of, rule_state, was_stepped
 from poprisk.rules.coefficients import Granularity, Hyper, Signal
 from poprisk.rules.gates import GateName
-from poprisk.rules.population import linearize
+from poprisk.rules.population import current_gate, linearize
 from poprisk.rules.threshold import Centering
 
 _CHECKED = tuple(name for name in DEFAULTS.as_dict() if name != "lr")
@@ -199,8 +199,28 @@ class PopRiskAdamW(Optimizer):
         graph.
         """
         with torch.no_grad():
-            jobs = self._jobs(with_variance=False, all_params=True)
-            return [diagnose(job, fresh=self._has_fresh_gradients(job)) for job in jobs]
+            return [meters(sums) for sums in self._gate_sums()]
+
+    def overall_diagnostics(self) -> GateDiagnostics:
+        """The same meters over all parameter groups together: what a training log wants.
+
+        Rates add up over the groups; gate and noise scale are those of the groups that have a gate.
+        """
+        with torch.no_grad():
+            return meters(over_all(self._gate_sums()))
+
+    def gates(self) -> dict[Tensor, Tensor]:
+        """The gate q of each parameter's last step, in the parameter's shape: what a histogram is drawn from.
+
+        Parameters that have not been stepped are left out; complex ones come as pairs of real numbers.
+        """
+        with torch.no_grad():
+            return {
+                work.param: current_gate(rule_state(work, job.hyper), job.hyper)
+                for job in self._jobs(with_variance=False, all_params=True)
+                for work in job.works
+                if was_stepped(work, job.hyper)
+            }
 
     def linearize(self) -> dict[Tensor, Linearization]:
         """The last step of each parameter as an affine map of its gradient's momentum; see :class:`Linearization`.
@@ -212,7 +232,7 @@ class PopRiskAdamW(Optimizer):
         with torch.no_grad():
             for job in self._jobs(with_variance=False, all_params=True):
                 for work in job.works:
-                    if "step" in work.state:
+                    if was_stepped(work, job.hyper):
                         hyper = self._taken.get(id(job.group), job.hyper)
                         lin = linearize(rule_state(work, hyper), hyper)
                         steps[work.param] = _oriented(lin, job.sign)
@@ -221,8 +241,9 @@ class PopRiskAdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, or of :class:`torch.optim.AdamW` to go on where it stopped.
 
-        From AdamW come moments and step counts; lr, gate and all other options stay those of this optimizer. States
-        keep the dtype they were saved with. Nothing is touched if the state dict does not fit.
+        From AdamW come moments and step counts; lr, gate and all other options stay those of this optimizer, and
+        ``went_on_from_adamw`` is True. States keep the dtype they were saved with. Nothing is touched if the state dict
+        does not fit.
         """
         checkpoint.check_form(state_dict)
         seen: dict[str, Any] = {}
@@ -244,6 +265,7 @@ class PopRiskAdamW(Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
+        self.went_on_from_adamw = not seen["ours"]
 
     def to_adamw_state_dict(self) -> dict[str, Any]:
         """A state dict that ``torch.optim.AdamW(...).load_state_dict`` takes: moments and step counts without s.
@@ -278,6 +300,7 @@ class PopRiskAdamW(Optimizer):
         self._used: list[tuple[weakref.ref[Tensor], int]] = []
         self._observed: set[Tensor] = set()
         self._taken: dict[int, Hyper] = {}
+        self.went_on_from_adamw = False
 
     def _jobs(self, *, with_variance: bool = True, all_params: bool = False) -> list[Job]:
         """The work of this step, group by group; everything is checked before anything is touched."""
@@ -302,6 +325,10 @@ class PopRiskAdamW(Optimizer):
         if with_variance and self._variance_source is not None:
             _attach_variances(self._variance_source, jobs)
         return jobs
+
+    def _gate_sums(self) -> list[Sums]:
+        jobs = self._jobs(with_variance=False, all_params=True)
+        return [gate_sums(job, fresh=self._has_fresh_gradients(job)) for job in jobs]
 
     def _remember_gradients(self) -> None:
         """Marks the gradients just used, by the first one of each group, so that no meter scores them again."""

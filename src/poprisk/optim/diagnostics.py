@@ -1,12 +1,13 @@
 """What the gate is doing, per parameter group, as device scalars: nothing waits until a number is read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from poprisk._types import Scalar
-from poprisk.optim.work import Job, Work, real, rule_state
+from poprisk.optim.work import Job, Work, real, rule_state, was_stepped
 from poprisk.rules.coefficients import Hyper, current
 from poprisk.rules.population import (
     PopulationState,
@@ -20,7 +21,7 @@ from poprisk.rules.threshold import deviation_noise, mean_noise
 
 @dataclass(frozen=True)
 class GateDiagnostics:
-    """Meters of one parameter group; every field is a 0-dim tensor on the group's device.
+    """Meters of a parameter group, or of all; every field is a 0-dim tensor on the group's device.
 
     With ``signal="batch"`` the gate is that of the averaged signal: the batch's own is gone after the step.
     """
@@ -47,25 +48,55 @@ class GateDiagnostics:
         return {f.name: v for f, v in zip(fields(self), values, strict=True)}
 
 
-def diagnose(job: Job, fresh: bool) -> GateDiagnostics:
-    """Meters of one group from its state and, where ``fresh``, its gradients, which have not been used yet."""
-    works = [w for w in job.works if "step" in w.state]
+@dataclass(frozen=True)
+class Sums:
+    """What the meters are made of, summed over coordinates, so that those of several groups can be added."""
+
+    total: Tensor
+    """Open gates, gates, noise power, signal power, and the two rates."""
+    coordinates: int
+    fresh: bool
+    gated: bool
+
+
+def gate_sums(job: Job, fresh: bool) -> Sums:
+    """The sums of one group from its state and, where ``fresh``, its gradients, which have not been used yet."""
+    works = [w for w in job.works if was_stepped(w, job.hyper)]
     device = job.works[0].param.device if job.works else torch.device("cpu")
     total = torch.zeros(6, dtype=torch.float64, device=device)
     for work in works:
         total += _sums(work, job, fresh)
-    active, gate, noise, signal, population, training = total.unbind()
-    count = max(1, sum(real(w.param).numel() for w in works))
+    coordinates = sum(real(w.param).numel() for w in works)
+    return Sums(total, coordinates, fresh and bool(works), job.hyper.gate is not None)
+
+
+def over_all(groups: Sequence[Sums]) -> Sums:
+    """Several groups as one: the rates of all add up; gate and noise are those of the groups that have a gate."""
+    heard = [s for s in groups if s.gated] or list(groups)
+    device = groups[0].total.device
+    gate = torch.stack([s.total[:4].to(device) for s in heard]).sum(0)
+    rates = torch.stack([s.total[4:].to(device) for s in groups]).sum(0)
+    return Sums(
+        total=torch.cat([gate, rates]),
+        coordinates=sum(s.coordinates for s in heard),
+        fresh=any(s.fresh for s in groups),
+        gated=any(s.gated for s in groups),
+    )
+
+
+def meters(sums: Sums) -> GateDiagnostics:
+    """The meters that belong to these sums."""
+    active, gate, noise, signal, population, training = sums.total.unbind()
+    count = max(1, sums.coordinates)
     signal = signal.clamp(min=0)
     nothing = torch.full_like(active, float("nan"))
-    seen = fresh and bool(works)
     return GateDiagnostics(
         active_fraction=active / count,
         mean_gate=gate / count,
         noise_scale=noise / signal,
-        population_rate=population if seen else nothing,
-        training_rate=training if seen else nothing,
-        self_fit=1 - population / training if seen else nothing,
+        population_rate=population if sums.fresh else nothing,
+        training_rate=training if sums.fresh else nothing,
+        self_fit=1 - population / training if sums.fresh else nothing,
     )
 
 
@@ -78,6 +109,8 @@ def _sums(work: Work, job: Job, fresh: bool) -> Tensor:
     sums = [(q > 0).sum(), q.sum(), noise, signal]
     if fresh and work.param.grad is not None:
         g = real(work.grad) * job.sign
+        if job.grad_scale is not None:  # set by GradScaler on an optimizer that unscales in its step
+            g = g / job.grad_scale
         _, after = population_step(real(work.param), g, state, hyper)
         sums += [(g * _direction(state, hyper)).sum(), (g * _direction(after, hyper)).sum()]
     else:

@@ -87,6 +87,11 @@ def state_dtype_of(param: Tensor, group: dict[str, Any], letter: str) -> torch.d
     return math_dtype(param.dtype)
 
 
+def was_stepped(work: Work, hyper: Hyper) -> bool:
+    """Whether there is a step of this rule to speak of: after a checkpoint of AdamW, s has not begun yet."""
+    return "step" in work.state and (not hyper.tracks_variance or "exp_var" in work.state)
+
+
 def rule_state(work: Work, hyper: Hyper) -> PopulationState:
     """The state as the pure rule wants it; counters on the CPU become plain numbers."""
     state = work.state
