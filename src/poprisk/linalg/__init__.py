@@ -1,7 +1,38 @@
-"""Linear algebra that knows no network: low-rank matrices and the projector of the off-diagonal rate matrix."""
+"""Linear algebra that knows no network: operators, certified spectra, projectors, trace and diagonal estimators."""
 
+from poprisk.linalg.adjoint import adjoint_mismatch as adjoint_mismatch
+from poprisk.linalg.diagonal_estimators import hutchinson_diagonal as hutchinson_diagonal
+from poprisk.linalg.diagonal_estimators import xdiag as xdiag
+from poprisk.linalg.factor import Spectrum as Spectrum
+from poprisk.linalg.factor import spectrum_of_eigenpairs as spectrum_of_eigenpairs
+from poprisk.linalg.factor import spectrum_of_factor as spectrum_of_factor
+from poprisk.linalg.factor import spectrum_of_matrix as spectrum_of_matrix
+from poprisk.linalg.factor import tsqr_append as tsqr_append
+from poprisk.linalg.inverse_root import InverseSquareRoot as InverseSquareRoot
+from poprisk.linalg.inverse_root import inverse_square_root as inverse_square_root
 from poprisk.linalg.low_rank import LowRank as LowRank
 from poprisk.linalg.low_rank import Preconditioner as Preconditioner
 from poprisk.linalg.low_rank import precondition as precondition
+from poprisk.linalg.matrices import declare_symmetric as declare_symmetric
+from poprisk.linalg.matrices import diagonal as diagonal
+from poprisk.linalg.matrices import from_dense as from_dense
+from poprisk.linalg.matrices import from_functions as from_functions
+from poprisk.linalg.matrices import horizontal_stack as horizontal_stack
+from poprisk.linalg.matrices import identity as identity
+from poprisk.linalg.matrices import vertical_stack as vertical_stack
+from poprisk.linalg.matrices import zeros as zeros
 from poprisk.linalg.offdiagonal import OffDiagonalProjector as OffDiagonalProjector
 from poprisk.linalg.offdiagonal import offdiagonal_projector as offdiagonal_projector
+from poprisk.linalg.operator import LinearOperator as LinearOperator
+from poprisk.linalg.projectors import Channels as Channels
+from poprisk.linalg.projectors import OrthogonalProjector as OrthogonalProjector
+from poprisk.linalg.projectors import epsilon_projectors as epsilon_projectors
+from poprisk.linalg.projectors import null_projector as null_projector
+from poprisk.linalg.projectors import range_projector as range_projector
+from poprisk.linalg.singular import SingularTriplets as SingularTriplets
+from poprisk.linalg.singular import top_singular_triplets as top_singular_triplets
+from poprisk.linalg.spectra import Eigenpairs as Eigenpairs
+from poprisk.linalg.spectra import top_eigenpairs as top_eigenpairs
+from poprisk.linalg.trace import hutchinson_trace as hutchinson_trace
+from poprisk.linalg.trace import hutchpp_trace as hutchpp_trace
+from poprisk.linalg.trace import xtrace as xtrace

@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.errors import DataError
+from poprisk.linalg.operator import LinearOperator
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LowRank(LinearOperator):
     r"""A positive semidefinite matrix :math:`M = F F^\top` kept as its factor.
 
     >>> M = LowRank(torch.tensor([[1.0], [2.0]]))
@@ -45,20 +46,11 @@ class LowRank:
         """Device of the factor."""
         return self.factor.device
 
-    def adjoint(self) -> "LowRank":
-        """The matrix itself: it is symmetric."""
-        return self
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.factor @ (self.factor.T @ X)  # 2dr multiplications for each column
 
-    def matvec(self, v: Float[Tensor, "d"]) -> Float[Tensor, "d"]:
-        """M v, in 2dr multiplications."""
-        return self.factor @ (self.factor.T @ v)
-
-    def matmat(self, V: Float[Tensor, "d n"]) -> Float[Tensor, "d n"]:
-        """M V."""
-        return self.factor @ (self.factor.T @ V)
-
-    def to_dense(self) -> Float[Tensor, "d d"]:
-        """The d×d matrix; for tests and small problems."""
+    def to_dense(self, block_size: int | None = None) -> Float[Tensor, "d d"]:
+        """The d×d matrix; for tests and small problems. The factor is at hand, so no blocks are needed."""
         return self.factor @ self.factor.T
 
 

@@ -1,0 +1,54 @@
+"""Random vectors for probes and starts, from an explicit generator, on the operator's device."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from poprisk.errors import HyperparameterError
+
+Distribution = Literal["rademacher", "gaussian", "sphere"]
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """A generator of our own with a fixed seed: the result is reproducible and the global stream is left alone."""
+    return torch.Generator(device).manual_seed(0)
+
+
+def gaussian(n: int, k: int, generator: torch.Generator, like: Tensor) -> Float[Tensor, "n k"]:
+    """Independent standard normal entries in the dtype and on the device of ``like``.
+
+    Drawn where the generator lives, so that a CPU generator serves a GPU operator with the same numbers everywhere.
+    """
+    return torch.randn(n, k, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
+
+
+def probes(
+    n: int, k: int, distribution: Distribution, generator: torch.Generator, like: Tensor
+) -> Float[Tensor, "n k"]:
+    r"""Random vectors ω with :math:`E[\omega \omega^\top] = I`.
+
+    Args:
+        n: Length of a vector.
+        k: Number of vectors, the columns.
+        distribution: Random signs (the least variance for most operators), normal entries, or directions uniform on
+            the sphere of radius :math:`\sqrt n`.
+        generator: Source of randomness.
+        like: Tensor whose dtype and device are used.
+
+    Raises:
+        HyperparameterError: another distribution.
+
+    >>> probes(3, 2, "rademacher", torch.Generator().manual_seed(0), torch.zeros(1)).abs().sum()
+    tensor(6.)
+    """
+    if distribution == "rademacher":
+        bits = torch.randint(0, 2, (n, k), generator=generator, device=generator.device)
+        return (2 * bits - 1).to(like)
+    if distribution not in ("gaussian", "sphere"):
+        raise HyperparameterError(
+            f"distribution must be 'rademacher', 'gaussian' or 'sphere', got {distribution!r}: try 'rademacher'"
+        )
+    Omega = gaussian(n, k, generator, like)
+    return Omega * (n**0.5 / Omega.norm(dim=0)) if distribution == "sphere" else Omega
