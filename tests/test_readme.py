@@ -1,4 +1,4 @@
-"""The page says what was measured, and its code runs."""
+"""The pages say what was measured, and their code runs."""
 
 import json
 import re
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+PAGES = ("README.md", "docs/learning_rate.md")
+SNIPPETS = [s for page in PAGES for s in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)]
 
 
 def test_measured_sections_come_from_the_results():

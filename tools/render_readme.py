@@ -1,19 +1,29 @@
-"""Writes the measured parts of README.md from the files under results/: no number in it is typed by hand.
+"""Writes the measured parts of README.md and docs/ from the files under results/: no number there is typed by hand.
 
 python tools/render_readme.py          # rewrite
-python tools/render_readme.py --check  # exit 1 if the page and the results differ
+python tools/render_readme.py --check  # exit 1 if a page and the results differ
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from poprisk.experiments import learning_rate_factors as factors
+from poprisk.experiments.learning_rate_guide import GuideConfig
+from poprisk.optim.learning_rate import FACTOR
+from poprisk.problems.digits import NUM_CLASSES
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-README = ROOT / "README.md"
+GATES = {
+    "soft": "defaults (soft, α = 1)",
+    "calibrated": '`alpha="calibrated"`',
+    "snr": '`gate="snr"`',
+}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -53,12 +63,7 @@ def clean_lm() -> str:
     saved = load("clean_lm.json")
     cells = {(r["optimizer"], r["lr"]): r for r in saved["result"]["summary"]}
     lrs = sorted({lr for _, lr in cells})
-    names = {
-        "AdamW": "AdamW",
-        "soft": "PopRiskAdamW, defaults (soft, α = 1)",
-        "calibrated": '`alpha="calibrated"`',
-        "snr": '`gate="snr"`',
-    }
+    names = {"AdamW": "AdamW", **GATES, "soft": f"PopRiskAdamW, {GATES['soft']}"}
 
     def cell(name: str, lr: float) -> str:
         row = cells.get((name, lr))
@@ -116,28 +121,160 @@ def speed() -> str:
     return "\n\n".join(parts)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"demo": demo, "clean_lm": clean_lm, "clipping": clipping, "speed": speed}
+def lr_rows() -> list[Any]:
+    return factors.evidence(load("learning_rate_guide.json"), load("clean_lm.json"))
 
 
-def render(page: str) -> str:
+def metric(row: Any, *, gate: bool = False) -> str:
+    """The last step with its standard error, and the mean gate behind it if asked for."""
+    if row is None:
+        return ""
+    value = spread(row["last"], 1, 2) if row["metric"] == "loss" else f"{spread(row['last'], 100)} %"
+    return f"{value} ({row['mean_gate']['value']:.4f})" if gate and row["mean_gate"] else value
+
+
+def lr_tasks(rows: Any) -> list[str]:
+    """The tasks of the Trainer."""
+    return [task for task in factors.tasks_of(rows) if task != factors.CONSTANT_LR]
+
+
+def lr_swap() -> str:
+    rows, lines = lr_rows(), []
+    for task in lr_tasks(rows):
+        reference = factors.reference_lr(rows, task)
+        adamw = metric(factors.cell_at(rows, task, "AdamW", 1))
+        lines.append([f"**{task}**: AdamW, lr {rate(reference)}", f"**{adamw}**", "", ""])
+        for name, text in GATES.items():
+            cells = factors.cells_of(rows, task, name)
+            best = max(cells, key=lambda lr, cells=cells: factors.progress(rows, cells[lr]))
+            measured = [metric(factors.cell_at(rows, task, name, f)) for f in (1, FACTOR)]
+            lines.append([text, *measured, f"{metric(cells[best])} (lr {rate(best)})"])
+    head = ["last step", "lr unchanged", f"lr × {FACTOR}, the suggestion", "best of its grid"]
+    config, runs = load("learning_rate_guide.json")["config"], load("learning_rate_guide.json")["result"]["runs"]
+    digits, text, seeds = config["digits"], config["language_model"], len({r["seed"] for r in runs})
+    shared = config["trainer"]
+    note = (
+        f"`transformers.Trainer` on the CPU, {shared['schedule']} schedule with {shared['warmup_share']:.0%} warm-up, "
+        f"gradients clipped at norm {shared['max_grad_norm']:g}, weight decay {shared['weight_decay']:g}; {seeds} "
+        f"paired seeds, mean ± standard error. Digits: test accuracy of a vision transformer of width "
+        f"{digits['width']} with {digits['layers']} layers on {digits['train_size']} images, {digits['steps']} steps "
+        f"of {digits['batch_size']}. Clean text: held-out nats per character of a Qwen2 of width {text['width']} with "
+        f"{text['layers']} layers, {text['steps']} steps of {text['batch_size']} windows of {text['context']} "
+        "characters."
+    )
+    return "\n\n".join([table(head, lines), note])
+
+
+def lr_cost() -> str:
+    rows = lr_rows()
+    text = next(task for task in lr_tasks(rows) if factors.cell_at(rows, task, "AdamW", 1)["metric"] == "loss")
+    adamw = factors.cell_at(rows, text, "AdamW", 1)["last"]["value"]
+    soft = [row["last"]["value"] - adamw for row in factors.cells_of(rows, text, "soft").values()]
+    at = {name: factors.cell_at(rows, text, name, FACTOR)["last"]["value"] - adamw for name in GATES}
+    return (
+        f"On clean text the default gate ends {min(soft):.2f} nats behind AdamW at the best of its {len(soft)} "
+        "learning rates: no learning rate mends that. At the suggested one "
+        f'`alpha="calibrated"` is {at["calibrated"]:.2f} behind and `gate="snr"` {at["snr"]:.2f}.'
+    )
+
+
+def lr_transfer() -> str:
+    """The learning rate that is AdamW's best on clean labels, used on the wrong ones."""
+    rows = lr_rows()
+    noisy, clean = lr_tasks(rows)[:2]
+    reference = factors.reference_lr(rows, clean)
+    cells = [("AdamW", "AdamW", 1)]
+    cells += [(name, text, f) for name, text in GATES.items() for f in (1, FACTOR)]
+    lines = []
+    for name, text, factor in cells:
+        grid = factors.cells_of(rows, noisy, name)
+        row = grid[min(grid, key=lambda lr, wanted=factor * reference: abs(lr - wanted))]
+        lines.append([f"{text}, lr {rate(row['lr'])}", metric(row), f"{spread(row['best'], 100)} %"])
+        lines[-1].append(f"{spread(row['memorized'], 100)} %")
+    return table([noisy, "last step", "best step", "wrong labels memorized"], lines)
+
+
+def lr_regret() -> str:
+    rows, lines = lr_rows(), []
+    for name, text in GATES.items():
+        for task in factors.tasks_of(rows):
+            found = [factors.regret(rows, task, name, f) for f in factors.FACTORS]
+            lines.append([f"{text}: {task}", *("" if r is None else f"{100 * r:.1f}" for r in found)])
+        means = factors.mean_regrets(rows, name)
+        cells = [f"{100 * means[f]:.1f}" if f in means else "" for f in factors.FACTORS]
+        best = factors.FACTORS.index(factors.recommended_factor(rows, name))
+        lines.append([f"**{text}: mean**", *(f"**{c}**" if i == best else c for i, c in enumerate(cells))])
+    return table(["regret, % of AdamW's progress", *(f"× {f}" for f in factors.FACTORS)], lines)
+
+
+def lr_grid() -> str:
+    rows, parts = lr_rows(), []
+    for task in lr_tasks(rows):
+        grids = {name: factors.cells_of(rows, task, name) for name in ("AdamW", *GATES)}
+        lrs = sorted({lr for cells in grids.values() for lr in cells})
+        lines = [
+            [GATES.get(name, name), *(metric(cells.get(lr), gate=True) for lr in lrs)] for name, cells in grids.items()
+        ]
+        parts.append(table([f"{task}, lr", *map(rate, lrs)], lines))
+    runs = load("learning_rate_guide.json")["result"]["runs"]
+    parts.append(
+        f"{len(runs)} runs, {sum(run['seconds'] for run in runs) / 60:.0f} minutes in one process with one thread."
+    )
+    return "\n\n".join(parts)
+
+
+def lr_gate() -> str:
+    rows, lines = lr_rows(), []
+    for task in lr_tasks(rows):
+        for name, text in GATES.items():
+            found = [factors.cell_at(rows, task, name, f) for f in (1, FACTOR, 30)]
+            gates = [f"{r['mean_gate']['value']:.4f} · {r['train_loss']['value']:.2f}" for r in found if r]
+            lines.append([f"{task}: {text}", *gates, *[""] * (3 - len(gates))])
+    wrong, others = max(sweep.noise or 0.0 for sweep in GuideConfig().sweeps), NUM_CLASSES - 1
+    floor = -(1 - wrong) * math.log(1 - wrong) - wrong * math.log(wrong / others)
+    note = (
+        f"With {wrong:.0%} of the labels wrong, at random among the {others} other digits, a model that knows the "
+        f"truth and no more has a training loss of {floor:.2f}. Below that it memorizes."
+    )
+    head = ["mean gate · training loss at the end", "× 1", f"× {FACTOR}", "× 30"]
+    return "\n\n".join([table(head, lines), note])
+
+
+Sections = dict[str, Callable[[], str]]
+PAGES: dict[str, Sections] = {
+    "README.md": {"demo": demo, "clean_lm": clean_lm, "clipping": clipping, "speed": speed},
+    "docs/learning_rate.md": {
+        "lr_swap": lr_swap,
+        "lr_cost": lr_cost,
+        "lr_transfer": lr_transfer,
+        "lr_gate": lr_gate,
+        "lr_regret": lr_regret,
+        "lr_grid": lr_grid,
+    },
+}
+
+
+def render(name: str, page: str) -> str:
     """The page with every section between its markers written anew."""
-    for name, section in SECTIONS.items():
-        pattern = re.compile(rf"(<!-- begin:{name} -->\n).*?(<!-- end:{name} -->)", re.DOTALL)
+    for section, write in PAGES[name].items():
+        pattern = re.compile(rf"(<!-- begin:{section} -->\n).*?(<!-- end:{section} -->)", re.DOTALL)
         if not pattern.search(page):
             raise SystemExit(
-                f"README.md has no section {name!r}: put <!-- begin:{name} --> and <!-- end:{name} --> into it"
+                f"{name} has no section {section!r}: put <!-- begin:{section} --> and <!-- end:{section} --> into it"
             )
-        text = section()
+        text = write()
         page = pattern.sub(lambda m, text=text: m.group(1) + text + "\n" + m.group(2), page)
     return page
 
 
 def main() -> None:
-    page = README.read_text()
-    new = render(page)
+    pages = {name: (ROOT / name).read_text() for name in PAGES}
+    new = {name: render(name, page) for name, page in pages.items()}
     if "--check" in sys.argv[1:]:
-        sys.exit(0 if new == page else "README.md differs from results/: run python tools/render_readme.py")
-    README.write_text(new)
+        stale = [name for name in PAGES if new[name] != pages[name]]
+        sys.exit(f"{', '.join(stale)}: differs from results/, run python tools/render_readme.py" if stale else 0)
+    for name, page in new.items():
+        (ROOT / name).write_text(page)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES_BY_ROOM = {
-    "poprisk.optim": ("PopRiskAdamW", "PopulationProjectorDescent"),
+    "poprisk.optim": ("PopRiskAdamW", "PopulationProjectorDescent", "suggest_lr"),
     "poprisk.population": (
         "MicrobatchVariance",
         "PerExampleVariance",

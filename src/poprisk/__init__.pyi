@@ -1,5 +1,6 @@
 from poprisk.optim import PopRiskAdamW as PopRiskAdamW
 from poprisk.optim import PopulationProjectorDescent as PopulationProjectorDescent
+from poprisk.optim import suggest_lr as suggest_lr
 from poprisk.population import MicrobatchVariance as MicrobatchVariance
 from poprisk.population import PerExampleVariance as PerExampleVariance
 from poprisk.population import one_step_loo_risk as one_step_loo_risk

@@ -6,6 +6,7 @@ from poprisk.optim.adamw import PopRiskAdamW as PopRiskAdamW
 from poprisk.optim.defaults import DEFAULTS as DEFAULTS
 from poprisk.optim.defaults import PAPER as PAPER
 from poprisk.optim.defaults import Defaults as Defaults
+from poprisk.optim.learning_rate import suggest_lr as suggest_lr
 
 if TYPE_CHECKING:
     from poprisk.optim.projector import PopulationProjectorDescent as PopulationProjectorDescent
