@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from poprisk.errors import HyperparameterError, MissingExtraError, PopRiskWarning
 from poprisk.integrations.readings import PREFIX, Readings, find_poprisk, interval
+from poprisk.integrations.schedules import keep_own_lr
 from poprisk.optim import DEFAULTS, PopRiskAdamW
 from poprisk.optim.learning_rate import suggest_lr
 from poprisk.optim.parsing import parse_options
@@ -135,7 +135,7 @@ class PopRiskCallback(TrainerCallback):
             kind = type(getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))).__name__
             warnings.warn(f"PopRiskCallback found {kind} and not PopRiskAdamW: it logs nothing", PopRiskWarning, 2)
             return
-        _keep_own_lr(optimizer, kwargs.get("lr_scheduler"))
+        keep_own_lr(optimizer, kwargs.get("lr_scheduler"))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -237,17 +237,6 @@ def _warn_of_untouched_lr(args: TrainingArguments) -> None:
             PopRiskWarning,
             stacklevel=3,
         )
-
-
-def _keep_own_lr(optimizer: PopRiskAdamW, scheduler: Any) -> None:
-    """After a checkpoint of AdamW: its schedule carries its lr, which means something else here, so ours is put in."""
-    scheduler = getattr(scheduler, "scheduler", scheduler)
-    if not optimizer.went_on_from_adamw or not isinstance(scheduler, LRScheduler):
-        return
-    own = [group["initial_lr"] for group in optimizer.param_groups]
-    for group, base, last, lr in zip(optimizer.param_groups, scheduler.base_lrs, scheduler._last_lr, own, strict=True):
-        group["lr"] = lr * float(last) / float(base) if base else lr
-    scheduler.base_lrs = own
 
 
 def _unscale(wrapper: Any, optimizer: PopRiskAdamW) -> None:

@@ -1,0 +1,53 @@
+"""The examples run as their pages say, at a tiny size; the commands are read from the pages themselves."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TINY = {
+    "huggingface": "--steps 6",
+    "lightning": "--steps 6",
+    "loggers": "--steps 60",
+    "optax": "--steps 25 --seeds 2",
+    "trl": "--steps 6",
+}
+PAGES = sorted(EXAMPLES.glob("*/README.md"))
+
+
+def commands(page):
+    """The lines of the page's console blocks that start Python."""
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line.removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("python ")]
+
+
+def test_every_example_has_a_page_that_runs_it():
+    scripts = {str(path.relative_to(ROOT)) for path in EXAMPLES.glob("*/*.py")}
+    assert {command[1] for page in PAGES for command in commands(page)} == scripts
+    for page in PAGES:
+        assert "pip install -c constraints.txt" in page.read_text(encoding="utf-8"), page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.parent.name for page in PAGES])
+def test_the_first_command_of_a_page_runs(page, tmp_path):
+    """From an empty directory, offline, with nothing but the package's extras."""
+    script, *arguments = commands(page)[0][1:]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments, *TINY[page.parent.name].split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "PopRiskAdamW" in done.stdout or "poprisk" in done.stdout, done.stdout
