@@ -7,47 +7,49 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from poprisk.autodiff.function import FunctionModule
 from poprisk.autodiff.independence import check_independence
-from poprisk.autodiff.losses import ExampleLoss, resolve_loss
+from poprisk.autodiff.loss_derivatives import loss_hessians
+from poprisk.autodiff.losses import ExampleLoss, resolve_loss, scalar_loss
+from poprisk.autodiff.precision import exact_kernels
+from poprisk.autodiff.products import BatchProducts, Inputs, take_examples
 from poprisk.errors import DataError
 
-# One tensor, or the tensors of a forward with several positional arguments; the first axis counts the examples.
-Inputs = Tensor | tuple[Tensor, ...]
+__all__ = ["FlatModel", "Inputs", "take_examples"]
 
 
-def take_examples(inputs: Inputs, rows: Tensor | slice) -> Inputs:
-    """Some examples of a batch."""
-    return tuple(part[rows] for part in inputs) if isinstance(inputs, tuple) else inputs[rows]
-
-
-class FlatModel:
+class FlatModel(BatchProducts):
     r"""The paper's :math:`F(w, z)` and :math:`\ell(u, y)` for a module, with w the trainable parameters in one vector.
 
     A parameter used in several places is one piece of w; frozen parameters and buffers are constants, read and never
-    written. All functions are pure: the module's own weights serve only as the starting point ``weights``. Examples are
-    mapped one at a time under ``vmap``, so that none can see another; outputs of any shape are flattened to p numbers.
+    written. All functions are pure: the module's own weights serve only as the starting point ``weights``. Outputs of
+    any shape are flattened to p numbers. What is one row per example is mapped one example at a time under ``vmap``, so
+    that none can see another; the products ``jvp``, ``vjp``, ``hvp`` run the examples as one batch, are meant for exact
+    work, and refuse weights below single precision.
 
     Args:
         module: Called with a batch (first axis). Batch statistics and active dropout are refused.
-        loss: ``"squared"``, ``"cross_entropy"``, or a function of ONE example's outputs and target (no batch axis, the
-            module's own output shape) that returns a scalar.
-        chunk_size: Examples worked on at a time; None takes them all at once.
+        loss: ``"squared"``, ``"cross_entropy"``, ``"logistic"``, or a function of ONE example's outputs and target (no
+            batch axis, the module's own output shape) that returns a scalar.
+        chunk_size: Examples worked on at a time; None takes them all at once, the products as many as memory allows.
 
     Raises:
         HyperparameterError: the loss is neither a known name nor callable.
         DataError: no parameter is trainable; from the methods: the module mixes examples or draws at random, the loss
-            does not return a scalar, or inputs and targets differ in length.
+            does not return a scalar, inputs and targets differ in length, or the precision is too low for exact work.
 
     >>> module = nn.Linear(2, 1, bias=False)
     >>> model = FlatModel(module, "squared")
     >>> w, x, y = torch.tensor([1.0, 0.0]), torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0]])
     >>> model.per_example_gradients(w, x, y)  # (wᵀx - y) x
     tensor([[6., 2.]])
+    >>> model.jvp(w, x, torch.tensor([1.0, 1.0])), model.vjp(w, x, torch.tensor([2.0]))
+    (tensor([4.]), tensor([6., 2.]))
     """
 
     def __init__(self, module: nn.Module, loss: str | ExampleLoss, *, chunk_size: int | None = None) -> None:
+        super().__init__()
         self.module = module
         self.loss = resolve_loss(loss)
         self.chunk_size = chunk_size
@@ -56,6 +58,23 @@ class FlatModel:
             raise DataError(
                 "the module has no trainable parameter: call requires_grad_(True) on those to differentiate by"
             )
+
+    @classmethod
+    def from_function(
+        cls,
+        function: Callable[[Tensor, Any], Tensor],
+        weights: Float[Tensor, "d"],
+        loss: str | ExampleLoss,
+        *,
+        chunk_size: int | None = None,
+    ) -> "FlatModel":
+        """The same for a pure function ``function(w, inputs) -> outputs`` of a batch, each example mapped by itself.
+
+        >>> model = FlatModel.from_function(lambda w, x: (x @ w).tanh(), torch.zeros(2), "logistic")
+        >>> model.output_jacobian(model.weights, torch.tensor([[1.0, 3.0]]))
+        tensor([[[1., 3.]]])
+        """
+        return cls(FunctionModule(function, weights), loss, chunk_size=chunk_size)
 
     @property
     def size(self) -> int:
@@ -104,8 +123,13 @@ class FlatModel:
 
     def output_gradient(self, w: Float[Tensor, "d"], inputs: Inputs, targets: Tensor) -> Float[Tensor, "b p"]:
         r"""The residual :math:`r_a = \nabla_u \ell(F(w, z_a), y_a)`; u - y for squared loss."""
-        forward, score = self._forward(), self._scalar_loss
+        forward, score = self._forward(), scalar_loss(self.loss)
         return self._map(lambda w, x, y: grad(score)(forward(w, x), y).reshape(-1), w, inputs, targets)
+
+    def output_hessian(self, w: Float[Tensor, "d"], inputs: Inputs, targets: Tensor) -> Float[Tensor, "b p p"]:
+        r"""One symmetric block per example, :math:`\nabla_u^2 \ell(F(w, z_a), y_a)`; no 1/n inside."""
+        _check_lengths(w, inputs, targets)
+        return loss_hessians(self.loss, self.batch_outputs(w, inputs), targets)
 
     def _forward(self) -> Callable[[Tensor, Inputs], Tensor]:
         """F(w, z) of one example."""
@@ -113,45 +137,38 @@ class FlatModel:
 
         def forward(w: Tensor, x: Inputs) -> Tensor:
             one = tuple(part.unsqueeze(0) for part in (x if isinstance(x, tuple) else (x,)))
-            # A forward that writes its buffers writes these copies, made here to belong to the transform around it.
-            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            out = functional_call(self.module, (self.unflatten(w), buffers), one)
-            if not isinstance(out, Tensor) or out.shape[:1] != (1,):
-                got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-                raise DataError(
-                    f"the module must return one tensor whose first axis counts the examples, got {got} for one "
-                    "example: wrap it in a module that returns such a tensor"
-                )
-            return out.squeeze(0)
+            return self._call(w, one).squeeze(0)
 
         return forward
 
-    def _loss(self) -> Callable[[Tensor, Inputs, Tensor], Tensor]:
-        forward, score = self._forward(), self._scalar_loss
-        return lambda w, x, y: score(forward(w, x), y)
+    def _batch_forward(self, inputs: Inputs) -> Callable[[Tensor], Tensor]:
+        check_independence(self.module)
+        batch = inputs if isinstance(inputs, tuple) else (inputs,)
+        return lambda w: self._call(w, batch)
 
-    def _scalar_loss(self, u: Tensor, y: Tensor) -> Tensor:
-        value = self.loss(u, y)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise DataError(f"loss must return a scalar for one example, got {got}: sum or average over its outputs")
-        return value
+    def _call(self, w: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+        # A forward that writes its buffers writes these copies, made here to belong to the transform around it.
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        out = functional_call(self.module, (self.unflatten(w), buffers), batch)
+        n = batch[0].shape[0]
+        if not isinstance(out, Tensor) or out.shape[:1] != (n,):
+            got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise DataError(
+                f"the module must return one tensor whose first axis counts the examples, got {got} for {n} "
+                f"example{'s' * (n != 1)}: wrap it in a module that returns such a tensor"
+            )
+        return out
+
+    def _loss(self) -> Callable[[Tensor, Inputs, Tensor], Tensor]:
+        forward, score = self._forward(), scalar_loss(self.loss)
+        return lambda w, x, y: score(forward(w, x), y)
 
     def _map(self, function: Callable[..., Any], w: Tensor, *data: Inputs) -> Any:
         """``function(w, one example…)`` over the examples; ``w`` is shared unless it has a row for each."""
         _check_lengths(w, *data)
         axes = (0 if w.dim() == 2 else None, *([0] * len(data)))
-        try:
-            # Fused attention has no batching rule: vmap would run it example by example.
-            with sdpa_kernel(SDPBackend.MATH):
-                return vmap(function, in_dims=axes, chunk_size=self.chunk_size)(w, *data)
-        except RuntimeError as error:
-            if "randomness error mode" not in str(error):
-                raise
-            raise DataError(
-                "every example must be mapped by a fixed function of the weights, but the forward or the loss draws at "
-                "random: call .eval() on the module or switch the random operation off"
-            ) from error
+        with exact_kernels():
+            return vmap(function, in_dims=axes, chunk_size=self.chunk_size)(w, *data)
 
 
 def _check_lengths(w: Tensor, *data: Inputs) -> None:

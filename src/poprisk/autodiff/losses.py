@@ -44,6 +44,49 @@ def cross_entropy_loss(outputs: Float[Tensor, "classes *places"], target: Tensor
     return F.cross_entropy(outputs.unsqueeze(0), target.unsqueeze(0), reduction="sum")
 
 
+def logistic_loss(outputs: Float[Tensor, "*one"], target: Tensor) -> Float[Tensor, ""]:
+    r"""Negative log-likelihood of a binary target (0, 1, or a probability) under one logit.
+
+    .. math:: \ell(u, y) = -y \log \sigma(u) - (1 - y) \log \sigma(-u) = \log(1 + e^u) - y u
+
+    Raises:
+        DataError: more than one output or target for an example.
+
+    >>> import torch
+    >>> logistic_loss(torch.zeros(1), torch.tensor(1))  # log 2
+    tensor(0.6931)
+    """
+    if outputs.numel() != 1 or target.numel() != 1:
+        raise DataError(
+            f"logistic loss takes one output and one target (0 or 1) for an example, got shapes "
+            f"{list(outputs.shape)} and {list(target.shape)}: use cross_entropy for several classes"
+        )
+    u, y = outputs.reshape(()), target.reshape(()).to(outputs.dtype)
+    # Keeps its digits where the example is fitted; torch's softplus is cut to its argument past 20.
+    return -y * F.logsigmoid(u) - (1 - y) * F.logsigmoid(-u)
+
+
+def scalar_loss(loss: ExampleLoss) -> ExampleLoss:
+    """The same loss, refusing anything but a scalar as its value.
+
+    Raises:
+        DataError: from the result, when the loss does not return a scalar.
+
+    >>> import torch
+    >>> scalar_loss(squared_loss)(torch.ones(2), torch.zeros(2))
+    tensor(1.)
+    """
+
+    def checked(u: Tensor, y: Tensor) -> Tensor:
+        value = loss(u, y)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise DataError(f"loss must return a scalar for one example, got {got}: sum or average over its outputs")
+        return value
+
+    return checked
+
+
 def resolve_loss(loss: str | ExampleLoss) -> ExampleLoss:
     """A loss by name, or the callable itself.
 
@@ -53,7 +96,11 @@ def resolve_loss(loss: str | ExampleLoss) -> ExampleLoss:
     >>> resolve_loss("squared") is squared_loss
     True
     """
-    named: dict[str, ExampleLoss] = {"squared": squared_loss, "cross_entropy": cross_entropy_loss}
+    named: dict[str, ExampleLoss] = {
+        "squared": squared_loss,
+        "cross_entropy": cross_entropy_loss,
+        "logistic": logistic_loss,
+    }
     if isinstance(loss, str) and loss in named:
         return named[loss]
     if callable(loss):
