@@ -7,7 +7,15 @@ import torch
 
 # Not the modules that torch.compile or Triton trace. The rule itself, called a hundred thousand times, is checked where
 # it is tested (tests/rules), so that the rest of the suite does not measure the checker.
-CHECKED = ("poprisk.rules.gates", "poprisk.autodiff", "poprisk.linalg", "poprisk.population", "poprisk.problems")
+CHECKED = (
+    "poprisk.rules.gates",
+    "poprisk.estimate",
+    "poprisk.autodiff",
+    "poprisk.linalg",
+    "poprisk.population",
+    "poprisk.problems",
+    "poprisk.kernels",
+)
 
 try:
     import beartype  # noqa: F401
