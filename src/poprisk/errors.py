@@ -46,3 +46,7 @@ class NonFiniteGradientWarning(PopRiskWarning):
 
 class BackendWarning(PopRiskWarning):
     """The asked-for fast path is not available here; a slower one with the same result is used."""
+
+
+class RunError(PopRiskError, RuntimeError):
+    """A training run cannot be recorded, resumed, reopened or replayed as asked."""

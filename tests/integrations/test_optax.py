@@ -251,6 +251,16 @@ def test_non_finite_gradients_can_be_let_through():
         assert updates[1] == np.float32(-1e-4)  # closed at t = 1: decay alone
 
 
+@pytest.mark.parametrize("gate", ["soft", None])
+def test_a_coordinate_without_a_gradient_stays_where_it_is_at_eps_0(gate):
+    """0/0 twice, in the gate and in Adam's denominator."""
+    optimizer = jitted(population_risk_gate(eps=0.0, gate=gate, centering="corrected"))
+    state, g = optimizer.init(jnp.zeros(2)), jnp.array([0.0, 1.0])
+    for _ in range(2):
+        updates, state = optimizer.update(g, state)
+    assert_allclose(updates, [0.0, 1.0], rtol=1e-6)
+
+
 def test_complex_parameters_are_pairs_of_real_ones():
     """As in torch each part has its own gate, and may sit a step out alone."""
     shapes = {"z": (4, 3)}

@@ -159,9 +159,9 @@ def population_risk_gate(
         >>> optimizer = optax.chain(
         ...     optax.clip_by_global_norm(1.0), population_risk_gate(gate="hard"), optax.scale_by_learning_rate(0.1)
         ... )
-        >>> state = optimizer.init({"w": jnp.zeros(3)})
+        >>> state, update = optimizer.init({"w": jnp.zeros(3)}), jax.jit(optimizer.update)
         >>> for t in range(80):  # the third gradient is all noise
-        ...     updates, state = optimizer.update({"w": jnp.array([1.0, -1.0, (-1.0) ** t])}, state)
+        ...     updates, state = update({"w": jnp.array([1.0, -1.0, (-1.0) ** t])}, state)
         >>> (updates["w"] != 0).tolist()
         [True, True, False]
     """
@@ -265,9 +265,9 @@ def poprisk_adamw(
     Example:
         >>> optimizer = poprisk_adamw(0.1, weight_decay=0.0)
         >>> w = jnp.array([1.0])
-        >>> state = optimizer.init(w)
+        >>> state, update = optimizer.init(w), jax.jit(optimizer.update)
         >>> for g in (2.0, 2.0):
-        ...     updates, state = optimizer.update(jnp.array([g]), state, w)
+        ...     updates, state = update(jnp.array([g]), state, w)
         ...     w = optax.apply_updates(w, updates)
         >>> round(w.item(), 6)  # closed at t = 1; then m̂ = 2, ŝ = 3.6181 and q = 0.0955
         0.990452
@@ -304,9 +304,9 @@ def gate_diagnostics(state: Tree, **options: Any) -> GateDiagnostics:
         >>> options = {"gate": "snr", "centering": "corrected"}
         >>> optimizer = poprisk_adamw(**options)
         >>> w = jnp.zeros(4)
-        >>> state = optimizer.init(w)
+        >>> state, update = optimizer.init(w), jax.jit(optimizer.update)
         >>> for _ in range(2):  # no noise, so that the gate is open wherever there is a gradient
-        ...     _, state = optimizer.update(jnp.array([1.0, 2.0, 3.0, 0.0]), state, w)
+        ...     _, state = update(jnp.array([1.0, 2.0, 3.0, 0.0]), state, w)
         >>> gate_diagnostics(state, **options).mean_gate.item()
         0.75
     """
@@ -453,7 +453,7 @@ def _gate(m: jax.Array, s: jax.Array | None, g: jax.Array | None, c: _Coefficien
 
     What comes out broadcasts against m. Without a gradient the signal is the average.
     """
-    if s is None or m.size == 0:
+    if s is None:
         return 1.0
     signal, s_hat = m * c.m_debias if o.signal == "ema" or g is None else g, s * c.s_debias
     axes = {"element": (), "row": tuple(range(1, m.ndim)), "tensor": tuple(range(m.ndim))}[o.granularity]

@@ -9,3 +9,6 @@ from poprisk.store.files import write_bytes as write_bytes
 from poprisk.store.files import write_figure as write_figure
 from poprisk.store.files import write_json as write_json
 from poprisk.store.files import write_text as write_text
+from poprisk.store.importable import Importable as Importable
+from poprisk.store.importable import importable as importable
+from poprisk.store.importable import resolve as resolve

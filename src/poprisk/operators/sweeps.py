@@ -1,0 +1,121 @@
+r"""The two sweeps over a window from which every operator of a run is made (Prop. ``forward_backward``).
+
+Forward, with a block H of directions for the output gradient at the start of the window:
+
+.. math::
+   z_s = H, \quad F = J_k^\top S_k z, \quad V \leftarrow \beta V + \kappa F, \quad X = M(aV + bF), \quad
+   y = \bar J_S X, \quad z \leftarrow z - \bar B y
+
+gives :math:`P H = z_T`, :math:`D H = \sum y`, :math:`G H = \sum \bar J_Q X`. Backward is its transpose, line by line.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from poprisk.operators.step_maps import Block, StepMaps, scale_rows
+from poprisk.runs.step import PerWeight
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a forward sweep leaves behind."""
+
+    gradient: Block
+    """P H."""
+    train: Block
+    """D H."""
+    test: Block
+    """G H, without rows if there is no test set."""
+
+
+def forward_sweep(
+    steps: Sequence[StepMaps],
+    H: Float[Tensor, "N k"],
+    *,
+    test: bool = True,
+    watch: Callable[[int, Block], None] | None = None,
+) -> Swept:
+    """P H, D H and G H in one pass over the steps.
+
+    Args:
+        steps: The window's steps in order.
+        H: Directions of the output gradient at its start.
+        test: Whether G H is wanted; it costs one more push per step.
+        watch: Called with each step's number and F_j H, the change of its gradient.
+    """
+    z, V = H, None
+    train, reached = H.new_zeros(H.shape), None
+    for j, maps in enumerate(steps):
+        F = maps.pull(z)
+        if watch is not None:
+            watch(j, F)
+        X, V = step_direction(maps, F, V)
+        y = maps.push(X)
+        train = train + y
+        z = z - maps.bend(y)
+        if test:
+            moved = maps.push_test(X)
+            reached = moved if reached is None else reached + moved
+    return Swept(z, train, H.new_zeros(0, H.shape[1]) if reached is None else reached)
+
+
+def step_direction(maps: StepMaps, F: Block, V: Block | None) -> tuple[Block, Block]:
+    """X = M (a V + b F) and the new momentum V, from the gradient's change F and the momentum before."""
+    step = maps.step
+    V = (
+        scale_rows(step.new_gradient, F)
+        if V is None
+        else scale_rows(step.momentum, V) + scale_rows(step.new_gradient, F)
+    )
+    E = V if _is(step.buffer_share, 1.0) else scale_rows(step.buffer_share, V)
+    if not _is(step.direct_share, 0.0):
+        E = E + scale_rows(step.direct_share, F)
+    return step.preconditioner[:, None] * E, V
+
+
+def backward_sweep(
+    steps: Sequence[StepMaps],
+    *,
+    like: Block,
+    gradient: Float[Tensor, "N k"] | None = None,
+    train: Float[Tensor, "N k"] | None = None,
+    test: Float[Tensor, "M k"] | None = None,
+    on_gradients: Callable[[int], Block] | None = None,
+) -> Float[Tensor, "N k"]:
+    r"""The transpose of the forward sweep: :math:`P^\top A + D^\top B + G^\top C + \sum_j F_j^\top Y_j`.
+
+    Args:
+        steps: The same steps, in order of time.
+        like: A block [N, k] whose shape, dtype and device the result has.
+        gradient: A, weights of P H.
+        train: B, weights of D H.
+        test: C, weights of G H.
+        on_gradients: Y_j for each step, weights of the F_j H that a forward sweep shows.
+    """
+    dz = like.new_zeros(like.shape) if gradient is None else gradient
+    dV: Block | None = None
+    for j in range(len(steps) - 1, -1, -1):
+        maps = steps[j]
+        step = maps.step
+        dy = -maps.bend(dz) if train is None else train - maps.bend(dz)
+        dX = maps.push_adjoint(dy)
+        if test is not None:
+            dX = dX + maps.push_test_adjoint(test)
+        dE = step.preconditioner[:, None] * dX
+        shared = scale_rows(step.buffer_share, dE)
+        dV = shared if dV is None else dV + shared
+        dF = scale_rows(step.new_gradient, dV)
+        if not _is(step.direct_share, 0.0):
+            dF = dF + scale_rows(step.direct_share, dE)
+        if on_gradients is not None:
+            dF = dF + on_gradients(j)
+        dz = dz + maps.pull_adjoint(dF)
+        dV = scale_rows(step.momentum, dV)
+    return dz
+
+
+def _is(share: PerWeight, value: float) -> bool:
+    return not isinstance(share, Tensor) and share == value
