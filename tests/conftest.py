@@ -9,7 +9,6 @@ import torch
 # it is tested (tests/rules), so that the rest of the suite does not measure the checker.
 CHECKED = (
     "poprisk.rules.gates",
-    "poprisk.estimate",
     "poprisk.autodiff",
     "poprisk.linalg",
     "poprisk.population",
