@@ -241,7 +241,7 @@ def test_fp16_scaling_skips_an_overflow_and_leaves_s_finite(clip, fused):
 
 
 class _Args:
-    logging_first_step = False
+    logging_first_step, logging_strategy = False, "steps"
 
 
 class _State:
@@ -341,3 +341,44 @@ def test_a_missing_package_names_the_extra():
     last = done.stderr.strip().splitlines()[-1]
     assert "MissingExtraError" in last
     assert "needs transformers, which is not installed: pip install 'poprisk[hf]'" in last
+
+
+def test_one_pattern_may_be_given_alone():
+    groups = PopRiskFactory()(nn.Linear(2, 2), ungated="bias").param_groups
+    assert [(g["gate"], len(g["params"])) for g in groups] == [("soft", 1), (None, 1)]
+
+
+@pytest.mark.parametrize("way", ["keyword", "text"])
+def test_a_weight_decay_that_is_given_is_used(tmp_path, way):
+    run = trainer(tmp_path, **({"optim_args": "weight_decay=0.3"} if way == "text" else {}))
+    use_poprisk(run, **({"weight_decay": 0.3} if way == "keyword" else {}))
+    assert [g["weight_decay"] for g in run.create_optimizer().param_groups] == [0.3, 0.0]
+
+
+def test_options_from_several_places_are_checked_together(tmp_path):
+    run = trainer(tmp_path, adam_beta1=0.95, adam_beta2=0.95, optim_args="state=shared")
+    group = use_poprisk(run, rho=0.95).create_optimizer().param_groups[0]
+    assert (group["state"], group["betas"], group["rho"]) == ("shared", (0.95, 0.95), 0.95)
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "no"])
+def test_meters_are_kept_whatever_the_logging_strategy(tmp_path, strategy):
+    use_poprisk(trainer(tmp_path, logging_strategy=strategy, max_steps=16)).train()
+    steps = [r["step"] for r in json.loads((tmp_path / METERS_FILE).read_text())["readings"]]
+    assert steps == ([8, 16] if strategy == "epoch" else list(range(2, 17)))
+
+
+def test_an_own_callback_is_put_first_and_told_how_often(tmp_path):
+    own = PopRiskCallback()
+    run = use_poprisk(trainer(tmp_path, callbacks=[own]), every=3)
+    assert run.callback_handler.callbacks[0] is own
+    assert own.every == 3
+    assert sum(isinstance(c, PopRiskCallback) for c in run.callback_handler.callbacks) == 1
+
+
+def test_a_variance_source_is_passed_on():
+    from poprisk import MicrobatchVariance
+
+    source = MicrobatchVariance(nn.Linear(2, 1).parameters())
+    cls, options = poprisk_optimizer(lr=1e-2, variance=source)
+    assert (cls, options["variance"]) == (PopRiskAdamW, source)

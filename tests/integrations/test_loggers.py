@@ -455,3 +455,12 @@ def test_missing_packages_are_named_with_their_extras():
         "logging to TensorBoard needs tensorboard, which is not installed: pip install 'poprisk[tensorboard]'",
         "logging to Weights & Biases needs wandb, which is not installed: pip install 'poprisk[wandb]'",
     ]
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', '{"a": 1}\n{"b": 2}', "notes\n"])
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(DataError):
+        JsonLinesSink(path)
+    assert path.read_text() == content

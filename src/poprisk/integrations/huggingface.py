@@ -14,7 +14,7 @@ from poprisk.integrations.readings import PREFIX, Readings, find_poprisk, interv
 from poprisk.integrations.schedules import keep_own_lr
 from poprisk.optim import DEFAULTS, PopRiskAdamW
 from poprisk.optim.learning_rate import suggest_lr
-from poprisk.optim.parsing import parse_options
+from poprisk.optim.parsing import parse_options, read_options
 from poprisk.store.files import write_json
 
 try:
@@ -28,7 +28,7 @@ METERS_FILE = "poprisk_meters.json"
 def poprisk_optimizer(
     args: TrainingArguments | None = None,
     *,
-    ungated: Sequence[str] = (),
+    ungated: str | Sequence[str] = (),
     ungated_lr: float | None = None,
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
@@ -36,7 +36,8 @@ def poprisk_optimizer(
 
     The Trainer uses such a pair verbatim, so what its arguments say must be inside: lr, betas and eps are taken from
     ``args``, then the text of ``args.optim_args`` (``"alpha=calibrated,betas=(0.9,0.95)"``), then ``options``; later
-    ones win. Weight decay and its exceptions (biases, norms) stay the Trainer's.
+    ones win. They are read now: change ``args`` first. Weight decay is the Trainer's unless it is given here; its
+    exceptions (biases, norms) are the Trainer's.
 
     Args:
         args: The Trainer's arguments. Their ``learning_rate`` is used as it is: set it to ``suggest_lr(...)`` of the
@@ -53,7 +54,8 @@ def poprisk_optimizer(
         >>> poprisk_optimizer(lr=1e-2, alpha="0.5")
         (<class 'poprisk.optim.adamw.PopRiskAdamW'>, {'lr': 0.01, 'alpha': 0.5})
     """
-    given = parse_options(getattr(args, "optim_args", None)) | parse_options(options)
+    source = {name: options.pop(name) for name in ("variance",) if name in options}  # an object, not an option as text
+    given = read_options(getattr(args, "optim_args", None)) | read_options(options)
     if args is not None:
         if "lr" not in given:
             _warn_of_untouched_lr(args)
@@ -63,14 +65,15 @@ def poprisk_optimizer(
             "eps": args.adam_epsilon,
             **given,
         }
-    parse_options(given)  # together they may contradict each other
-    if not ungated:
-        if ungated_lr is not None:
-            raise HyperparameterError("ungated_lr is the lr of the ungated parameters: name them with ungated=(…)")
+    given = parse_options(given) | source  # checked together, because together they may contradict each other
+    if not ungated and ungated_lr is not None:
+        raise HyperparameterError("ungated_lr is the lr of the ungated parameters: name them with ungated=(…)")
+    if not ungated and "weight_decay" not in given:
         return PopRiskAdamW, given
+    # The Trainer's own groups have its weight decay, whatever the pair says; the factory makes groups that have ours.
     if args is not None:
         given.setdefault("weight_decay", args.weight_decay)
-    return PopRiskFactory, {**given, "ungated": tuple(ungated), "ungated_lr": ungated_lr}
+    return PopRiskFactory, {**given, "ungated": _patterns(ungated), "ungated_lr": ungated_lr}
 
 
 class PopRiskFactory:
@@ -86,9 +89,10 @@ class PopRiskFactory:
     """
 
     def __call__(
-        self, model: nn.Module, *, ungated: Sequence[str] = (), ungated_lr: float | None = None, **options: Any
+        self, model: nn.Module, *, ungated: str | Sequence[str] = (), ungated_lr: float | None = None, **options: Any
     ) -> PopRiskAdamW:
         """The optimizer of a model; parameters that are frozen are left out."""
+        ungated, variance = _patterns(ungated), options.pop("variance", None)
         options = {"lr": DEFAULTS.lr, "weight_decay": DEFAULTS.weight_decay, **parse_options(options)}
         adamw = {"gate": None, "lr": options["lr"] / suggest_lr(1.0) if ungated_lr is None else ungated_lr}
         decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # it needs no trainer
@@ -102,11 +106,16 @@ class PopRiskFactory:
                 )
         groups = []
         for extra, chosen in (({}, lambda n: n not in plain), (adamw, lambda n: n in plain)):
-            for decay in (options["weight_decay"], 0.0):
-                params = [p for n, p in named if chosen(n) and (n in decayed) == (decay is options["weight_decay"])]
+            for decays, decay in ((True, options["weight_decay"]), (False, 0.0)):
+                params = [p for n, p in named if chosen(n) and (n in decayed) == decays]
                 if params:
                     groups.append({"params": params, "weight_decay": decay, **extra})
-        return PopRiskAdamW(groups, **options)
+        return PopRiskAdamW(groups, variance=variance, **options)
+
+
+def _patterns(ungated: str | Sequence[str]) -> tuple[str, ...]:
+    """One pattern may be given alone; its letters are not patterns."""
+    return (ungated,) if isinstance(ungated, str) else tuple(ungated)
 
 
 class PopRiskCallback(TrainerCallback):
@@ -143,7 +152,7 @@ class PopRiskCallback(TrainerCallback):
         """Reads the meters here, where the gradients are whole and not yet used."""
         optimizer = find_poprisk(kwargs.get("optimizer"))
         step = state.global_step + 1
-        due = step % interval(self.every, int(state.logging_steps or 1)) == 0 or (step == 1 and args.logging_first_step)
+        due = step % interval(self.every, _line_length(args, state)) == 0 or (step == 1 and args.logging_first_step)
         if optimizer is not None and due:
             _unscale(kwargs["optimizer"], optimizer)
             self.readings.take(optimizer)
@@ -164,6 +173,11 @@ class PopRiskCallback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(meters)
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keeps lines of its own where the Trainer was told to log nothing."""
+        if args.logging_strategy == "no" and state.global_step % _line_length(args, state) == 0:
+            self._keep_line(state)
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes what the history holds so far."""
         self._store(args, state)
@@ -171,8 +185,15 @@ class PopRiskCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Writes the whole history."""
+        """Writes the whole history, also what came after the last line."""
+        self._keep_line(state)
         self._store(args, state)
+
+    def _keep_line(self, state: TrainerState) -> None:
+        """A line of meters alone, in the history."""
+        meters = self.readings.flush() if self.readings else {}
+        if meters:
+            state.log_history.append({**meters, "epoch": state.epoch, "step": state.global_step})
 
     def _store(self, args: TrainingArguments, state: TrainerState) -> None:
         lines = [line for line in state.log_history if any(name.startswith(PREFIX) for name in line)]
@@ -187,7 +208,7 @@ def use_poprisk(
     *,
     callback: bool = True,
     every: int | None = None,
-    ungated: Sequence[str] = (),
+    ungated: str | Sequence[str] = (),
     ungated_lr: float | None = None,
     **options: Any,
 ) -> Trainer:
@@ -223,9 +244,20 @@ def use_poprisk(
     pair = poprisk_optimizer(trainer.args, ungated=ungated, ungated_lr=ungated_lr, **options)
     trainer.optimizer_cls_and_kwargs = pair
     callbacks = trainer.callback_handler.callbacks
-    if callback and not any(isinstance(c, PopRiskCallback) for c in callbacks):
-        callbacks.insert(0, PopRiskCallback(every))
+    if callback:
+        own = next((c for c in callbacks if isinstance(c, PopRiskCallback)), None) or PopRiskCallback(every)
+        own.every = own.every if every is None else every
+        trainer.callback_handler.callbacks = [own, *(c for c in callbacks if c is not own)]
     return trainer
+
+
+def _line_length(args: TrainingArguments, state: TrainerState) -> int:
+    """Steps from one log line to the next; where there are to be none, a tenth of the run."""
+    if args.logging_strategy == "epoch":
+        return max(1, round(state.max_steps / max(1, state.num_train_epochs)))
+    if args.logging_strategy == "no":
+        return max(1, state.max_steps // 10)
+    return int(state.logging_steps or 1)
 
 
 def _warn_of_untouched_lr(args: TrainingArguments) -> None:

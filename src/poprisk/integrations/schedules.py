@@ -8,7 +8,8 @@ from poprisk.optim import PopRiskAdamW
 def keep_own_lr(optimizer: PopRiskAdamW, scheduler: Any) -> None:
     """Puts this run's learning rate into a schedule restored from an AdamW run, at the place the schedule has reached.
 
-    Nothing happens if the optimizer did not go on from AdamW, or if the schedule has no base learning rates.
+    Nothing happens if the optimizer did not go on from AdamW, or if the schedule has no base learning rates (one that
+    waits for a plateau). Absolute bounds of a schedule, such as ``eta_min`` or a cycle's upper end, stay AdamW's.
 
     Args:
         optimizer: Ours, after ``load_state_dict``.

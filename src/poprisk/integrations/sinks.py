@@ -129,7 +129,7 @@ class JsonLinesSink:
     the file is opened again, and not read by :meth:`read`.
 
     Args:
-        path: The file; what is in it is kept.
+        path: The file; our lines in it are kept, a file with anything else is refused.
 
     Example:
         >>> import tempfile
@@ -144,6 +144,11 @@ class JsonLinesSink:
         writable_directory(self.path.parent)
         if self.path.exists():
             content = self.path.read_bytes()
+            whole, _, tail = content.rpartition(b"\n")
+            if tail and not whole and not tail.startswith(b'{"step": '):
+                raise DataError(f"{path} holds something else than our log lines: give the name of a new file")
+            if whole:
+                _parsed(whole.split(b"\n")[0], f"line 1 of {path}")
             os.truncate(self.path, content.rfind(b"\n") + 1)
         self._waiting: dict[str, Any] = {}
 

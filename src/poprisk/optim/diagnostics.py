@@ -65,7 +65,7 @@ def gate_sums(job: Job, fresh: bool) -> Sums:
     device = job.works[0].param.device if job.works else torch.device("cpu")
     total = torch.zeros(6, dtype=torch.float64, device=device)
     for work in works:
-        total += _sums(work, job, fresh)
+        total += _sums(work, job, fresh).to(device)  # a group may lie on several devices
     coordinates = sum(real(w.param).numel() for w in works)
     return Sums(total, coordinates, fresh and bool(works), job.hyper.gate is not None)
 

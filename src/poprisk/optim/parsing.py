@@ -33,11 +33,20 @@ def parse_options(options: str | Mapping[str, Any] | None) -> dict[str, Any]:
         >>> parse_options("alpha=calibrated, betas=(0.9,0.95), fused=true")
         {'alpha': 'calibrated', 'betas': (0.9, 0.95), 'fused': True}
     """
-    pairs = _split(options) if isinstance(options, str) else dict(options or {})
-    parsed = {name: _typed(name, value) for name, value in pairs.items()}
+    parsed = read_options(options)
     group = {**DEFAULTS.as_dict(), **parsed, "params": []}
     check_group(group)
     return {name: group[name] for name in parsed}
+
+
+def read_options(options: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Names and types alone, for options that will be joined with others before their ranges are checked.
+
+    >>> read_options("state=shared,rho=0.95")
+    {'state': 'shared', 'rho': 0.95}
+    """
+    pairs = _split(options) if isinstance(options, str) else dict(options or {})
+    return {name: _typed(name, value) for name, value in pairs.items()}
 
 
 def _split(text: str) -> dict[str, str]:
