@@ -10,6 +10,7 @@ import typer
 
 from poprisk import __version__
 from poprisk.errors import PopRiskError
+from poprisk.report.reproductions import known, reproduction, require_known
 
 EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
 
@@ -100,6 +101,43 @@ def demo(
     for line in demo_lines(saved, console.width):
         console.print(line)
     console.print(f"\nWrote {directory}: {saved_at.name}, {figure_at.name}", highlight=False, soft_wrap=True)
+
+
+def _known_experiments() -> str:
+    return "\n\n".join(f"{name}: {claim}." for name, claim in known().items())
+
+
+@app.command(epilog=f"Experiments by NAME:\n\n{_known_experiments()}")
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help=f"One of: {', '.join(known())}.", show_default=False)
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A few seconds; the numbers mean nothing.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Directory for NAME.json, NAME.png and NAME.pdf; made if missing. Default: poprisk-NAME."),
+    ] = None,
+) -> None:
+    """Run one of the paper's experiments again, and write what came out of it with its figure."""
+    chosen_name = require_known(name)
+    from poprisk.store import load_result, writable_directory, write_figure
+
+    directory = writable_directory(output or Path(f"poprisk-{chosen_name}"))  # before anything slow
+    from poprisk.report.job_progress import job_progress
+    from poprisk.report.progress import stdout
+
+    chosen = reproduction(chosen_name)
+    with job_progress(chosen_name) as progress:
+        result = chosen.run(chosen.smoke if smoke else chosen.full, progress)
+    files = [result.save(directory / f"{chosen_name}.json")]
+    saved = load_result(files[0], chosen.kind)
+    figure = chosen.draw(saved)
+    files += [write_figure(directory / f"{chosen_name}.{kind}", figure) for kind in ("png", "pdf")]
+    console = stdout()
+    for line in chosen.lines(saved):
+        console.print(line)
+    names = ", ".join(file.name for file in files)
+    console.print(f"\nWrote {directory}: {names}", highlight=False, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
