@@ -1,5 +1,9 @@
 """The operators of a run: signal channel and reservoir, train-test coupling, bounds, and what test error is made of."""
 
+from poprisk.operators.batch_law import BatchLaw as BatchLaw
+from poprisk.operators.batch_law import Sampling as Sampling
+from poprisk.operators.batch_law import batch_laws as batch_laws
+from poprisk.operators.batch_law import remaining_examples as remaining_examples
 from poprisk.operators.bounds import Bound as Bound
 from poprisk.operators.bounds import RealizedWindow as RealizedWindow
 from poprisk.operators.bounds import anchored_bound as anchored_bound
@@ -43,10 +47,33 @@ from poprisk.operators.decomposition import ErrorCells as ErrorCells
 from poprisk.operators.decomposition import bregman_gap as bregman_gap
 from poprisk.operators.decomposition import error_cells as error_cells
 from poprisk.operators.decomposition import loss_gap as loss_gap
+from poprisk.operators.dense import Operators as Operators
+from poprisk.operators.dense import Sources as Sources
+from poprisk.operators.diffusion_rates import DiffusionRate as DiffusionRate
+from poprisk.operators.diffusion_rates import FluctuationVariance as FluctuationVariance
+from poprisk.operators.diffusion_rates import GrowthExponents as GrowthExponents
+from poprisk.operators.diffusion_rates import ReplicateRates as ReplicateRates
+from poprisk.operators.diffusion_rates import diffusion_rate as diffusion_rate
+from poprisk.operators.diffusion_rates import fluctuation_variance as fluctuation_variance
+from poprisk.operators.diffusion_rates import growth_exponents as growth_exponents
+from poprisk.operators.diffusion_rates import replicate_rates as replicate_rates
+from poprisk.operators.drift_diffusion import CurvatureBound as CurvatureBound
+from poprisk.operators.drift_diffusion import DriftDiffusion as DriftDiffusion
+from poprisk.operators.drift_diffusion import curvature_bound as curvature_bound
+from poprisk.operators.drift_diffusion import drift_bound as drift_bound
+from poprisk.operators.drift_diffusion import drift_diffusion as drift_diffusion
 from poprisk.operators.gradient_descent import RecordedSteps as RecordedSteps
 from poprisk.operators.gradient_descent import gradient_descent as gradient_descent
 from poprisk.operators.gradient_flow import gradient_flow_operators as gradient_flow_operators
+from poprisk.operators.multi_epoch import multi_epoch_residual as multi_epoch_residual
+from poprisk.operators.power_law import power_law_exponent as power_law_exponent
+from poprisk.operators.power_law import replicate_exponent as replicate_exponent
 from poprisk.operators.reach import effective_preconditioners as effective_preconditioners
+from poprisk.operators.replace_two import NoiseMean as NoiseMean
+from poprisk.operators.replace_two import NoiseMeanSweep as NoiseMeanSweep
+from poprisk.operators.replace_two import noise_mean_sweep as noise_mean_sweep
+from poprisk.operators.replace_two import replace_two as replace_two
+from poprisk.operators.replace_two import weight_mask as weight_mask
 from poprisk.operators.sobolev import SobolevBound as SobolevBound
 from poprisk.operators.sobolev import Torus as Torus
 from poprisk.operators.sobolev import fill_distance as fill_distance
@@ -59,7 +86,9 @@ from poprisk.operators.sobolev import sobolev_operator_bound as sobolev_operator
 from poprisk.operators.sobolev import sobolev_trajectory_bound as sobolev_trajectory_bound
 from poprisk.operators.sobolev import sobolev_transfer_bound as sobolev_transfer_bound
 from poprisk.operators.sobolev import voronoi_masses as voronoi_masses
-from poprisk.operators.window import Operators as Operators
-from poprisk.operators.window import Sources as Sources
-from poprisk.operators.window import Trajectory as Trajectory
+from poprisk.operators.top_space import TopChannels as TopChannels
+from poprisk.operators.top_space import top_channels as top_channels
+from poprisk.operators.trajectory import Trajectory as Trajectory
+from poprisk.operators.visibility import lifted_gramian as lifted_gramian
+from poprisk.operators.visibility import visibility_limit as visibility_limit
 from poprisk.operators.window import Window as Window
