@@ -32,6 +32,8 @@ Without a loop, ``train(problem, torch.optim.Adam, steps=100, batch_size=4, path
 ``Run.load(path)`` opens what it left, ``replay(run)`` executes it again and says how far it deviates.
 """
 
+from poprisk.runs.flat_rule import FlatRule as FlatRule
+from poprisk.runs.flat_rule import flat_rule as flat_rule
 from poprisk.runs.recorder import Recorder as Recorder
 from poprisk.runs.replay import Replay as Replay
 from poprisk.runs.replay import replay as replay
