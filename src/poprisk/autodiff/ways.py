@@ -28,8 +28,8 @@ class JacobianWay(Enum):
 
 
 @cache
-def _load_forward_mode() -> None:
-    # The first use of forward mode loads decompositions that PyTorch itself scripts, with a warning about scripting.
+def load_forward_mode() -> None:
+    """Once before forward mode is used: PyTorch then loads decompositions that it scripts, with a warning about it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
@@ -41,7 +41,7 @@ def forward_mode(function: OfWeights, w: Float[Tensor, "d"], V: Float[Tensor, "d
     >>> forward_mode(lambda w: w**2, torch.tensor([3.0]), torch.tensor([[1.0, 10.0]]))
     tensor([[ 6., 60.]])
     """
-    _load_forward_mode()
+    load_forward_mode()
     return vmap(lambda v: jvp(function, (w,), (v,))[1], in_dims=1, out_dims=-1)(V)
 
 
