@@ -14,6 +14,7 @@ CHECKED = (
     "poprisk.population",
     "poprisk.problems",
     "poprisk.kernels",
+    "poprisk.operators",
 )
 
 try:

@@ -50,3 +50,13 @@ def test_snippet_runs(snippet, capsys):
     names = {"model": model, "optimizer": optimizer, "PopRiskAdamW": PopRiskAdamW}
     exec(snippet, names)
     assert names["optimizer"].step() is None
+
+
+def test_the_page_on_operators_runs_from_top_to_bottom(capsys):
+    """Each block goes on where the one before it ended."""
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/operators.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 7
+    for block in blocks:
+        exec(block, names)
+    assert len(capsys.readouterr().out.splitlines()) > 10  # the bounds

@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import Any
 
 _NAMES_BY_ROOM = {
+    "poprisk.estimate": ("Estimate",),
+    "poprisk.operators": ("Window",),
     "poprisk.optim": ("PopRiskAdamW", "PopulationProjectorDescent", "suggest_lr"),
     "poprisk.population": (
         "MicrobatchVariance",
@@ -17,7 +19,9 @@ _NAMES_BY_ROOM = {
         "population_rate",
         "rate_matrix",
     ),
+    "poprisk.problems": ("Problem",),
     "poprisk.rules": ("calibrated_alpha", "hard_gate", "loo_coefficient", "snr_gate", "soft_gate"),
+    "poprisk.runs": ("Recorder", "Run", "replay", "train"),
 }
 _ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
 __version__ = "0.1.0"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from poprisk import __version__
-from poprisk.errors import PopRiskError
+from poprisk.errors import PopRiskError, RunError
 from poprisk.report.reproductions import known, reproduction, require_known
 
 EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
@@ -138,6 +138,54 @@ def reproduce(
         console.print(line)
     names = ", ".join(file.name for file in files)
     console.print(f"\nWrote {directory}: {names}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a recorded run.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Write the whole table here: a .csv or .parquet file.", show_default=False)
+    ] = None,
+    top: Annotated[int, _number(0, 100_000, "How many of the most suspicious examples to print.")] = 20,
+    moments: Annotated[int, _number(1, 10_000, "At how many moments of the training to evaluate the network.")] = 20,
+    tier: Annotated[str, typer.Option(help="any, exact (self-influence and more, where possible) or auto.")] = "auto",
+    problem: Annotated[
+        str | None,
+        typer.Option(help="package.module:function that makes the problem, where the run cannot rebuild it."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")] = False,
+) -> None:
+    """Say which training labels of a recorded run are probably wrong, and what they should be.
+
+    Works on any run whose problem is known; what is approximate is said in notes. Nothing is trained again.
+    """
+    from poprisk.audit import audit as audit_run
+    from poprisk.audit.table import check_format
+    from poprisk.problems import Problem
+    from poprisk.report.audit import audit_json, audit_lines
+    from poprisk.report.progress import stdout
+    from poprisk.runs import Run
+    from poprisk.store import writable_directory
+
+    if output is not None:
+        check_format(output)
+        writable_directory(output.parent)  # before anything slow
+    opened = Run.load(run, problem=None if problem is None else Problem.build(problem))
+    try:
+        _ = opened.problem
+    except RunError as error:
+        raise RunError(f"{error}; on the command line: --problem package.module:function") from None
+    table = audit_run(opened, tier=tier, moments=moments)  # type: ignore[arg-type]  # checked there
+    if output is not None:
+        table.save(output)
+    if as_json:
+        typer.echo(audit_json(table, top))
+        return
+    console = stdout()
+    for line in audit_lines(table, top, console.width):
+        console.print(line)
+    if output is not None:
+        console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -12,10 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TINY = {
+    "fix_labels": "--steps 30 --seeds 1 --size 200",
     "huggingface": "--steps 6",
     "lightning": "--steps 6",
     "loggers": "--steps 60",
     "optax": "--steps 25 --seeds 2",
+    "record_your_loop": "--epochs 2",
     "trl": "--steps 6",
 }
 PAGES = sorted(EXAMPLES.glob("*/README.md"))

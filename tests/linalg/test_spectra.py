@@ -216,6 +216,30 @@ def test_scale_does_not_matter(scale):
     assert scaled.converged
 
 
+@pytest.mark.parametrize("distance", [1e-6, 0.3], ids=["near", "far"])
+def test_a_surrogate_is_searched_and_the_operator_itself_certified(distance):
+    """A near one saves all products but the certificate's; a far one costs only its own, the result is as good."""
+    values = SPECTRA["polynomial"]
+    A, U, count = operator(values, 500)
+    twist = torch.randn(500, 500, generator=torch.Generator().manual_seed(4), dtype=F64)
+    rough = U @ (values.unsqueeze(1) * U.T) + distance * (twist @ twist.T) / 500
+    pairs = top_eigenpairs(A, 10, tolerance=1e-3, surrogate=from_dense(rough, symmetric=True))
+    check(pairs, values, 500, 10, 1e-3)
+    assert pairs.products == count[0]
+    assert pairs.surrogate_products >= 15
+    assert (pairs.products == 10) == (distance < 1e-3)
+    few = top_eigenpairs(A, 10, tolerance=1e-3, surrogate=from_dense(rough, symmetric=True), max_products=34)
+    assert few.products <= 34
+    assert not few.converged, "34 products are too few for the surrogate as well, and the residuals tell"
+
+
+def test_a_surrogate_of_another_kind_is_refused():
+    A = diagonal(torch.ones(4))
+    for other in (diagonal(torch.ones(5)), diagonal(torch.ones(4, dtype=F64)), from_dense(torch.ones(4, 4).triu())):
+        with pytest.raises(DataError, match="a surrogate must be symmetric"):
+            top_eigenpairs(A, 2, surrogate=other)
+
+
 def test_results_are_reproducible_and_leave_the_global_stream_alone():
     A, _, _ = operator(SPECTRA["polynomial"], 100)
     state = torch.get_rng_state()

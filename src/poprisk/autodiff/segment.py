@@ -1,5 +1,7 @@
 r"""The Jacobian averaged over one step of the weights, closed so that it maps the step to the outputs' change."""
 
+from copy import copy
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -89,6 +91,24 @@ class SegmentJacobian(LinearOperator):
         """‖Δu - J̃ Δw‖ / ‖Δu‖, the share of the change that the secant supplies; 0 where nothing changed."""
         self.closed: bool = secant and self.noise <= eps**0.5
         """Whether the secant is in: asked for, and the change of the outputs stands out of rounding."""
+
+    def with_nodes(self, nodes: int) -> "SegmentJacobian":
+        """The same average with another number of nodes, closed anew; a product costs in proportion to them.
+
+        Raises:
+            HyperparameterError: no positive number of nodes.
+
+        >>> model = FlatModel.from_function(lambda w, x: (x * w) ** 4, torch.zeros(1), "squared")
+        >>> J = SegmentJacobian(model, torch.tensor([1.0]), torch.tensor([2.0]), torch.ones(1, 1))
+        >>> J.nodes, J.with_nodes(1).nodes, round(J.with_nodes(1).correction, 3)  # 4 w³ at the middle: 13.5 of 15
+        (2, 1, 0.1)
+        """
+        check_nodes(nodes, None, None)
+        other = copy(self)
+        other.nodes, other._residual = nodes, self._left_over(nodes)
+        moved = float(self.displacement.norm())
+        other.correction = float(other._residual.norm()) / moved if moved else 0.0
+        return other
 
     @property
     def shape(self) -> tuple[int, int]:

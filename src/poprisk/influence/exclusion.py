@@ -37,8 +37,8 @@ from poprisk.autodiff.blocks import slices
 from poprisk.autodiff.flat import take_examples
 from poprisk.errors import HyperparameterError
 from poprisk.estimate import Estimate
+from poprisk.influence.exclusion_sweep import ExclusionSweep
 from poprisk.influence.first_order import choose_examples
-from poprisk.influence.linear_step import LinearStep
 from poprisk.influence.matrix import evaluation_model
 from poprisk.influence.sensitivity import Unrolled, as_unrolled
 from poprisk.runs import Run
@@ -120,10 +120,10 @@ def excluded_weights(
         mass_preserving: Whether the others' weights grow by n/(n - 1), as in a mean over n - 1 examples.
     """
     unrolled = as_unrolled(run)
-    parts = [
-        _exclude(unrolled, examples[rows], mass_preserving)
-        for rows in slices(len(examples), unrolled.columns_at_a_time())
-    ]
+    parts = []
+    for rows in slices(len(examples), unrolled.columns_at_a_time()):
+        sweep = ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving)
+        parts.append(sweep.at(unrolled.stop))
     return torch.cat(parts).T
 
 
@@ -162,7 +162,7 @@ def exclusion(
         moved, doubt = _corrected(unrolled, chosen, raw, y)
         limit, cost = _LARGEST_SENSITIVITY, u.numel()
     else:
-        moved, doubt = _linearized(unrolled, chosen, u, mass_preserving)
+        moved, doubt = _linearized(unrolled, chosen, mass_preserving)
         limit, cost = _LARGEST_BEND, len(chosen)
     model = evaluation_model(unrolled, loss)
     at = (u + moved).view(raw.shape)
@@ -224,47 +224,12 @@ def _corrected(unrolled: Unrolled, chosen: Tensor, raw: Tensor, y: Tensor) -> tu
     return solved, doubt
 
 
-def _linearized(unrolled: Unrolled, chosen: Tensor, u: Tensor, mass_preserving: bool) -> tuple[Tensor, Tensor]:
+def _linearized(unrolled: Unrolled, chosen: Tensor, mass_preserving: bool) -> tuple[Tensor, Tensor]:
     """The displacement along the tangent, and how far the network itself bends away from it."""
-    model, w = unrolled.model, unrolled.last_weights
-    x = take_examples(unrolled.inputs, chosen)
-    dW = excluded_weights(unrolled, chosen, mass_preserving=mass_preserving).T
-    forward = model._forward()
-    several = isinstance(x, tuple)
-    parts = x if isinstance(x, tuple) else (x,)
-
-    def one(dw: Tensor, *x: Tensor) -> tuple[Tensor, Tensor]:
-        given = x if several else x[0]
-        tangent = torch.func.jvp(lambda w: forward(w, given).reshape(-1), (w,), (dw,))[1]
-        return tangent, forward(w + dw, given).reshape(-1)
-
-    tangent, there = torch.func.vmap(one)(dW, *parts)
-    size = tangent.norm(dim=1).clamp(min=torch.finfo(w.dtype).tiny)
-    return tangent, (there - u - tangent).norm(dim=1) / size
-
-
-def _exclude(unrolled: Unrolled, examples: Tensor, mass_preserving: bool) -> Float[Tensor, "m d"]:
-    n, m = unrolled.num_examples, len(examples)
-    others = n / (n - 1) if mass_preserving else 1.0
-    blocks = [
-        torch.zeros(m, unrolled.num_weights, dtype=unrolled.dtype) for _ in range(1 + len(unrolled.rule.state_names))
-    ]
-    for step in unrolled.steps():
-        own = step.examples[None, :] == examples[:, None]  # [m, b]
-        change = torch.full(own.shape, others - 1.0, dtype=unrolled.dtype).masked_fill_(own, -1.0)
-        source = change[:, :, None] * (step.batch.shares[:, None] * step.batch.residuals)
-        for rows in unrolled.rows_at_a_time(m):
-            part = [x[rows] for x in blocks]
-            dg = _gradient_without(step, part[0], source[rows], own[rows], others)
-            for block, after in zip(blocks, step.rule.push(part, step.clipped(dg)), strict=True):
-                block[rows] = after
-    return blocks[0]
-
-
-def _gradient_without(step: LinearStep, V: Tensor, source: Tensor, own: Tensor, others: float) -> Tensor:
-    """The change of the gradient of the batch whose own example is left out and whose others weigh more."""
-    dg, _ = step.batch.push(V, source / others)
-    columns, places = own.nonzero(as_tuple=True)
-    if len(columns):
-        dg = dg.index_add(0, columns, step.batch.push_alone(V[columns], places), alpha=-1)
-    return dg * others
+    moved, bends = [], []
+    for rows in slices(len(chosen), unrolled.columns_at_a_time()):
+        sweep = ExclusionSweep(unrolled, chosen[rows], mass_preserving=mass_preserving)
+        found = sweep.outputs_at(unrolled.stop)
+        moved.append(found.tangent)
+        bends.append(found.bend)
+    return torch.cat(moved), torch.cat(bends)

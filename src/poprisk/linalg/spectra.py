@@ -1,6 +1,6 @@
 """Leading eigenpairs of symmetric operators, null spaces and multiplicities included, each with a certificate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -48,6 +48,8 @@ class Eigenpairs:
     """Products of A with a vector, those of the certificate included."""
     converged: bool
     """Whether every residual is within the tolerance."""
+    surrogate_products: int = 0
+    """Products of the operator searched in A's place, if there was one."""
 
     @property
     def nonzero(self) -> int:
@@ -80,6 +82,7 @@ def top_eigenpairs(
     tolerance: float | None = None,
     max_products: int | None = None,
     initial: Float[Tensor, "n j"] | None = None,
+    surrogate: LinearOperator | None = None,
     oversampling: int = 5,
     max_basis: int | None = None,
     generator: torch.Generator | None = None,
@@ -98,8 +101,12 @@ def top_eigenpairs(
         which: "largest" and "smallest" eigenvalues, or "magnitude": those furthest from 0.
         tolerance: Largest residual accepted, relative to the largest magnitude met; by default the root of the
             machine epsilon, which for values that are well apart leaves errors of epsilon size.
-        max_products: Most products with vectors; by default 51 k + 250. Never exceeded; ``converged`` tells.
+        max_products: Most products of A with vectors; by default 51 k + 250. Never exceeded; ``converged`` tells. A
+            surrogate may use as many.
         initial: Warm start, for instance the vectors of an earlier, similar operator.
+        surrogate: A cheaper operator near A, searched in its place. What is returned and certified are A's own pairs
+            in the space found, k products with A; if these residuals are too large, the search goes on with A. That
+            the pairs are A's leading ones then rests on the surrogate, to within its distance from A.
         oversampling: Pairs followed beyond k; products come in blocks of up to k + oversampling vectors.
         max_basis: Dimension at which the space is compressed to its leading half; memory is twice as many vectors.
         generator: Source of the random start; one with a fixed seed if not given.
@@ -124,23 +131,54 @@ def top_eigenpairs(
         )
     n = A.shape[0]
     check_initial(initial, n, A)
-    plan = plan_search(
-        A,
-        k,
-        n=n,
-        tolerance=tolerance,
-        max_products=max_products,
-        oversampling=oversampling,
-        max_basis=max_basis,
-        warm=0 if initial is None else initial.shape[1],
-        products_per_direction=1,
-        progress=progress,
-    )
     generator = generator or default_generator(A.device)
-    space = _SymmetricSpace(A, which, generator)
-    space.grow(start_block(n, k + oversampling, initial, A, generator))
-    search(space, plan)
-    return _certified(A, space, plan.k, plan.tolerance)
+
+    def searched(
+        B: LinearOperator, initial: Tensor | None, max_products: int | None, tolerance: float | None = tolerance
+    ) -> tuple[_SymmetricSpace, float]:
+        warm = 0 if initial is None else initial.shape[1]
+        plan = plan_search(
+            B,
+            k,
+            n=n,
+            tolerance=tolerance,
+            max_products=max_products,
+            oversampling=oversampling,
+            max_basis=max_basis,
+            warm=warm,
+            products_per_direction=1,
+            progress=progress,
+        )
+        space = _SymmetricSpace(B, which, generator)
+        space.grow(start_block(n, k + oversampling, initial, B, generator))
+        search(space, plan)
+        return space, plan.tolerance
+
+    if surrogate is None:
+        space, reached = searched(A, initial, max_products)
+        return _certified(A, space, k, reached, space.products)
+    _check_surrogate(A, surrogate)
+    # Half of the residual accepted is for the search, half for the distance of the two operators.
+    half = None if tolerance is None else max(tolerance / 2, 2 * rounding_level(A))
+    space, reached = searched(surrogate, initial, max_products, half)
+    found = replace(_certified(A, space, k, tolerance or reached), surrogate_products=space.products)
+    affordable = None if max_products is None else max_products - k
+    if found.converged or (affordable is not None and affordable < 3 * k + oversampling):
+        return found
+    if max_basis is not None:  # room for the warm start, which whoever set it could not know of
+        max_basis = max(max_basis, 2 * (2 * k + oversampling))
+    space, reached = searched(A, found.vectors, affordable)
+    done = _certified(A, space, k, reached, space.products + found.products)
+    return replace(done, surrogate_products=found.surrogate_products)
+
+
+def _check_surrogate(A: LinearOperator, surrogate: LinearOperator) -> None:
+    same = surrogate.shape == A.shape and surrogate.dtype == A.dtype and surrogate.device == A.device
+    if not (same and surrogate.symmetric):
+        raise DataError(
+            f"a surrogate must be symmetric, of the operator's shape and dtype and on its device, got {surrogate!r} "
+            f"for {A!r}: build both in the same way"
+        )
 
 
 class _SymmetricSpace:
@@ -208,7 +246,9 @@ def _check_products(columns: Tensor, seen_before: Tensor, T: Tensor) -> None:
         )
 
 
-def _certified(A: LinearOperator, space: _SymmetricSpace, k: int, tolerance: float) -> Eigenpairs:
+def _certified(
+    A: LinearOperator, space: _SymmetricSpace, k: int, tolerance: float, products_before: int = 0
+) -> Eigenpairs:
     """Values and residuals from new products: nothing of the recurrence is taken on trust."""
     coefficients = space.ritz()[1][:, :k]
     fresh = _SymmetricSpace(A, space.which, space.generator)
@@ -222,6 +262,6 @@ def _certified(A: LinearOperator, space: _SymmetricSpace, k: int, tolerance: flo
         values=values,
         vectors=V,
         residuals=residuals,
-        products=space.products + fresh.products,
+        products=products_before + fresh.products,
         converged=bool((residuals <= tolerance * largest).all()),
     )

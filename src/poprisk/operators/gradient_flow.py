@@ -17,7 +17,7 @@ from poprisk.autodiff import FlatModel
 from poprisk.autodiff.flat import Inputs
 from poprisk.errors import HyperparameterError
 from poprisk.linalg import tsqr_append
-from poprisk.operators.window import Operators, Sources
+from poprisk.operators.dense import Operators, Sources
 
 
 def gradient_flow_operators(

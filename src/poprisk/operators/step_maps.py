@@ -6,7 +6,7 @@ Both faces have the same methods and, to rounding, the same results; every map h
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -16,9 +16,10 @@ from poprisk.autodiff import FlatModel, SegmentCurvature, SegmentJacobian
 from poprisk.autodiff.flat import Inputs
 from poprisk.runs.step import PerWeight, Step
 
-Block = Float[Tensor, "rows k"]
+Block = Float[Tensor, "_ k"]
 
 
+@runtime_checkable
 class StepMaps(Protocol):
     """What the sweeps over a window need to know of one step."""
 
@@ -42,6 +43,14 @@ class StepMaps(Protocol):
     @property
     def nodes(self) -> int:
         """Quadrature nodes of the training Jacobian."""
+        ...
+
+    def gather(self, Z: Block) -> Block:
+        """The rows of Z that the step's batch sees: with them alone ``pull_gathered`` makes what ``pull`` does."""
+        ...
+
+    def pull_gathered(self, rows: Block) -> Block:
+        """``pull``, from gathered rows."""
         ...
 
     def pull(self, Z: Block) -> Block:
@@ -106,10 +115,19 @@ class MatrixFreeStep:
         """Quadrature nodes of the training Jacobian."""
         return self.train.nodes
 
+    def gather(self, Z: Block) -> Block:
+        """The rows of Z that belong to the batch."""
+        return Z.reshape(self.num_examples, -1, Z.shape[1])[self.step.batch].reshape(-1, Z.shape[1])
+
+    def pull_gathered(self, rows: Block) -> Block:
+        r""":math:`J_k^\top S_k Z` from the rows of Z that belong to the batch."""
+        selection = self.step.selection.to(rows.dtype)
+        shares = selection.repeat_interleave(rows.shape[0] // max(1, len(selection)))
+        return self.model.vjp(self.weights, self.batch_inputs, shares[:, None] * rows)
+
     def pull(self, Z: Block) -> Block:
         r""":math:`J_k^\top S_k Z`."""
-        chosen = self._rows(Z) * self.step.selection.to(Z.dtype)[:, None, None]
-        return self.model.vjp(self.weights, self.batch_inputs, chosen.reshape(-1, Z.shape[1]))
+        return self.pull_gathered(self.gather(Z))
 
     def pull_adjoint(self, Y: Block) -> Block:
         r""":math:`S_k J_k Y`."""
@@ -137,9 +155,6 @@ class MatrixFreeStep:
     def bend(self, Y: Block) -> Block:
         r""":math:`\bar B Y`."""
         return self.curvature.apply(Y)
-
-    def _rows(self, Z: Block) -> Float[Tensor, "b p k"]:
-        return Z.reshape(self.num_examples, -1, Z.shape[1])[self.step.batch]
 
     def to_dense(self) -> "DenseStep":
         """The same step with its Jacobians formed."""
@@ -178,9 +193,17 @@ class DenseStep:
     curvature_correction: float
     nodes: int
 
+    def gather(self, Z: Block) -> Block:
+        """The rows of Z that belong to the batch."""
+        return Z[self.batch_rows]
+
+    def pull_gathered(self, rows: Block) -> Block:
+        r""":math:`J_k^\top S_k Z` from the rows of Z that belong to the batch."""
+        return self.batch_jacobian.T @ rows
+
     def pull(self, Z: Block) -> Block:
         r""":math:`J_k^\top S_k Z`."""
-        return self.batch_jacobian.T @ Z[self.batch_rows]
+        return self.pull_gathered(self.gather(Z))
 
     def pull_adjoint(self, Y: Block) -> Block:
         r""":math:`S_k J_k Y`."""

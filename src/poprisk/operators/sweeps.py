@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from poprisk.errors import DataError
 from poprisk.operators.step_maps import Block, StepMaps, scale_rows
 from poprisk.runs.step import PerWeight
 
@@ -29,29 +30,38 @@ class Swept:
     """D H."""
     test: Block
     """G H, without rows if there is no test set."""
+    momentum: Block
+    """The momentum after the last step."""
 
 
 def forward_sweep(
     steps: Sequence[StepMaps],
     H: Float[Tensor, "N k"],
     *,
+    momentum: Float[Tensor, "d k"] | None = None,
     test: bool = True,
     watch: Callable[[int, Block], None] | None = None,
+    watch_rows: Callable[[int, Block], None] | None = None,
 ) -> Swept:
     """P H, D H and G H in one pass over the steps.
 
     Args:
         steps: The window's steps in order.
         H: Directions of the output gradient at its start.
+        momentum: Directions of the momentum carried in, beside each of H; none stands for 0.
         test: Whether G H is wanted; it costs one more push per step.
         watch: Called with each step's number and F_j H, the change of its gradient.
+        watch_rows: Called with each step's number and the rows of z, for its batch, that F_j H is made of.
     """
-    z, V = H, None
+    z, V = H, momentum
     train, reached = H.new_zeros(H.shape), None
     for j, maps in enumerate(steps):
-        F = maps.pull(z)
+        rows = maps.gather(z)
+        F = maps.pull_gathered(rows)
         if watch is not None:
             watch(j, F)
+        if watch_rows is not None:
+            watch_rows(j, rows)
         X, V = step_direction(maps, F, V)
         y = maps.push(X)
         train = train + y
@@ -59,7 +69,9 @@ def forward_sweep(
         if test:
             moved = maps.push_test(X)
             reached = moved if reached is None else reached + moved
-    return Swept(z, train, H.new_zeros(0, H.shape[1]) if reached is None else reached)
+    if V is None:
+        raise DataError("a window needs at least one step, got none")
+    return Swept(z, train, H.new_zeros(0, H.shape[1]) if reached is None else reached, V)
 
 
 def step_direction(maps: StepMaps, F: Block, V: Block | None) -> tuple[Block, Block]:
@@ -83,7 +95,9 @@ def backward_sweep(
     gradient: Float[Tensor, "N k"] | None = None,
     train: Float[Tensor, "N k"] | None = None,
     test: Float[Tensor, "M k"] | None = None,
+    momentum: Float[Tensor, "d k"] | None = None,
     on_gradients: Callable[[int], Block] | None = None,
+    on_momentum: Callable[[Block], None] | None = None,
 ) -> Float[Tensor, "N k"]:
     r"""The transpose of the forward sweep: :math:`P^\top A + D^\top B + G^\top C + \sum_j F_j^\top Y_j`.
 
@@ -93,10 +107,12 @@ def backward_sweep(
         gradient: A, weights of P H.
         train: B, weights of D H.
         test: C, weights of G H.
+        momentum: Weights of the momentum after the last step.
         on_gradients: Y_j for each step, weights of the F_j H that a forward sweep shows.
+        on_momentum: Called with the other half of the transpose, the weights of the momentum carried in.
     """
     dz = like.new_zeros(like.shape) if gradient is None else gradient
-    dV: Block | None = None
+    dV = momentum
     for j in range(len(steps) - 1, -1, -1):
         maps = steps[j]
         step = maps.step
@@ -114,6 +130,8 @@ def backward_sweep(
             dF = dF + on_gradients(j)
         dz = dz + maps.pull_adjoint(dF)
         dV = scale_rows(step.momentum, dV)
+    if on_momentum is not None and dV is not None:
+        on_momentum(dV)
     return dz
 
 

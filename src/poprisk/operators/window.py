@@ -10,9 +10,10 @@ the secant, so that they carry it to rounding.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,97 +23,17 @@ from poprisk.autodiff import FlatModel, SegmentCurvature, SegmentJacobian
 from poprisk.autodiff.flat import Inputs, take_examples
 from poprisk.errors import DataError
 from poprisk.linalg import LinearOperator, from_functions, tsqr_append
+from poprisk.operators.coupling import anchored_coupling_of_jacobians
+from poprisk.operators.cumulative import CumulativeError, LiftedStep, cumulative_error
+from poprisk.operators.dense import Operators, Sources
 from poprisk.operators.reach import effective_preconditioners
-from poprisk.operators.step_maps import Block, MatrixFreeStep, StepMaps
+from poprisk.operators.step_maps import Block, DenseStep, MatrixFreeStep, StepMaps
 from poprisk.operators.sweeps import backward_sweep, forward_sweep
+from poprisk.operators.trajectory import Trajectory, check_run
+from poprisk.runs import Run
 from poprisk.runs.step import Step
 
 _MEMORY = 2**30
-
-
-class Trajectory(Protocol):
-    """What a window needs of a run; :class:`poprisk.runs.Run` is one."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps taken."""
-        ...
-
-    def weights(self, k: int) -> Float[Tensor, "d"]:
-        """Flat weights before step k, or after the last one."""
-        ...
-
-    def step(self, k: int) -> Step:
-        """What step k did."""
-        ...
-
-    def buffer(self, k: int) -> Float[Tensor, "d"]:
-        """The momentum carried into step k."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Sources:
-    """What moved beside the initial output gradient: decay, and momentum carried in from before the window."""
-
-    train: Float[Tensor, "N"]
-    test: Float[Tensor, "M"]
-    gradient: Float[Tensor, "N"]
-    """g(T) = P g(s) + this."""
-
-
-@dataclass(frozen=True, eq=False)
-class Operators:
-    """The dense operators of a window, with what really happened beside them."""
-
-    propagator: Float[Tensor, "N N"]
-    """P_g(T, s)."""
-    factor: Float[Tensor, "r N"]
-    r"""R, an upper-triangular factor of the dissipation gramian, :math:`W = R^\top R`."""
-    train_transfer: Float[Tensor, "N N"]
-    """D."""
-    test_transfer: Float[Tensor, "M N"]
-    """G."""
-    sources: Sources
-    output_gradient: Float[Tensor, "N"]
-    """g(s)."""
-    train_displacement: Float[Tensor, "N"]
-    """U_S(T) - U_S(s), measured."""
-    test_displacement: Float[Tensor, "M"]
-    """U_Q(T) - U_Q(s), measured."""
-    losses: tuple[float, float]
-    """The mean training loss at the start and at the end."""
-    num_examples: int
-
-    @property
-    def dissipation_gramian(self) -> Float[Tensor, "N N"]:
-        """W. For its spectrum use ``factor``: from W nothing finer than the root of rounding can be told apart."""
-        return self.factor.T @ self.factor
-
-    @property
-    def train_completion(self) -> Float[Tensor, "N N"]:
-        r""":math:`F_{SS} = I - P_g` (``eq:train_complement``)."""
-        return torch.eye(len(self.propagator), dtype=self.factor.dtype, device=self.factor.device) - self.propagator
-
-    @property
-    def first_order_dissipation(self) -> float:
-        r""":math:`g^\top W g`. Equals the loss drop for full batches and small steps only: see ``loss_drop``."""
-        return (self.factor @ self.output_gradient).square().sum().item()
-
-    @property
-    def loss_drop(self) -> float:
-        """What the training loss really lost over the window."""
-        return self.losses[0] - self.losses[1]
-
-    @property
-    def predicted_train(self) -> Float[Tensor, "N"]:
-        """-D g + source_S."""
-        return self.sources.train - self.train_transfer @ self.output_gradient
-
-    @property
-    def predicted_test(self) -> Float[Tensor, "M"]:
-        """-G g + source_Q."""
-        return self.sources.test - self.test_transfer @ self.output_gradient
 
 
 class Window:
@@ -126,14 +47,18 @@ class Window:
         test_inputs: The test set Q; without it the test transfer has no rows.
         start: First step of the window, s.
         stop: The step after its last, T; the run's end by default.
-        dense: Form every step's Jacobians once (fast for small windows) instead of multiplying by them.
+        dense: Form every step's Jacobians once (fast for small windows) instead of multiplying by them; by default
+            where all of them fit in ``memory``.
         nodes: Quadrature nodes per step; by default as many as each step needs.
         secant: Close Jacobians and curvature so that they carry each step to rounding. Off, what remains is the
             quadrature's own accuracy, the test that the operators are not made to fit.
-        memory: Bytes that a product with W may hold on to; more columns than fit are taken in turns.
+        memory: Bytes for the Jacobians of a dense window, and that a product with W may hold on to: every step's
+            gradients where they fit, else the rows of its batch, from which they are formed again; where even those do
+            not fit, columns are taken in turns.
 
     Raises:
         DataError: the window is empty or outside the run, indices outside the training set, or sizes that do not fit.
+        RunError: the run says why no exact analysis of it is possible, or its inputs were augmented.
 
     Example:
         >>> from poprisk.operators.gradient_descent import gradient_descent
@@ -155,11 +80,12 @@ class Window:
         test_inputs: Inputs | None = None,
         start: int = 0,
         stop: int | None = None,
-        dense: bool = False,
+        dense: bool | None = None,
         nodes: int | None = None,
         secant: bool = True,
         memory: int = _MEMORY,
     ) -> None:
+        check_run(trajectory, targets)
         stop = trajectory.num_steps if stop is None else stop
         if not 0 <= start < stop <= trajectory.num_steps:
             raise DataError(
@@ -173,7 +99,68 @@ class Window:
         self.start_outputs = self._outputs(start, inputs)
         self.stop_outputs = self._outputs(stop, inputs)
         built = [self._build(k) for k in range(start, stop)]
+        dense = self._jacobian_bytes(built) <= memory if dense is None else dense
         self.steps: Sequence[StepMaps] = [maps.to_dense() for maps in built] if dense else built
+
+    @classmethod
+    def of_run(
+        cls,
+        run: Run,
+        *,
+        test_inputs: Inputs | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        dtype: torch.dtype = torch.float64,
+        **options: Any,
+    ) -> "Window":
+        """The window of a run that knows its problem: model, training examples and test set are taken from there.
+
+        Args:
+            run: Recorded with ``problem=…``, or loaded with it.
+            test_inputs: The test set Q; by default the inputs of ``run.problem.test``, where there are any.
+            start: First step of the window, s.
+            stop: The step after its last, T; the run's end by default.
+            dtype: Of the operators, whatever the run's own; single precision for scale.
+            options: ``dense``, ``nodes``, ``secant`` and ``memory``, as of the constructor.
+
+        Raises:
+            RunError: no exact analysis of the run is possible, its inputs were augmented, or its problem is not known.
+            DataError: the window is empty or outside the run.
+
+        >>> from poprisk.problems import Problem
+        >>> from poprisk.runs import train
+        >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
+        ...                   arguments={"in_features": 2, "out_features": 1})
+        >>> run = train(problem, lambda params: torch.optim.SGD(params, lr=0.1), steps=3, progress=False)
+        >>> Window.of_run(run, start=1).train_transfer.shape
+        (2, 2)
+        """
+        run.require_exact()
+        inputs, targets = run.problem.batch(dtype=dtype)
+        if test_inputs is None and run.problem.test is not None:
+            test_inputs = run.problem.test[0]
+        return cls(
+            run,
+            run.problem.model(dtype),
+            inputs,
+            targets,
+            test_inputs=None if test_inputs is None else _cast(test_inputs, dtype),
+            start=start,
+            stop=stop,
+            **options,
+        )
+
+    def with_nodes(self, nodes: int) -> "Window":
+        """The same window with this many nodes for the training Jacobians; everything else is shared with it.
+
+        With one node its W is a cheap stand-in for the search of eigenpairs: ``surrogate`` of ``top_eigenpairs``.
+
+        Raises:
+            DataError: the window is dense, so that nodes cost nothing.
+        """
+        coarse = copy(self)
+        coarse.steps = [_with_nodes(maps, nodes) for maps in self.steps]
+        return coarse
 
     @property
     def num_examples(self) -> int:
@@ -211,6 +198,30 @@ class Window:
         )
 
     @property
+    def augmented_propagator(self) -> LinearOperator:
+        r"""The propagator of gradient and momentum together, [N + d, N + d]; it composes where :math:`P_g` does not.
+
+        .. math:: \begin{pmatrix} g(T) \\ v_{T-1} \end{pmatrix} =
+                  \mathsf P(T, s) \begin{pmatrix} g(s) \\ v_{s-1} \end{pmatrix} + \text{source}, \qquad
+                  \mathsf P(T, s) = \mathsf P(T, r)\, \mathsf P(r, s)
+
+        Differs from the paper, whose flow has no momentum: with it the gradient alone is not a state, and
+        :math:`P_g(T, s) \ne P_g(T, r) P_g(r, s)`. The first N rows and columns are :math:`P_g`.
+        """
+        N, size = self.num_outputs, self.num_outputs + self.model.size
+
+        def forward(X: Block) -> Block:
+            swept = forward_sweep(self.steps, X[:N], momentum=X[N:], test=False)
+            return torch.cat([swept.gradient, swept.momentum])
+
+        def backward(Y: Block) -> Block:
+            kept: list[Block] = []
+            dz = backward_sweep(self.steps, like=Y[:N], gradient=Y[:N], momentum=Y[N:], on_momentum=kept.append)
+            return torch.cat([dz, *kept])
+
+        return from_functions(forward, backward, (size, size), dtype=self.dtype, device=self.device)
+
+    @property
     def train_transfer(self) -> LinearOperator:
         """D (``eq:train_disp_def``)."""
         return self._operator(
@@ -230,7 +241,12 @@ class Window:
 
     @property
     def dissipation_gramian(self) -> LinearOperator:
-        r"""W (``def:signal_channel``): :math:`\sum_j F_j^\top \tilde M_j F_j`, one forward and one backward sweep."""
+        r"""W (``def:signal_channel``): :math:`\sum_j F_j^\top \tilde M_j F_j`, one forward and one backward sweep.
+
+        This is the paper's :math:`\mathcal W_S^M`: the preconditioner of every step is inside, as it is in P, D and G
+        (its superscript M). For plain SGD, :math:`M = \eta I`, it is :math:`\mathcal W_S` in the time Ση.
+        There is no second one without M: :math:`\ker W \subseteq \ker G` needs the same M on both sides.
+        """
         return from_functions(
             self._dissipate,
             None,
@@ -277,6 +293,51 @@ class Window:
             num_examples=self.num_examples,
         )
 
+    def lifted_steps(self) -> list[LiftedStep]:
+        """The steps as :func:`poprisk.operators.cumulative_error` wants them, each with what it could have reached.
+
+        Raises:
+            DataError: the window is not dense.
+        """
+        eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
+        lifted: list[LiftedStep] = []
+
+        def lift(j: int, F: Block) -> None:
+            maps = self.steps[j]
+            if not isinstance(maps, DenseStep):
+                raise DataError("lifted steps are matrices: make the window with dense=True, shorter if need be")
+            lifted.append(LiftedStep(maps.step, F, maps.pull(eye), maps.train_jacobian, maps.test_jacobian))
+
+        forward_sweep(self.steps, eye, test=False, watch=lift)
+        return lifted
+
+    def cumulative_error(self, A: Float[Tensor, "M N"], *, cutoff: float | None = None) -> CumulativeError:
+        r""":math:`\mathcal D_A` of a linear predictor and its split; see :func:`poprisk.operators.cumulative_error`.
+
+        Raises:
+            DataError: the window is not dense, or A does not map train to test outputs.
+        """
+        return cumulative_error(self.lifted_steps(), A, cutoff=cutoff)
+
+    def anchored_coupling(self, *, preconditioned: bool = True, cutoff: float | None = None) -> Float[Tensor, "M N"]:
+        r"""The predictor of kernel regression with the kernel at the window's start, from the Jacobians.
+
+        .. math:: A_s = K_{QS}^M(s) K_{SS}^M(s)^\dagger, \qquad K^M = J \tilde M_s J^\top
+
+        Args:
+            preconditioned: With the first step's :math:`\tilde M`, as the run had it; else with M = I.
+            cutoff: As of :func:`poprisk.operators.anchored_coupling_of_jacobians`.
+
+        Raises:
+            DataError: the window has no test set.
+        """
+        if self.test_inputs is None:
+            raise DataError("a coupling needs a test set: pass test_inputs=… to the window")
+        w = self._weights(self.start)
+        root = self.effective_preconditioners[0].sqrt() if preconditioned else torch.ones_like(w)
+        J_Q, J_S = (self.model.output_jacobian(w, x).flatten(0, 1) * root for x in (self.test_inputs, self.inputs))
+        return anchored_coupling_of_jacobians(J_Q, J_S, cutoff=cutoff)
+
     def test_displacement(self) -> Float[Tensor, "M"]:
         """U_Q(T) - U_Q(s), by two evaluations of the network."""
         if self.test_inputs is None:
@@ -302,16 +363,30 @@ class Window:
         return torch.tensor(rows, dtype=torch.float64)
 
     def _dissipate(self, H: Block) -> Block:
-        per_column = len(self.steps) * self.model.size * H.element_size()
-        size = max(1, self.memory // per_column)
-        return torch.cat([self._dissipate_block(part) for part in H.split(size, dim=1)], dim=1)
+        room = self.memory // (H.shape[1] * H.element_size() or 1)
+        if len(self.steps) * self.model.size <= room:
+            return self._dissipate_block(H, keep_gradients=True)
+        rows = sum(len(maps.step.batch) for maps in self.steps) * (self.num_outputs // self.num_examples)
+        size = max(1, room * H.shape[1] // max(rows, 1))
+        blocks = [self._dissipate_block(part, keep_gradients=False) for part in H.split(size, dim=1)]
+        return torch.cat(blocks, dim=1)
 
-    def _dissipate_block(self, H: Block) -> Block:
+    def _dissipate_block(self, H: Block, *, keep_gradients: bool) -> Block:
+        """One forward and one backward sweep; between them each F_j H is kept, or formed again from what it read."""
         kept: list[Block] = []
-        forward_sweep(
-            self.steps, H, test=False, watch=lambda j, F: kept.append(self.effective_preconditioners[j][:, None] * F)
-        )
-        return backward_sweep(self.steps, like=H, on_gradients=lambda j: kept[j])
+
+        def keep(_: int, block: Block) -> None:
+            kept.append(block)
+
+        watch, watch_rows = (keep, None) if keep_gradients else (None, keep)
+        forward_sweep(self.steps, H, test=False, watch=watch, watch_rows=watch_rows)
+
+        def weighed(j: int) -> Block:
+            F = kept.pop()  # the last step comes first
+            F = F if keep_gradients else self.steps[j].pull_gathered(F)
+            return self.effective_preconditioners[j][:, None] * F
+
+        return backward_sweep(self.steps, like=H, on_gradients=weighed)
 
     def _operator(self, matmat, rmatmat, rows: int) -> LinearOperator:
         shape = (rows, self.num_outputs)
@@ -340,6 +415,12 @@ class Window:
         chosen = take_examples(self.inputs, step.batch)
         return MatrixFreeStep(step, self.model, before, chosen, self.num_examples, train, test, curvature)
 
+    def _jacobian_bytes(self, steps: Sequence[MatrixFreeStep]) -> int:
+        """What the Jacobians of all steps would take."""
+        rows = len(steps) * (self.num_outputs + self.num_test_outputs)
+        rows += sum(len(maps.step.batch) for maps in steps) * (self.num_outputs // self.num_examples)
+        return rows * self.model.size * self.dtype.itemsize
+
     def _converted(self, step: Step) -> Step:
         """The step's tensors in the dtype and on the device of the window."""
         changed = {
@@ -354,3 +435,16 @@ class Window:
 
     def _outputs(self, k: int, inputs: Inputs) -> Float[Tensor, "n p"]:
         return self.model.outputs(self._weights(k), inputs)
+
+
+def _with_nodes(maps: StepMaps, nodes: int) -> MatrixFreeStep:
+    if not isinstance(maps, MatrixFreeStep):
+        raise DataError("a dense window has its Jacobians at hand, nodes cost nothing: make it with dense=False")
+    return replace(maps, train=maps.train.with_nodes(nodes))
+
+
+def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Floating-point inputs in another dtype; indices stay what they are."""
+    if isinstance(inputs, tuple):
+        return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+    return inputs.to(dtype) if inputs.is_floating_point() else inputs

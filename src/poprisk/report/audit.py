@@ -1,5 +1,7 @@
 """An audit for a terminal: what was found, and the worst rows of its table."""
 
+import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +39,20 @@ def audit_lines(table: AuditTable, top: int, width: int) -> Iterator[RenderableT
         yield Text(f"Note: {note}.")
 
 
+def audit_json(table: AuditTable, top: int) -> str:
+    """The same as one line of JSON; numbers that are not finite become null."""
+    found = {
+        "examples": len(table),
+        "kind": table.kind,
+        "wrong_labels": table.wrong_labels.to_dict(),
+        "suspects": int(table.is_suspect.sum()),
+        "moments": list(table.moments),
+        "notes": list(table.notes),
+        "worst": [{name: _finite(value) for name, value in row.items()} for row in table.worst(top)],
+    }
+    return json.dumps(found, allow_nan=False)
+
+
 def headline(table: AuditTable) -> str:
     """How many labels are held to be wrong, in a sentence."""
     n, wrong = len(table), table.wrong_labels
@@ -65,6 +81,10 @@ def _list(table: AuditTable, top: int) -> Iterator[RenderableType]:
 def _columns(table: AuditTable) -> list[str]:
     wanted = (*_SHOWN[table.kind], "self_influence", "loo_loss")
     return [name for name in wanted if name in table.columns]
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cell(value: Any) -> str:

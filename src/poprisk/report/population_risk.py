@@ -126,8 +126,8 @@ def _results(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[st
         f"{summary['settings']} settings: {len(config['tasks'])} tasks ({tasks}), {len(config['seeds'])} seeds, the "
         f"moments {steps} of one training each; {config['n']} examples, a hidden layer of {config['width']} tanh "
         f"units, batches of {config['batch_size']}. The truth is the loss on a large test set with the same noise. "
-        f"Exclusion and first order look at {config['examples']} of the examples. *Covered*: the truth lies within two standard "
-        "errors plus 5%."
+        f"Exclusion and first order look at {config['examples']} of the examples. *Covered*: the truth lies within "
+        "two standard errors plus 5%."
     )
 
 

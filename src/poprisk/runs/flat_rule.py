@@ -236,7 +236,7 @@ class _AdamRule(FlatRule):
         root = (1 - beta2**t) ** 0.5  # m̂ / (√v̂ + ϵ) = root m̂ / (√v + root ϵ) has one operation less
         kept = w * (1 - lr * decay) if options["decoupled_weight_decay"] and decay else w
         value = -lr * root / (1 - beta1**t)
-        return torch.addcdiv(kept, m, v.sqrt().add_(root * options["eps"]), value=value), [m, v]
+        return torch.addcdiv(kept, m, v.sqrt() + root * options["eps"], value=value), [m, v]
 
 
 class _PopulationRule(FlatRule):

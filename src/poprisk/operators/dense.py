@@ -1,0 +1,71 @@
+r"""The operators of a window as matrices, beside what really happened."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What moved beside the initial output gradient: decay, and momentum carried in from before the window."""
+
+    train: Float[Tensor, "N"]
+    test: Float[Tensor, "M"]
+    gradient: Float[Tensor, "N"]
+    """g(T) = P g(s) + this."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operators:
+    """The dense operators of a window, with what really happened beside them."""
+
+    propagator: Float[Tensor, "N N"]
+    """P_g(T, s)."""
+    factor: Float[Tensor, "r N"]
+    r"""R, an upper-triangular factor of the dissipation gramian, :math:`W = R^\top R`."""
+    train_transfer: Float[Tensor, "N N"]
+    """D."""
+    test_transfer: Float[Tensor, "M N"]
+    """G."""
+    sources: Sources
+    output_gradient: Float[Tensor, "N"]
+    """g(s)."""
+    train_displacement: Float[Tensor, "N"]
+    """U_S(T) - U_S(s), measured."""
+    test_displacement: Float[Tensor, "M"]
+    """U_Q(T) - U_Q(s), measured."""
+    losses: tuple[float, float]
+    """The mean training loss at the start and at the end."""
+    num_examples: int
+
+    @property
+    def dissipation_gramian(self) -> Float[Tensor, "N N"]:
+        """W. For its spectrum use ``factor``: from W nothing finer than the root of rounding can be told apart."""
+        return self.factor.T @ self.factor
+
+    @property
+    def train_completion(self) -> Float[Tensor, "N N"]:
+        r""":math:`F_{SS} = I - P_g` (``eq:train_complement``)."""
+        return torch.eye(len(self.propagator), dtype=self.factor.dtype, device=self.factor.device) - self.propagator
+
+    @property
+    def first_order_dissipation(self) -> float:
+        r""":math:`g^\top W g`. Equals the loss drop for full batches and small steps only: see ``loss_drop``."""
+        return (self.factor @ self.output_gradient).square().sum().item()
+
+    @property
+    def loss_drop(self) -> float:
+        """What the training loss really lost over the window."""
+        return self.losses[0] - self.losses[1]
+
+    @property
+    def predicted_train(self) -> Float[Tensor, "N"]:
+        """-D g + source_S."""
+        return self.sources.train - self.train_transfer @ self.output_gradient
+
+    @property
+    def predicted_test(self) -> Float[Tensor, "M"]:
+        """-G g + source_Q."""
+        return self.sources.test - self.test_transfer @ self.output_gradient

@@ -1,0 +1,133 @@
+"""A window from a run alone: what it takes from the problem, what it refuses, when it is dense."""
+
+from functools import partial
+
+import pytest
+import torch
+from networks import draw
+from recorded_runs import operators_of, problem_of, relative, trained, window_of
+from torch import nn
+from torch.testing import assert_close
+
+from poprisk.errors import DataError, RunError
+from poprisk.operators import RecordedSteps, Window, gradient_descent
+from poprisk.operators.step_maps import DenseStep, MatrixFreeStep
+from poprisk.problems import Problem
+from poprisk.runs import Run, train
+
+ADAM = partial(torch.optim.Adam, lr=0.05)
+
+
+def test_the_problem_says_the_rest():
+    run = trained("mlp", "adam", "cross_entropy")
+    problem = run.problem
+    by_hand = Window(
+        run,
+        problem.model(torch.float64),
+        problem.inputs,
+        problem.targets,
+        test_inputs=problem.test[0],
+        start=4,
+        dense=True,
+    )
+    assert_close(
+        by_hand.dense_operators().test_transfer, operators_of("mlp", "adam", "cross_entropy", start=4).test_transfer
+    )
+
+
+def test_another_test_set_or_none():
+    run = trained("mlp", "adam", "cross_entropy", steps=3)
+    elsewhere = draw("mlp", 14)[12:].float()  # cast to the window's dtype
+    assert Window.of_run(run, test_inputs=elsewhere).test_transfer.shape == (6, 24)
+    untested = Problem(
+        nn.Linear, "squared", torch.eye(2), torch.ones(2, 1), arguments={"in_features": 2, "out_features": 1}
+    )
+    window = Window.of_run(train(untested, ADAM, 2, progress=False))
+    assert window.test_transfer.shape == (0, 2)
+    with pytest.raises(DataError, match="pass test_inputs"):
+        window.anchored_coupling()
+
+
+def test_a_run_recorded_in_single_precision():
+    """Its own steps were rounded; what the rounding did is a source, itself known to single precision."""
+    double = problem_of("mlp", "squared", *draw("mlp", 12).split([8, 4]))
+    run = train(double, ADAM, 6, batch_size=3, dtype=torch.float64, progress=False)
+    inputs, targets = double.batch(dtype=torch.float32)
+    single = Problem(make_single, "squared", inputs, targets, test=(double.test[0].float(), double.test[1].float()))
+    rounded = train(single, ADAM, 6, batch_size=3, progress=False)
+    assert rounded.weights(0).dtype == torch.float32
+    ops, exact = (Window.of_run(r, dense=True).dense_operators() for r in (rounded, run))
+    assert ops.test_transfer.dtype == torch.float64
+    assert relative(ops.predicted_test, ops.test_displacement) < 1e-6
+    assert relative(ops.test_transfer, exact.test_transfer) < 1e-4
+    narrow = Window.of_run(rounded, dtype=torch.float32, dense=True).dense_operators()
+    assert narrow.test_transfer.dtype == torch.float32
+    assert relative(narrow.test_transfer.double(), ops.test_transfer) < 1e-4
+
+
+def make_single():
+    from networks import build
+
+    return build("mlp").float()
+
+
+def test_integer_inputs_stay_integers():
+    window = window_of("transformer", "momentum", "cross_entropy", steps=2, dense=None)
+    assert window.inputs.dtype == torch.int64
+    assert window.test_inputs.dtype == torch.int64
+
+
+def test_dense_where_the_jacobians_fit():
+    run = trained("mlp", "adam", "squared", steps=3)
+    d, rows = run.num_weights, 3 * (8 + 4 + 3) * 3  # three steps; train, test and batch; three outputs
+    fits = Window.of_run(run, memory=rows * d * 8)
+    assert all(isinstance(maps, DenseStep) for maps in fits.steps)
+    tight = Window.of_run(run, memory=rows * d * 8 - 1)
+    assert all(isinstance(maps, MatrixFreeStep) for maps in tight.steps)
+    with pytest.raises(DataError, match="dense=True"):
+        tight.lifted_steps()
+
+
+def jitter(inputs, generator):
+    return inputs + 0.1 * torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype)
+
+
+def test_runs_without_an_exact_analysis_are_refused():
+    inputs, targets = draw("mlp", 6), torch.ones(6, 1, dtype=torch.float64)
+    options = {"arguments": {"in_features": 4, "out_features": 1, "dtype": torch.float64}}
+    augmented = train(
+        Problem(nn.Linear, "squared", inputs, targets, augment=jitter, **options), ADAM, 2, progress=False
+    )
+    for make in (Window.of_run, lambda run: Window(run, run.problem.model(), inputs, targets)):
+        with pytest.raises(RunError, match=r"inputs were augmented.*record a run without augmentation"):
+            make(augmented)
+    random = train(Problem(make_dropout, "squared", inputs, targets), ADAM, 2, progress=False)
+    assert random.obstacles
+    for make in (Window.of_run, lambda run: Window(run, random.problem.model(), inputs, targets)):
+        with pytest.raises(RunError, match="no exact analysis of this run is possible"):
+            make(random)
+
+
+def make_dropout():
+    return nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 1)).double()
+
+
+def test_a_trajectory_of_ones_own_may_say_what_it_knows():
+    model = trained("mlp", "adam", "squared").problem.model(torch.float64)
+    x, y = draw("mlp", 5), torch.zeros(5, 3, dtype=torch.float64)
+    plain = gradient_descent(model, x, y, lr=0.1, steps=2)
+
+    class Doubtful(RecordedSteps):
+        obstacles = ("the clock was wrong",)
+
+    assert Window(plain, model, x, y).num_examples == 5
+    with pytest.raises(RunError, match="the clock was wrong"):
+        Window(Doubtful(plain.all_weights, plain.all_steps, plain.buffers), model, x, y)
+
+
+def test_a_run_that_does_not_know_its_problem(tmp_path):
+    problem = problem_of("mlp", "squared", *draw("mlp", 12).split([8, 4]))
+    train(problem, ADAM, 2, path=tmp_path / "run", progress=False)
+    with pytest.raises(RunError, match=r"Run.load\(path, problem=…\)"):
+        Window.of_run(Run.load(tmp_path / "run"))
+    assert Window.of_run(Run.load(tmp_path / "run", problem=problem)).num_examples == 8
