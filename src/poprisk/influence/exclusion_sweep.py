@@ -93,7 +93,7 @@ class ExclusionSweep:
             def f(w: Tensor) -> Tensor:
                 return forward(w, x if several else x[0]).reshape(-1)
 
-            u, tangent = jvp(f, (w,), (dw,))
+            u, tangent, *_ = jvp(f, (w,), (dw,))
             return u, tangent, f(w + dw) - u
 
         load_forward_mode()

@@ -196,9 +196,9 @@ _INTRODUCTION = """# Population risk from one run
 ```python
 from poprisk import population_risk
 
-risk = population_risk(run)                       # trains nothing
-print(risk)                                       # value ± standard error (valid or not: why)
-risk = population_risk(run, retrain_budget=10)    # may train ten times where the run alone cannot tell
+risk = population_risk(run)  # trains nothing
+print(risk)  # value ± standard error (valid or not: why)
+risk = population_risk(run, retrain_budget=10)  # may train ten times where the run alone cannot tell
 ```
 
 **Exclusion** follows, for each of some examples, the run that would have been without it: every recorded step is

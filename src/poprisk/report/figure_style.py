@@ -1,0 +1,23 @@
+"""What the figures of the spectral experiments share: colours told apart with any colour vision, and type sizes."""
+
+from typing import Any
+
+# Okabe and Ito's colours; markers and line styles tell them apart without any.
+BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#56B4E9"
+INK, FAINT, PALE = "#222222", "#8A8A8A", "#EDEDED"
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
