@@ -188,6 +188,30 @@ def audit(
         console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
 
 
+@app.command()
+def explore(
+    output: Annotated[Path, typer.Option(help="The page to write, one HTML file.")] = Path("poprisk-explore.html"),
+    kernel: Annotated[
+        Path | None,
+        typer.Option(
+            help="Your own kernel: a .npz file with K_SS, K_QS and signal (the clean targets), perhaps truth (at the "
+            "test inputs). Default: a built-in one.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write a page to play with: sliders for noise, capacity, ridge and time move the filter and the risk of a kernel.
+
+    One HTML file that needs no server and no network; open it in a browser.
+    """
+    from poprisk.experiments.explorable import builtin_kernel, kernel_from_file
+    from poprisk.report.explore import explore_page
+    from poprisk.store import write_text
+
+    chosen = builtin_kernel() if kernel is None else kernel_from_file(kernel)
+    typer.echo(f"Wrote {write_text(output, explore_page(chosen))}: open it in a browser")
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point of the ``poprisk`` command."""
     sys.exit(_run(arguments))

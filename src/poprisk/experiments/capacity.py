@@ -106,10 +106,10 @@ class RankStudy:
     """All problems along their predictive ranks, and one of them in full."""
 
     shown_seed: int
-    """Of the problems with a peak, the one whose risk falls by the largest share after it: the clearest picture."""
+    """Of the problems with a peak, the one whose peak stands out most: the clearest picture."""
     shown: Compared
-    falls: list[float]
-    """Of every problem with a peak: the share of its highest risk that is gone at full rank."""
+    prominences: list[float]
+    """Of every problem with a peak: the share of its highest risk by which that lies above the higher end."""
     increments: list[float]
     r""":math:`\mathcal R_{r+1} - \mathcal R_r` per test output, for r from 0."""
     sign_changes: list[int]
@@ -198,7 +198,7 @@ def run(config: CapacityConfig, progress: Progress | None = None) -> CapacityRes
 
 
 def study_ranks(config: CapacityConfig) -> RankStudy:
-    """Problems seed after seed until enough have an interior maximum; the one with the largest fall is shown."""
+    """Problems seed after seed until enough have an interior maximum; the one that stands out most is shown."""
     study: DoubleDescentStudy = double_descent_study(
         config.problems,
         width=config.width,
@@ -208,12 +208,12 @@ def study_ranks(config: CapacityConfig) -> RankStudy:
         tests=config.tests,
         dimension=config.dimension,
     )
-    shown = max(study.claimed, key=_fall)
+    shown = max(study.claimed, key=_prominence)
     increments, changes = _increments(config, shown.seed)
     return RankStudy(
         shown_seed=shown.seed,
         shown=_compared_trial(shown, config.tests),
-        falls=[_fall(trial) for trial in study.claimed],
+        prominences=[_prominence(trial) for trial in study.claimed],
         increments=increments,
         sign_changes=changes,
         problems=len(study.trials),
@@ -225,9 +225,9 @@ def study_ranks(config: CapacityConfig) -> RankStudy:
     )
 
 
-def _fall(trial: PeakTrial) -> float:
+def _prominence(trial: PeakTrial) -> float:
     highest = trial.theory.max()
-    return ((highest - trial.theory[-1]) / highest).item()
+    return ((highest - torch.maximum(trial.theory[0], trial.theory[-1])) / highest).item()
 
 
 def _compared_trial(trial: PeakTrial, tests: int) -> Compared:

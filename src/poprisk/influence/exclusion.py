@@ -218,7 +218,7 @@ def _corrected(unrolled: Unrolled, chosen: Tensor, raw: Tensor, y: Tensor) -> tu
     x = take_examples(unrolled.inputs, chosen)
     r = unrolled.model.output_gradient(unrolled.last_weights, x, y)
     HL = H @ loss_hessians(unrolled.model.loss, raw, y)
-    eye = torch.eye(HL.shape[1], dtype=HL.dtype)
+    eye = torch.eye(HL.shape[1], dtype=HL.dtype, device=HL.device)
     doubt = torch.linalg.eigvals(HL).abs().amax(1).to(HL.dtype)
     solved = torch.linalg.solve_ex(eye - HL, (H @ r.unsqueeze(2))).result.squeeze(2)
     return solved, doubt

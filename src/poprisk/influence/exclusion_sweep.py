@@ -112,7 +112,7 @@ class ExclusionSweep:
         self.unrolled = unrolled
 
     def _advance(self, step: LinearStep) -> None:
-        own = step.examples[None, :] == self.examples[:, None]  # [m, b]
+        own = step.examples[None, :] == self.examples.to(step.examples.device)[:, None]  # [m, b]
         more = step.batch.residuals.new_tensor(self.others - 1)
         change = torch.where(own, -torch.ones_like(more), more)
         source = change[:, :, None] * (step.batch.shares[:, None] * step.batch.residuals)

@@ -69,8 +69,8 @@ def generalization_gap(
         return exact_estimate(value, unrolled)
     operator, divisor = influence_operator(unrolled, loss=loss), float(n)
     if centred:
-        one = torch.full((n, 1), n**-0.5, dtype=unrolled.dtype)
-        centre = identity(n, dtype=unrolled.dtype) - LowRank(one)
+        one = torch.full((n, 1), n**-0.5, dtype=unrolled.dtype, device=unrolled.device)
+        centre = identity(n, dtype=unrolled.dtype, device=unrolled.device) - LowRank(one)
         operator, divisor = centre @ operator @ centre, float(n - 1)
     estimators = {"xtrace": xtrace, "hutchpp": hutchpp_trace, "hutchinson": hutchinson_trace}
     if method not in estimators:
@@ -153,7 +153,7 @@ def taylor_remainder(
     chosen = choose_examples(examples, n, seed)
     at = take_examples(unrolled.inputs, chosen), unrolled.targets[chosen]
     model, w = evaluation_model(unrolled, loss), unrolled.last_weights
-    direction = torch.zeros(len(chosen), n, dtype=unrolled.dtype).scatter_(1, chosen[:, None], 1.0)
+    direction = torch.zeros(len(chosen), n, dtype=unrolled.dtype).scatter_(1, chosen[:, None], 1.0).to(unrolled.device)
     if centred:
         direction = (direction - 1 / n) * (n / (n - 1))
     found = unrolled.adjoint(model.per_example_gradients(w, *at).T).weights

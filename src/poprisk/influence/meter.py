@@ -224,7 +224,7 @@ class FoldEnsemble:
             "training_loss": training,
             "cost": self.folds * k / run.num_steps,
         }
-        error = inflated_error(held_out, torch.arange(n), trained, self.fold)
+        error = inflated_error(held_out.cpu(), torch.arange(n), trained.cpu(), self.fold)
         model = problem.model(outputs.dtype)
         error = math.hypot(error, unseen_mistake(model, outputs.flatten(1), targets, n))
         if not (math.isfinite(value) and math.isfinite(error)):

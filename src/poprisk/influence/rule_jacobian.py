@@ -74,7 +74,7 @@ class DiagonalJacobian:
         with forward_ad.dual_level():
             duals = []
             for i, x in enumerate(point):
-                tangent = torch.zeros(count, len(x), dtype=x.dtype)
+                tangent = x.new_zeros(count, len(x))
                 tangent[i] = 1.0
                 duals.append(forward_ad.make_dual(x.repeat(count, 1), tangent))
             held = None if gate is None else gate.expand(count, -1)

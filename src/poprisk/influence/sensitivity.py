@@ -132,6 +132,7 @@ class Unrolled:
         self.gate: GateMode = gate
         """Whether the gate answers to the change."""
         self.dtype = run.layout.dtype if dtype is None else dtype
+        self.device = run.problem.device
         self.model = run.problem.model(self.dtype)
         self.rule = flat_rule(run)
         self.inputs, self.targets = run.problem.batch(dtype=self.dtype)
@@ -191,13 +192,13 @@ class Unrolled:
 
     def weights(self, k: int) -> Float[Tensor, "d"]:
         """The recorded weights before step k."""
-        return self.run.weights(k).to(self.dtype)
+        return self.run.weights(k).to(self.device, self.dtype)
 
     def batch(self, k: int) -> BatchDerivatives:
         """The batch of step k at the weights it was taken with."""
         recorded = self.run.recorded(k)
-        examples = recorded.batch(k)
-        shares = recorded.selection(k).to(self.dtype) / self.num_examples
+        examples = recorded.batch(k).to(self.device)
+        shares = recorded.selection(k).to(self.device, self.dtype) / self.num_examples
         x, y = take_examples(self.inputs, examples), self.targets[examples]
         return batch_derivatives(self.model, self._layers, self.weights(k), x, y, shares)
 
@@ -209,7 +210,7 @@ class Unrolled:
         # SGD's step is linear: its derivative is the same whatever momentum it found.
         state = self.rule.initial(batch.w) if self._linear_rule else self._states.before(k)
         rule = rule_jacobian(self.rule, k, batch.w, batch.gradient, state, gate=self.gate)
-        return LinearStep(k, self.run.batch(k), batch, rule, clip)
+        return LinearStep(k, self.run.batch(k).to(self.device), batch, rule, clip)
 
     def forward(
         self,
@@ -231,7 +232,7 @@ class Unrolled:
             DataError: no direction, shapes that do not fit, or numbers that are not finite.
         """
         given = {"weights": weights, "labels": labels, "inputs": inputs, "initial": initial}
-        kinds = {name: x.to(self.dtype) for name, x in given.items() if x is not None}
+        kinds = {name: x.to(self.device, self.dtype) for name, x in given.items() if x is not None}
         self._check_directions(kinds)
         columns = next(iter(kinds.values())).shape[-1]
         parts = []
@@ -258,7 +259,7 @@ class Unrolled:
         """
         self._check_covectors(covectors, wrt)
         parts = [
-            self._adjoint(covectors[:, part].to(self.dtype), wrt, on_step)
+            self._adjoint(covectors[:, part].to(self.device, self.dtype), wrt, on_step)
             for part in slices(covectors.shape[1], self.columns_at_a_time())
         ]
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in wrt}
@@ -290,7 +291,8 @@ class Unrolled:
         measured = (kept[: len(examples)] - kept[len(examples) :]) / (2 * eps)
         predicted = self.forward(weights=change.T.contiguous()).T
         scale = predicted.norm(dim=1).clamp(min=torch.finfo(self.dtype).tiny)
-        return SpotCheck(examples, (measured - predicted).norm(dim=1) / scale, 2.0 * len(examples))
+        deviations = ((measured - predicted).norm(dim=1) / scale).cpu()
+        return SpotCheck(examples, deviations, 2.0 * len(examples))
 
     def columns_at_a_time(self) -> int:
         """Directions or queries that fit in half of ``memory``, for whoever makes them in turns."""
@@ -311,7 +313,7 @@ class Unrolled:
 
     def _forward(self, kinds: dict[str, Tensor]) -> Float[Tensor, "d k"]:
         columns = next(iter(kinds.values())).shape[-1]
-        zero = torch.zeros(columns, self.num_weights, dtype=self.dtype)
+        zero = torch.zeros(columns, self.num_weights, dtype=self.dtype, device=self.device)
         blocks = [zero.clone() for _ in range(1 + len(self.rule.state_names))]
         if "initial" in kinds:
             blocks[0] += kinds["initial"].T
@@ -333,7 +335,7 @@ class Unrolled:
         q, n = covectors.shape[1], self.num_examples
         blocks = [covectors.T.contiguous()]
         blocks += [torch.zeros_like(blocks[0]) for _ in self.rule.state_names]
-        found = _Gathered(q, n, self.num_outputs, self.inputs, self.dtype, wrt)
+        found = _Gathered(q, n, self.num_outputs, self.inputs, covectors, wrt)
         for step in self.steps(backward=True):
             seen = []
             for rows in self.rows_at_a_time(q):
@@ -401,12 +403,12 @@ class Unrolled:
 class _Gathered:
     """Collects the derivatives of every example over the steps."""
 
-    def __init__(self, q: int, n: int, p: int, inputs: Inputs, dtype: torch.dtype, wrt: tuple[By, ...]) -> None:
+    def __init__(self, q: int, n: int, p: int, inputs: Inputs, like: Tensor, wrt: tuple[By, ...]) -> None:
         self._wrt = wrt
         shapes: dict[By, tuple[int, ...]] = {"weights": (q, n), "labels": (q, n, p)}
         if "inputs" in wrt:
             shapes["inputs"] = (q, *_input_shape(inputs))
-        self._sums = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items() if name in wrt}
+        self._sums = {name: like.new_zeros(shape) for name, shape in shapes.items() if name in wrt}
 
     def add(self, step: LinearStep, rows: slice, a: Tensor, du: Tensor) -> None:
         shares, residuals = step.batch.shares, step.batch.residuals

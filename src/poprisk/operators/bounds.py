@@ -23,206 +23,6 @@ from poprisk.operators.cumulative import CumulativeError
 
 Form = Literal["discrete", "flow"]
 
-# Rounding errors of the sizes involved that a side may be off, per root of its dimension.
-_MARGIN = 100.0
-
-
-@dataclass(frozen=True)
-class Bound:
-    """An inequality ``left <= right`` with its two sides.
-
-    >>> bound = Bound("remainder", "eq:effective_screen_bound", "discrete", left=1.0, right=4.0)
-    >>> bound.holds, bound.tightness
-    (True, 0.25)
-    """
-
-    name: str
-    label: str
-    """Of the equation in the paper."""
-    form: Form | Literal["algebra"]
-    """Whether the budget is first-order dissipation or loss drop; "algebra" where no displacement enters."""
-    left: float
-    right: float
-    rounding: float = 0.0
-    """What floating point may have added to the left side."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether left is at most right, up to rounding."""
-        return self.left <= self.right + self.rounding
-
-    @property
-    def tightness(self) -> float:
-        """Left over right: 1 where the bound is attained; 0 where both sides are 0."""
-        if self.right == 0:
-            return 0.0 if self.left <= self.rounding else float("inf")
-        return self.left / self.right
-
-    def __str__(self) -> str:
-        verdict = "holds" if self.holds else "FAILS"
-        return f"{self.name} ({self.form}): {self.left:.3g} <= {self.right:.3g} {verdict}"
-
-
-@dataclass(frozen=True, eq=False)
-class RealizedWindow:
-    r"""What really happened over a window.
-
-    .. math:: \Delta u_S = -D g + source_S, \qquad \Delta u_Q = -G g + source_Q
-    """
-
-    gradient: Float[Tensor, "N"]
-    """g, the output gradient at the start."""
-    train_displacement: Float[Tensor, "N"]
-    """Δu_S."""
-    test_displacement: Float[Tensor, "M"]
-    """Δu_Q."""
-    train_source: Float[Tensor, "N"] | None = None
-    """What of Δu_S is not linear in g; none if not given."""
-    test_source: Float[Tensor, "M"] | None = None
-    """What of Δu_Q is not linear in g."""
-    loss_drop: float | None = None
-    """Φ_S(u(s)) - Φ_S(u(T)); needed for bounds in the form of gradient flow."""
-
-
-def hard_reservoir_bound(channels: DissipationChannels) -> Bound:
-    r"""The reservoir moves no test output: :math:`G P_{\{0\}} = 0`, Eq. ``pathwise_hard_reservoir``.
-
-    The left side is :math:`\|G P_{res}\|`. What was taken as 0 in W lets through at most the root of the cut-off
-    times the root of the visibility; that is part of the rounding allowed.
-
-    >>> from poprisk.operators import dissipation_channels
-    >>> R = torch.diag(torch.tensor([1.0, 0.0]))
-    >>> hard_reservoir_bound(dissipation_channels(R, R, torch.eye(2))).holds  # no run has such a G
-    False
-    """
-    G_res = _restricted_test_transfer(channels, channels.rank)
-    allowed = _rounding_of_G(channels) + (channels.visibility_norm * channels.cutoff) ** 0.5
-    return Bound("hard reservoir", "eq:pathwise_hard_reservoir", "algebra", G_res, 0.0, allowed)
-
-
-def soft_reservoir_bound(channels: DissipationChannels, epsilon: float, h: Float[Tensor, "N"] | None = None) -> Bound:
-    r"""Directions that dissipated little are seen little, Eq. ``pathwise_soft_reservoir``.
-
-    .. math:: \|G P_{[0,\varepsilon]} h\| \le \|\Gamma_Q\|^{1/2} \sqrt\varepsilon\, \|P_{[0,\varepsilon]} h\|
-
-    Args:
-        channels: The window.
-        epsilon: Threshold in the units of W, at least the cut-off of the channels.
-        h: A direction; None takes the worst one, as a bound on operator norms.
-
-    Raises:
-        DataError: ε below the cut-off, where the visibility is not known, or h of another length.
-    """
-    if epsilon < channels.cutoff:
-        raise DataError(
-            f"epsilon must be at least the cut-off of the channels, {channels.cutoff:.3g}, got {epsilon:.3g}: take "
-            "hard_reservoir_bound"
-        )
-    budget = (channels.visibility_norm * epsilon) ** 0.5
-    if h is None:
-        left, size = _restricted_test_transfer(channels, channels.spectrum.count_above(epsilon)), 1.0
-    else:
-        require_length(h, channels.vectors.shape[0], "h")
-        low = channels.split_at(epsilon).reservoir @ h
-        left, size = (channels.test_transfer @ low).norm().item(), low.norm().item()
-    rounding = _rounding_of_G(channels) * (1.0 if h is None else h.norm().item())
-    return Bound("soft reservoir", "eq:pathwise_soft_reservoir", "algebra", left, budget * size, rounding)
-
-
-def mobility_bound(channels: DissipationChannels, h: Float[Tensor, "N"]) -> Bound:
-    r"""A direction that moves test outputs must have dissipated, Eq. ``pathwise_mobility_lower_bound``.
-
-    .. math:: \|G h\|^2 / \|\Gamma_Q\| \le h^\top W h
-
-    Raises:
-        DataError: h of another length.
-    """
-    dissipated = channels.dissipation(h)
-    moved = (channels.test_transfer @ h).norm().item()
-    noise = _reservoir_noise(channels, h)
-    visibility = channels.visibility_norm
-    left = moved**2 / visibility if visibility else 0.0
-    rounding = (2 * moved * noise + noise**2) / visibility if visibility else 0.0
-    return Bound("mobility", "eq:pathwise_mobility_lower_bound", "algebra", left, dissipated, rounding)
-
-
-def filtered_bound(
-    channels: DissipationChannels, phi: Callable[[Float[Tensor, "r"]], Float[Tensor, "r"]], h: Float[Tensor, "N"]
-) -> Bound:
-    r"""The bound for any bounded function of the gramian, Eq. ``pathwise_filtered_bound``.
-
-    .. math:: \|G \varphi(W) h\|^2 \le \|\Gamma_Q\|\, \|W^{1/2} \varphi(W) h\|^2
-
-    Args:
-        channels: The window.
-        phi: Maps eigenvalues to finite numbers, entry by entry; also called at 0, for the null space.
-        h: A direction.
-
-    Raises:
-        DataError: h of another length, or a φ that is not finite or changes the shape.
-    """
-    spectrum = channels.spectrum
-    require_length(h, spectrum.vectors.shape[0], "h")
-    values, at_zero = phi(spectrum.values), phi(spectrum.values.new_zeros(1))
-    if values.shape != spectrum.roots.shape or not (torch.isfinite(values).all() and torch.isfinite(at_zero).all()):
-        raise DataError(
-            "phi must map the eigenvalues, and 0, to as many finite numbers: it must be bounded on [0, ‖W‖]"
-        )
-    in_basis = spectrum.vectors.T @ h
-    filtered = at_zero * h + spectrum.vectors @ ((values - at_zero) * in_basis)
-    moved = (channels.test_transfer @ filtered).norm().item()
-    noise = _reservoir_noise(channels, filtered)
-    right = channels.visibility_norm * (spectrum.roots * values * in_basis).square().sum().item()
-    rounding = 2 * moved * noise + noise**2
-    return Bound("filtered", "eq:pathwise_filtered_bound", "algebra", moved**2, right, rounding)
-
-
-def visibility_order_bound(channels: DissipationChannels) -> Bound:
-    r"""The order :math:`G^\top G \preceq \|\Gamma_Q\| W` of ``thm:reservoir_invisibility``.
-
-    The left side is the largest eigenvalue of the difference, relative to :math:`\|\Gamma_Q\| \|W\|`; the right one 0.
-    """
-    G, spectrum = _dense_test_transfer(channels), channels.spectrum
-    scale = channels.visibility_norm * spectrum.largest
-    W = (spectrum.vectors * spectrum.values) @ spectrum.vectors.T
-    difference = G.T @ G - channels.visibility_norm * W
-    largest = torch.linalg.eigvalsh(difference)[-1].item()
-    rounding = _MARGIN * _eps(channels) * len(spectrum.vectors) ** 0.5
-    return Bound(
-        "visibility order", "thm:reservoir_invisibility", "algebra", largest / scale if scale else 0.0, 0.0, rounding
-    )
-
-
-def visibility_spectra(channels: DissipationChannels) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    r"""The spectra :math:`\lambda_j(G^\top G)` and :math:`\|\Gamma_Q\| \lambda_j(W)`: the first is below the second.
-
-    Differs from the paper, whose figure compares :math:`\lambda_j(\Gamma_Q)` with :math:`\lambda_j(W)`; those are in
-    different units and not ordered.
-    """
-    G = _dense_test_transfer(channels)
-    N = G.shape[1]
-    visible, budget = G.new_zeros(N), G.new_zeros(N)
-    seen = torch.linalg.svdvals(G).square()
-    visible[: len(seen)] = seen
-    budget[: len(channels.spectrum.roots)] = channels.visibility_norm * channels.spectrum.values
-    return visible, budget
-
-
-def visibility_spectrum_bound(channels: DissipationChannels) -> Bound:
-    r"""Index by index :math:`\lambda_j(G^\top G) \le \|\Gamma_Q\| \lambda_j(W)`, at the worst index."""
-    visible, budget = visibility_spectra(channels)
-    worst = int((visible - budget).argmax())
-    rounding = _MARGIN * _eps(channels) * len(visible) ** 0.5 * max(visible[0].item(), budget[0].item())
-    return Bound(
-        "visibility spectrum",
-        "thm:reservoir_invisibility",
-        "algebra",
-        visible[worst].item(),
-        budget[worst].item(),
-        rounding,
-    )
-
-
 def visibility_bound(channels: DissipationChannels, window: RealizedWindow, form: Form = "discrete") -> Bound:
     r"""The test displacement is bounded by visibility and dissipation, Eq. ``effective_purif_bound``.
 
@@ -291,7 +91,7 @@ def path_error_order_bound(coupling: Coupling, A: Float[Tensor, "M N"]) -> Bound
     scale = max(operator_norm(E), operator_norm(coupling.channels.reduced_test) ** 2)
     largest = torch.linalg.eigvalsh(R @ R.T - E)[-1].item() if len(E) else 0.0
     # Unresolved directions are orthogonal to the remainder's complement up to their own small singular values.
-    rounding = _MARGIN * _eps(coupling.channels) * len(E) ** 0.5 + _unresolved_share(coupling, A, scale)
+    rounding = MARGIN * eps_of(coupling.channels) * len(E) ** 0.5 + _unresolved_share(coupling, A, scale)
     return Bound(
         "path error order", "eq:path_error_loewner", "algebra", largest / scale if scale else 0.0, 0.0, rounding
     )
@@ -301,7 +101,7 @@ def sharp_bound(coupling: Coupling, A: Float[Tensor, "M N"]) -> Bound:
     r"""The visible infimum is sharp: :math:`\|R_\perp\|^2 \le \|\mathcal D_A^{vis}\|`."""
     right = operator_norm(path_error(coupling.channels, A))
     scale = max(right, operator_norm(coupling.channels.reduced_test) ** 2)
-    rounding = scale * (_MARGIN * _eps(coupling.channels) + _unresolved_share(coupling, A, scale))
+    rounding = scale * (MARGIN * eps_of(coupling.channels) + _unresolved_share(coupling, A, scale))
     return Bound("sharp", "eq:path_error_min", "algebra", coupling.remainder_norm**2, right, rounding)
 
 
@@ -309,7 +109,7 @@ def coarse_bound(error: CumulativeError) -> Bound:
     r"""The lifted error is coarser: :math:`\|\mathcal D_A^{vis}\| \le \|\mathcal D_A\|`."""
     left, right = operator_norm(error.visible), operator_norm(error.total)
     eps = torch.finfo(error.total.dtype).eps
-    return Bound("coarse", "eq:lifted_error_split", "algebra", left, right, _MARGIN * eps * right)
+    return Bound("coarse", "eq:lifted_error_split", "algebra", left, right, MARGIN * eps * right)
 
 
 def anchored_bound(coupling: Coupling, anchored_error: CumulativeError) -> Bound:
@@ -320,7 +120,7 @@ def anchored_bound(coupling: Coupling, anchored_error: CumulativeError) -> Bound
         anchored_error: The cumulative error of :math:`A_s = K_{QS}(s) K_{SS}(s)^\dagger`.
     """
     right = operator_norm(anchored_error.total)
-    rounding = _MARGIN * _eps(coupling.channels) * max(right, coupling.channels.visibility_norm)
+    rounding = MARGIN * eps_of(coupling.channels) * max(right, coupling.channels.visibility_norm)
     return Bound("anchored", "thm:cumulative_error_split", "algebra", coupling.remainder_norm**2, right, rounding)
 
 
@@ -411,7 +211,7 @@ def _on_the_run(
         scale += operator_norm(A) * window.train_displacement.norm().item()
     budget = _budget(channels, window, form)
     below_cutoff = size * channels.cutoff**0.5 * (channels.reservoir @ window.gradient).norm().item()
-    rounding = _MARGIN * _eps(channels) * N**0.5 * scale + below_cutoff
+    rounding = MARGIN * eps_of(channels) * N**0.5 * scale + below_cutoff
     return Bound(name, label, form, missed.norm().item(), size * budget, rounding)
 
 
@@ -437,24 +237,6 @@ def _squared(bound: Bound) -> Bound:
     return Bound(bound.name, bound.label, bound.form, bound.left**2, bound.right**2, rounding)
 
 
-def _restricted_test_transfer(channels: DissipationChannels, above: int) -> float:
-    """‖G (I - V Vᵀ)‖ for the leading eigenvectors V of W."""
-    V = channels.spectrum.vectors[:, :above]
-    G = _dense_test_transfer(channels)
-    return operator_norm(G - (G @ V) @ V.T)
-
-
-def _reservoir_noise(channels: DissipationChannels, h: Tensor) -> float:
-    """Rounding in ‖G h‖, and what directions below the cut-off may add."""
-    low = (channels.reservoir @ h).norm().item()
-    return _rounding_of_G(channels) * h.norm().item() + (channels.visibility_norm * channels.cutoff) ** 0.5 * low
-
-
-def _rounding_of_G(channels: DissipationChannels) -> float:
-    size = operator_norm(channels.reduced_test * channels.roots)
-    return _MARGIN * _eps(channels) * channels.vectors.shape[0] ** 0.5 * size
-
-
 def _unresolved_share(coupling: Coupling, A: Tensor, scale: float) -> float:
     """What A makes of train displacements that count as 0, relative to the scale of a path error."""
     c = coupling.channels
@@ -462,14 +244,3 @@ def _unresolved_share(coupling: Coupling, A: Tensor, scale: float) -> float:
     if not len(lost) or not scale:
         return 0.0
     return 2 * operator_norm(A) * lost[0].item() / scale**0.5
-
-
-def _dense_test_transfer(channels: DissipationChannels) -> Tensor:
-    G = channels.test_transfer
-    if not isinstance(G, Tensor):
-        raise DataError("this bound needs G as a matrix, got an operator: call to_dense() on it")
-    return G
-
-
-def _eps(channels: DissipationChannels) -> float:
-    return torch.finfo(channels.roots.dtype).eps

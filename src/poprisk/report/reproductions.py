@@ -54,8 +54,56 @@ def _coupling() -> Reproduction:
     )
 
 
+def _signal() -> Reproduction:
+    from poprisk.experiments import signal as experiment
+    from poprisk.report.signal import draw_signal
+    from poprisk.report.signal_page import signal_lines
+
+    return Reproduction(
+        kind=experiment.KIND,
+        full=experiment.SignalConfig(),
+        smoke=experiment.SMOKE,
+        run=experiment.run,
+        draw=draw_signal,
+        lines=signal_lines,
+    )
+
+
+def _capacity() -> Reproduction:
+    from poprisk.experiments import capacity as experiment
+    from poprisk.report.capacity import draw_capacity
+    from poprisk.report.capacity_page import capacity_lines
+
+    return Reproduction(
+        kind=experiment.KIND,
+        full=experiment.CapacityConfig(),
+        smoke=experiment.SMOKE,
+        run=experiment.run,
+        draw=draw_capacity,
+        lines=capacity_lines,
+    )
+
+
+def _time() -> Reproduction:
+    from poprisk.experiments import time_axis as experiment
+    from poprisk.report.time_axis import draw_time
+    from poprisk.report.time_page import time_lines
+
+    return Reproduction(
+        kind=experiment.KIND,
+        full=experiment.TimeConfig(),
+        smoke=experiment.SMOKE,
+        run=experiment.run,
+        draw=draw_time,
+        lines=time_lines,
+    )
+
+
 _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     "coupling": ("training displacement determines test displacement while the kernel moves", _coupling),
+    "signal": ("directions that dissipate most per complexity, what a test set loses without the rest", _signal),
+    "capacity": ("exact risk against simulated fits across capacity, and the price of interpolated noise", _capacity),
+    "time": ("which directions are fitted first, and generalization long after interpolation", _time),
 }
 
 

@@ -14,6 +14,7 @@ from poprisk.store import load_result, write_figure, write_text
 try:
     import matplotlib
     from matplotlib.axes import Axes
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 except ImportError:
     raise MissingExtraError("matplotlib", "report", "the signal figure") from None
@@ -83,6 +84,8 @@ def _draw_lost(axes: Axes, run: Saved) -> None:
 
 
 def _draw_data(figure: Figure, axes: Axes, run: Saved) -> None:
+    positive = [x for x in run["energy"] if x > 0]
+    scale = LogNorm(min(positive), max(positive))  # a few examples hold most of the energy
     for label, marker in enumerate(_MOONS):
         chosen = [i for i, x in enumerate(run["labels"]) if x == label]
         points = [run["inputs"][i] for i in chosen]
@@ -92,8 +95,7 @@ def _draw_data(figure: Figure, axes: Axes, run: Saved) -> None:
             c=[run["energy"][i] for i in chosen],
             marker=marker,
             cmap="cividis",
-            vmin=0,
-            vmax=max(run["energy"]),
+            norm=scale,
             s=34,
             edgecolors="none",
             label=f"label {label}",
@@ -112,6 +114,7 @@ def _draw_data(figure: Figure, axes: Axes, run: Saved) -> None:
     axes.set_ylim(low, high + 0.32 * (high - low))  # the legend's place
     legend = axes.legend(loc="upper center", ncols=3, handletextpad=0.1, columnspacing=0.8)
     for handle in legend.legend_handles[: len(_MOONS)]:
+        handle.set_array(None)  # type: ignore[union-attr]  # its colour means nothing here
         handle.set_facecolor(FAINT)  # type: ignore[union-attr]
 
 
