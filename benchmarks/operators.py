@@ -44,7 +44,7 @@ class Size:
     test_examples: int = 200
     width: int = 300
     steps: int = 200
-    batch_size: int = 32
+    batch_size: int = 100
     rate: float = 0.01
     pairs: int = 20
     columns: tuple[int, ...] = (5, 10, 20)

@@ -56,7 +56,7 @@ def test_the_page_on_operators_runs_from_top_to_bottom(capsys):
     """Each block goes on where the one before it ended."""
     names: dict[str, object] = {}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/operators.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         exec(block, names)
     assert len(capsys.readouterr().out.splitlines()) > 10  # the bounds

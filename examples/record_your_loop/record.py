@@ -61,7 +61,7 @@ def look(run: Run, test_labels: Tensor, wrong: int) -> None:
     print(f"the mean test margin changed by {margin @ ops.test_displacement:+.4f}. Of this")
     print(f"{pushes[wrong:].sum():+10.4f} came from the {n - wrong} examples with their right label")
     print(f"{pushes[:wrong].sum():+10.4f} from the {wrong} with a wrong one")
-    print(f"{margin @ ops.sources.test:+10.4f} from the source: weight decay, and rounding in the run")
+    print(f"{margin @ ops.sources.test:+10.4f} from the source: weight decay")
 
 
 def main() -> None:

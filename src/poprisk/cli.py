@@ -120,13 +120,13 @@ def reproduce(
 ) -> None:
     """Run one of the paper's experiments again, and write what came out of it with its figure."""
     chosen_name = require_known(name)
+    chosen = reproduction(chosen_name)  # where a package is missing, before a directory is made
     from poprisk.store import load_result, writable_directory, write_figure
 
     directory = writable_directory(output or Path(f"poprisk-{chosen_name}"))  # before anything slow
     from poprisk.report.job_progress import job_progress
     from poprisk.report.progress import stdout
 
-    chosen = reproduction(chosen_name)
     with job_progress(chosen_name) as progress:
         result = chosen.run(chosen.smoke if smoke else chosen.full, progress)
     files = [result.save(directory / f"{chosen_name}.json")]

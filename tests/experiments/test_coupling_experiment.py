@@ -13,7 +13,7 @@ from rich.console import Console
 from torch.testing import assert_close
 
 from poprisk import cli
-from poprisk.errors import DataError, HyperparameterError
+from poprisk.errors import DataError, HyperparameterError, MissingExtraError
 from poprisk.experiments import coupling as experiment
 from poprisk.experiments.coupling import FULL_BATCH, MINIBATCH, REPEATED, SMOKE, Case, CouplingConfig
 from poprisk.experiments.coupling_measures import measure_run
@@ -229,6 +229,17 @@ def test_occupied_output_is_refused_before_anything_slow(capsys, tmp_path, monke
     assert re.fullmatch(r"poprisk: error: .*choose another.*\n", err)
 
 
+def test_a_missing_package_leaves_no_directory_behind(capsys, tmp_path, monkeypatch):
+    def missing(name):
+        raise MissingExtraError("matplotlib", "report", "the coupling figure")
+
+    monkeypatch.setattr(cli, "reproduction", missing)
+    code, out, err = call(capsys, "reproduce", "coupling", "--smoke", "--output", str(tmp_path / "new"))
+    assert (code, out) == (2, "")
+    assert "matplotlib" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_interrupt_writes_nothing(capsys, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -263,6 +274,7 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
         ({"cases": (Case("a", 1, 0), Case("a", 2, 0))}, "names of their own"),
         ({"cases": (Case("a", 1, 49),)}, "at most half"),
         ({"cases": (Case("a", 97, 0),)}, "1 to 96"),
+        ({"cases": (Case("a", 6, 0),)}, r"those that figure and page show, .*, got \['a'\]"),
     ],
 )
 def test_wrong_configurations_are_refused(wrong, message):

@@ -96,6 +96,20 @@ def test_what_was_stored_is_read_and_only_the_missing_is_made(smoke, monkeypatch
     assert again == found
 
 
+def test_a_setting_more_or_less_leaves_the_others_as_they_are(smoke, monkeypatch):
+    folder, found, _ = smoke
+
+    def never(*_, **__):
+        raise AssertionError("it was made already")
+
+    monkeypatch.setattr(experiment, "train_images", never)
+    fewer = replace(SMOKE, settings=SMOKE.settings[1:])
+    assert experiment.run(fewer, None, folder, progress=silent)["settings"] == found["settings"][1:]
+    other = replace(SMOKE, settings=(replace(SMOKE.settings[0], queries=11),))
+    with pytest.raises(DataError, match=r"SGD--ReLU--influence\.json was made with another configuration"):
+        experiment.run(other, None, folder, progress=silent)
+
+
 def test_a_folder_of_another_configuration_is_refused(smoke, monkeypatch):
     folder = smoke[0]
     with pytest.raises(DataError, match=r"labels--seed-0\.json was made with another configuration"):

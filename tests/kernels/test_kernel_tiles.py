@@ -10,10 +10,10 @@ from kernel_models import make
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError
-from poprisk.kernels import Method, cross_kernel, kernel_tiles, train_kernel
+from poprisk.kernels import Method, cross_kernel, kernel_tiles, tiles, train_kernel
 from poprisk.kernels.features import make_recipe
 from poprisk.kernels.layers import find_structure
-from poprisk.kernels.tiles import plan_tiles
+from poprisk.kernels.tiles import free_memory, plan_tiles
 
 METHODS = [Method.JACOBIAN_CONTRACTION, Method.LAYER_FACTORS, Method.VECTOR_PRODUCTS]
 
@@ -112,3 +112,29 @@ def test_the_system_sees_the_limit_kept():
     (share, finite), (_, second) = (line.split() for line in done.stdout.splitlines())
     assert int(share) > 20
     assert finite == second == "True"
+
+
+def test_free_memory_counts_caches_and_the_limit_of_a_container(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  9000 kB\nMemFree:  100 kB\nMemAvailable:  4000 kB\n")
+    assert tiles._available(meminfo) == 4000 * 1024
+    meminfo.write_text("MemFree:  100 kB\n")  # an old kernel
+    assert tiles._available(meminfo) > 0
+    assert tiles._available(tmp_path / "none") is None
+    second, first = tmp_path / "v2", tmp_path / "v1"
+    for group in (second, first / "memory"):
+        group.mkdir(parents=True)
+    for name, value in {"memory.max": 1000, "memory.current": 700}.items():
+        (second / name).write_text(f"{value}\n")
+    assert tiles._left_to_the_group(second) == 300
+    (second / "memory.stat").write_text("anon 5\ninactive_file 200\n")
+    assert tiles._left_to_the_group(second) == 500
+    (second / "memory.max").write_text("max\n")
+    assert tiles._left_to_the_group(second) is None
+    for name, value in {"limit_in_bytes": 800, "usage_in_bytes": 900}.items():
+        (first / "memory" / f"memory.{name}").write_text(f"{value}\n")
+    assert tiles._left_to_the_group(first) == 0
+    for available, left, expected in ((100, 60, 30), (40, None, 20), (None, None, tiles._FALLBACK_MEMORY)):
+        monkeypatch.setattr(tiles, "_available", lambda value=available: value)
+        monkeypatch.setattr(tiles, "_left_to_the_group", lambda value=left: value)
+        assert free_memory(torch.device("cpu")) == expected

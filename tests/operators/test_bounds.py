@@ -231,6 +231,25 @@ def test_bounds_are_attained_where_the_theory_says():
     assert visibility_spectrum_bound(louder).holds
 
 
+def test_directions_below_a_cut_off_are_bounded_too():
+    """R = diag(1, .05) with a cut-off at 0.01: the second direction is left to the reservoir, and seen most."""
+    R, D = torch.diag(torch.tensor([1.0, 0.05])).double(), torch.eye(2).double()
+    G, g = torch.tensor([[1.0, 0.5]]).double(), torch.tensor([1.0, 1.0]).double()
+    window = RealizedWindow(g, -D @ g, -G @ g)
+    A = torch.tensor([[0.3, -2.0]]).double()
+    for cutoff in (None, 0.01):
+        coupling = Coupling(dissipation_channels(R, D, G, cutoff=cutoff))
+        assert coupling.channels.rank == (2 if cutoff is None else 1)
+        bounds = window_bounds(coupling, window, predictors=[A], epsilons=[0.001, 0.0025, 0.5, 1.0])
+        assert failing(bounds) == []
+        sizes = {bound.name: bound.right for bound in bounds}
+        # ‖[1, 10]‖ over both directions together, not the larger of 1 and 10.
+        assert sizes["visibility"] == pytest.approx((101 * 1.0025) ** 0.5)
+        assert mobility_bound(coupling.channels, torch.tensor([1.0, 200.0]).double()).tightness == pytest.approx(1)
+    assert sizes["remainder"] == pytest.approx(10 * 1.0025**0.5)  # A_o knows the first direction only
+    assert not remainder_bound(coupling, RealizedWindow(g, -D @ g, -G @ g - 20.0)).holds
+
+
 def test_soft_reservoir_over_the_whole_spectrum():
     ops = operators_of(random_steps(6, count=3))
     c, h = coupling_of(ops).channels, normal(0, 6)

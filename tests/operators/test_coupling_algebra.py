@@ -185,6 +185,44 @@ def test_the_four_equivalences_agree():
     assert numbers.kernel_inclusion == pytest.approx(norm(G @ blind) / norm(G), rel=1e-8)
 
 
+def test_the_four_equivalences_where_training_outputs_never_moved():
+    """D = 0: all that moved on the test set is unseen, and a test set that did not move either is transferred."""
+    R, D = torch.eye(2).double(), torch.zeros(2, 2).double()
+    numbers = transfer_equivalences(Coupling(dissipation_channels(R, D, torch.tensor([[2.0, 3.0]]).double())))
+    for value in (numbers.remainder, numbers.kernel_inclusion, numbers.range_inclusion, numbers.semidefinite_order):
+        assert value == pytest.approx(1.0)
+    assert numbers.order_constant == 0.0
+    still = transfer_equivalences(Coupling(dissipation_channels(R, D, torch.zeros(1, 2).double())))
+    assert still == type(still)(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_generator_of_the_cpu_serves_channels_anywhere(device):
+    ops = operators_of(random_steps(4, never_drawn=1))
+    channels = dissipation_channels(*(tensor(X).to(device) for X in (ops.W_factor, ops.D, ops.G)))
+    generator, twin = (torch.Generator().manual_seed(7) for _ in range(2))
+    error = predictor_error(Coupling(channels), lambda x: torch.tanh(x[:4]), generator=generator)
+    assert error.direction.device == channels.roots.device
+    assert error.at_least >= error.floor - error.rounding
+    torch.randn(channels.rank, 32, generator=twin, dtype=torch.float64)  # the numbers came from the generator given
+    assert torch.equal(generator.get_state(), twin.get_state())
+
+
+def test_a_steep_predictor_at_a_direction_that_is_only_nearly_lost():
+    """D moves the second direction by 1e-16: it counts as lost, yet a slope of 1e16 predicts it. The report says so."""
+    R, D, G = torch.eye(2).double(), torch.diag(torch.tensor([1.0, 1e-16])).double(), torch.eye(2).double()
+    coupling = Coupling(dissipation_channels(R, D, G))
+    assert coupling.channels.unresolved == 1
+    exact = torch.linalg.inv(D)
+    steep = predictor_error(coupling, lambda x: exact @ x)
+    assert steep.at_least < 1e-6 < steep.floor == pytest.approx(1.0)
+    assert steep.at_least >= steep.floor - steep.rounding
+    flat = predictor_error(coupling, lambda x: x)
+    assert flat.rounding < 1e-12
+    assert flat.at_least >= flat.floor - flat.rounding
+    assert_close(coupling.coupling_remainder, coupling.remainder)
+
+
 @pytest.mark.parametrize("loss", ["squared", "logistic"])
 @pytest.mark.parametrize("rule", ["gd", "momentum", "nesterov"])
 @pytest.mark.parametrize("start", [0, 5])

@@ -13,7 +13,7 @@ from poprisk.autodiff import FlatModel
 from poprisk.errors import DataError
 from poprisk.kernels.drift import kernel_drift
 from poprisk.linalg import adjoint_mismatch
-from poprisk.operators import Coupling, RealizedWindow, dissipation_channels, window_bounds
+from poprisk.operators import Coupling, dissipation_channels, window_bounds
 from poprisk.operators.gradient_descent import gradient_descent
 from poprisk.operators.gradient_flow import gradient_flow_operators
 from poprisk.operators.window import Window
@@ -75,7 +75,7 @@ def test_dense_and_matrix_free_are_one_operator(rule):
     free = window_of("mlp", rule, "cross_entropy", start=4, dense=False, memory=2**14)
     ops = dense.dense_operators()
     generator = torch.Generator().manual_seed(0)
-    for name in ("propagator", "train_transfer", "test_transfer", "dissipation_gramian"):
+    for name in ("propagator", "train_completion", "train_transfer", "test_transfer", "dissipation_gramian"):
         operator, matrix = getattr(free, name), getattr(ops, name)
         H = torch.randn(matrix.shape[1], 3, generator=generator, dtype=torch.float64)
         Y = torch.randn(matrix.shape[0], 3, generator=generator, dtype=torch.float64)
@@ -109,11 +109,8 @@ def test_every_bound_holds(kind, rule, loss):
     for start in (0, 4):
         ops = operators_of(kind, rule, loss, start=start)
         coupling = Coupling(dissipation_channels(ops.factor, ops.train_transfer, ops.test_transfer))
-        realized = RealizedWindow(
-            ops.output_gradient, ops.train_displacement, ops.test_displacement, ops.sources.train, ops.sources.test
-        )
         predictors = [torch.zeros_like(ops.test_transfer), window_of(kind, rule, loss, start=start).anchored_coupling()]
-        bounds = window_bounds(coupling, realized, predictors=predictors)
+        bounds = window_bounds(coupling, ops.realized, predictors=predictors)
         assert [str(bound) for bound in bounds if not bound.holds] == []
         for epsilon in coupling.channels.roots[[0, 2, 8, 20]].square().tolist():
             quiet = coupling.channels.split_at(epsilon).reservoir.to_dense()

@@ -13,7 +13,7 @@ from poprisk.errors import DataError, RunError
 from poprisk.operators import RecordedSteps, Window, gradient_descent
 from poprisk.operators.step_maps import DenseStep, MatrixFreeStep
 from poprisk.problems import Problem
-from poprisk.runs import Run, train
+from poprisk.runs import Recorder, Run, train
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 
@@ -49,7 +49,7 @@ def test_another_test_set_or_none():
 
 
 def test_a_run_recorded_in_single_precision():
-    """Its own steps were rounded; what the rounding did is a source, itself known to single precision."""
+    """Its own steps were rounded; what the rounding did is left out, so the prediction is exact to single precision."""
     double = problem_of("mlp", "squared", *draw("mlp", 12).split([8, 4]))
     run = train(double, ADAM, 6, batch_size=3, dtype=torch.float64, progress=False)
     inputs, targets = double.batch(dtype=torch.float32)
@@ -131,3 +131,97 @@ def test_a_run_that_does_not_know_its_problem(tmp_path):
     with pytest.raises(RunError, match=r"Run.load\(path, problem=…\)"):
         Window.of_run(Run.load(tmp_path / "run"))
     assert Window.of_run(Run.load(tmp_path / "run", problem=problem)).num_examples == 8
+
+
+def small_network(activation="Tanh"):
+    return nn.Sequential(nn.Linear(4, 6), getattr(nn, activation)(), nn.Linear(6, 2))
+
+
+def small_problem(make_model=small_network, **options):
+    inputs = draw("mlp", 9)
+    return Problem(make_model, "squared", inputs[:6], inputs[:6, :2] ** 2, test=(inputs[6:], inputs[6:, :2]), **options)
+
+
+def small_run(**options):
+    return train(small_problem(), ADAM, 3, batch_size=2, dtype=torch.float64, progress=False, **options)
+
+
+def test_another_model_on_the_same_examples_is_refused(tmp_path):
+    """By its path where it has one, else by the gradients of the first steps."""
+    small_run(path=tmp_path / "run")
+    with pytest.raises(DataError, match=r"small_network\(\), .*small_network\(activation='ReLU'\)"):
+        Run.load(tmp_path / "run", problem=small_problem(arguments={"activation": "ReLU"}))
+    unnamed = Run.load(tmp_path / "run", problem=small_problem(lambda: small_network("ReLU")))
+    with pytest.raises(RunError, match="does not have the gradient that step 0 of the run was taken with"):
+        Window.of_run(unnamed)
+    same = Run.load(tmp_path / "run", problem=small_problem(lambda: small_network("Tanh")))
+    assert Window.of_run(same).num_examples == 6
+
+
+def test_frozen_weights_must_be_the_recorded_ones():
+    def frozen(scale):
+        module = small_network()
+        with torch.no_grad():
+            module[0].weight.fill_(scale)
+        module[0].requires_grad_(False)
+        return module
+
+    run = train(small_problem(lambda: frozen(0.2)), ADAM, 2, dtype=torch.float64, progress=False)
+    assert Window.of_run(run).num_examples == 6
+    with pytest.raises(RunError, match="frozen parameters or buffers are not those recorded"):
+        Window.of_run(Run(run._storage, problem=small_problem(lambda: frozen(0.3))))
+
+
+def test_a_run_in_evaluation_mode():
+    """Batch statistics that are not those of the batch, no dropout: each example has outputs of its own."""
+
+    def normalized():
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 2)).double()
+
+    problem = small_problem(normalized)
+    module = problem.module().eval()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    recorder = Recorder(None, module, optimizer, problem=problem)
+    for _ in range(3):
+        with recorder.step(torch.arange(6)):
+            optimizer.zero_grad()
+            problem.batch_loss(module(problem.inputs), problem.targets).backward()
+            optimizer.step()
+    ops = Window.of_run(recorder.close()).dense_operators()
+    assert relative(ops.predicted_test, ops.test_displacement) < 1e-12
+
+
+def test_what_does_not_fit_in_memory_is_refused():
+    window = Window.of_run(small_run(), dense=True, memory=2**20)
+    ops = window.dense_operators()
+    assert ops.propagator.shape == (12, 12)
+    tight = Window.of_run(small_run(), dense=True, memory=2000)
+    for refused in (tight.dense_operators, tight.anchored_coupling, tight.lifted_steps):
+        with pytest.raises(DataError, match=r"need about .* MiB .*memory=2000 .*raise memory=….*top_channels"):
+            refused()
+    H = torch.eye(12, dtype=torch.float64)
+    assert_close(tight.test_transfer @ H, ops.test_transfer)
+
+
+def test_inputs_that_the_model_cannot_take():
+    run = small_run()
+    model, (x, y) = run.model(), run.problem.batch()
+    with pytest.raises(DataError, match=r"weights of torch.float64 .* training inputs torch.float32 \[6, 4\]"):
+        Window(run, model, x.float(), y)
+    with pytest.raises(DataError, match=r"cannot take the test inputs torch.float64 \[3, 5\]"):
+        Window.of_run(run, test_inputs=torch.zeros(3, 5))
+
+
+def test_a_sparse_run_is_asked_for_its_steps_once(monkeypatch):
+    run = small_run(every=2)
+    replays = []
+    replayed = Run._replay
+    monkeypatch.setattr(Run, "_replay", lambda self, a, b: replays.append((a, b)) or replayed(self, a, b))
+    run = Run(run._storage, problem=run.problem)
+    run._replayed = run._replay  # no memory of stretches
+    window = Window.of_run(run, start=1)
+    made = len(replays)
+    assert made > 0
+    ops = window.dense_operators()
+    assert len(replays) == made
+    assert relative(ops.predicted_test, ops.test_displacement) < 1e-12

@@ -172,3 +172,42 @@ def test_importable_functions_and_others():
     for wrong in ("json", "json:nothing", "no_such_module:f", ":x"):
         with pytest.raises(DataError):
             resolve(wrong)
+
+
+def make_square(width=2, bias=True):
+    return nn.Linear(width, width, bias=bias)
+
+
+def absolute(outputs, target):
+    return (outputs - target).abs().sum()
+
+
+def cubed(outputs, target):
+    return (outputs - target).abs().pow(3).sum()
+
+
+def test_another_model_or_loss_is_not_the_same_problem():
+    data = (torch.eye(2), torch.ones(2, 2))
+    recorded = Problem(make_square, absolute, *data, arguments={"width": 2}).description
+    same = Problem(make_square, absolute, *data, arguments={"width": 2})
+    same.check_is(recorded)
+    unnamed = Problem(lambda: make_square(2), lambda u, y: 1.0 * absolute(u, y), *data)
+    unnamed.check_is(recorded)  # nothing to compare by; the recorded steps decide
+    same.check_is(unnamed.description)
+    others = {
+        r"make_model=.*make_square\(width=2\), problem 'problem' has make_model=.*make_square\(bias=False, width=2\).*"
+        "wrap it in a lambda": Problem(make_square, absolute, *data, arguments={"width": 2, "bias": False}),
+        r"make_model=.*make_square\(width=2\), .* has make_model=torch.nn.modules.linear:Linear": Problem(
+            nn.Linear, absolute, *data, arguments={"in_features": 2, "out_features": 2}
+        ),
+        r"loss=.*absolute\(\), .* has loss=.*cubed\(\): pass the one that was used": Problem(
+            make_square, cubed, *data, arguments={"width": 2}
+        ),
+        r"loss=.*absolute\(\), .* has loss=.*squared": Problem(make_square, "squared", *data, arguments={"width": 2}),
+    }
+    for message, other in others.items():
+        with pytest.raises(DataError, match=message):
+            other.check_is(recorded)
+    named = Problem(make_square, "squared", *data, arguments={"width": 2}).description
+    with pytest.raises(DataError, match=r"trained with loss='squared', .* has loss=.*absolute"):
+        same.check_is(named)

@@ -10,7 +10,7 @@ from tiny_problems import classification, make_mlp, regression, tied, tiny_data,
 from torch import nn
 from torch.nn import functional as F
 
-from poprisk.errors import RunError
+from poprisk.errors import DataError, RunError
 from poprisk.optim import PopRiskAdamW
 from poprisk.problems import Problem
 from poprisk.runs import Recorder, Run, replay
@@ -115,6 +115,9 @@ def test_a_factory_that_makes_something_else_is_refused():
     inputs, labels = tiny_data()
     run = quiet(Problem(make_mlp, "cross_entropy", inputs, labels), SGD, 4, every=2)
     wider = Problem(make_mlp, "cross_entropy", inputs, labels, arguments={"width": 7})
+    with pytest.raises(DataError, match=r"make_model=.*make_mlp\(\), .*make_mlp\(width=7\)"):
+        Run(run._storage, problem=wider)
+    wider = Problem(lambda: make_mlp(width=7), "cross_entropy", inputs, labels)
     with pytest.raises(RunError, match="builds another model"):
         replay(Run(run._storage, problem=wider))
     run = quiet(tied(), SGD, 4, every=2)

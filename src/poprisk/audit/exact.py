@@ -1,5 +1,8 @@
 r"""The exact tier: columns that follow an example's effect through the training that happened."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -10,12 +13,20 @@ from poprisk.audit.table import AuditTable
 from poprisk.autodiff.flat import take_examples
 from poprisk.errors import PopRiskError, RunError
 from poprisk.influence import Unrolled, example_scores, exclusion, self_influence
+from poprisk.influence.linear_step import LinearStep
 from poprisk.influence.matrix import cast_inputs
 from poprisk.operators import Window
 from poprisk.runs import Run
+from poprisk.runs.progress import Report, training_progress
 
-_CHEAP = 3e10
-"""Multiplications up to which the exact columns are made without being asked for: seconds on a CPU."""
+_CHEAP = 10.0
+"""Seconds on a CPU, about, up to which the exact columns are made without being asked for."""
+_PER_SECOND = 5e9
+"""Multiplications of a CPU in a second, about."""
+_STEP_OVERHEAD = 5e-3
+"""Seconds that one step of one pass takes however small the network is."""
+_PASSES = 2
+"""Through the run: back for the influence, forward for the examples' absence."""
 _PER_DIRECTION = 12
 """Multiplications per weight and example of a step, for one direction forward and one back."""
 _MOST_OUTPUTS = 20_000
@@ -33,26 +44,36 @@ def exact_obstacle(run: Run) -> str | None:
     return None
 
 
-def exact_columns(run: Run, table: AuditTable, obstacle: str | None, *, demanded: bool) -> AuditTable:
+def exact_columns(
+    run: Run, table: AuditTable, obstacle: str | None, *, demanded: bool, progress: bool = False
+) -> AuditTable:
     """The table with the exact columns where they can be had, else with a note.
 
+    Args:
+        run: The run.
+        table: What every run has.
+        obstacle: Why they cannot be had, where that is known.
+        demanded: Whether to make them whatever they cost, and to raise where they cannot be had.
+        progress: Show how far it is, on stderr.
+
     Raises:
-        RunError: they are demanded and the run's optimizer or loss allows none.
+        RunError: they are demanded and the run's model, optimizer or loss allows none.
     """
     if obstacle is not None:
         return _with_note(table, f"no exact columns: {obstacle}")
-    price = multiplications(run)
+    price = seconds(run)
     if not demanded and price > _CHEAP:
-        return _with_note(table, f'exact columns would take about {price:.0e} multiplications: tier="exact" makes them')
+        return _with_note(table, f'exact columns would take about {price:.1g} s on a CPU: tier="exact" makes them')
     try:
-        unrolled = Unrolled(run)
-        columns = {"self_influence": _numbers(self_influence(unrolled).value)}
-        columns |= _left_out(unrolled, table)
-        columns |= _displacement(run, unrolled.num_outputs)
-    except PopRiskError as error:
+        unrolled = _Shown(run)
+        with unrolled.shown(table.columns["loss"].mean(), progress):
+            columns = {"self_influence": _numbers(self_influence(unrolled).value)}
+            columns |= _left_out(unrolled, table)
+        columns |= _displacement(unrolled)
+    except (PopRiskError, RuntimeError) as error:  # of PyTorch: an operation without the derivatives it takes
         if demanded:
-            raise RunError(f"the exact tier is not possible for this run: {error}") from None
-        return _with_note(table, f"no exact columns: {error}")
+            raise RunError(f"the exact tier is not possible for this run: {_first_line(error)}") from error
+        return _with_note(table, f"no exact columns: {_first_line(error)}")
     notes = [unrolled.note] if unrolled.note else []
     if "displacement" not in columns:
         notes.append("no column displacement: it needs a problem with a test set, and a small run")
@@ -62,37 +83,67 @@ def exact_columns(run: Run, table: AuditTable, obstacle: str | None, *, demanded
     return replace(table, columns=table.columns | columns, notes=(*table.notes, *notes))
 
 
-def multiplications(run: Run) -> float:
-    """What the exact columns take, roughly: directions × steps × batch × weights."""
+def seconds(run: Run) -> float:
+    """What the exact columns take on a CPU, about: directions × steps × batch × weights, and some for each step."""
     batch = len(run.batch(0))
-    return 2.0 * _PER_DIRECTION * run.num_examples * run.num_steps * batch * run.num_weights
+    multiplications = _PASSES * _PER_DIRECTION * run.num_examples * run.num_steps * batch * run.num_weights
+    return multiplications / _PER_SECOND + _PASSES * run.num_steps * _STEP_OVERHEAD
+
+
+class _Shown(Unrolled):
+    """A run that tells how many of its steps have been linearized."""
+
+    _report: Report | None = None
+    _loss: Tensor
+    _taken = 0
+
+    @contextmanager
+    def shown(self, loss: Tensor, progress: bool) -> Iterator[None]:
+        """Show, within, how far the passes of both columns are."""
+        turns = math.ceil(self.num_examples / self.columns_at_a_time())
+        total = _PASSES * turns * (self.stop - self.start)
+        with training_progress("exact columns", 0, total, shown=progress) as self._report:
+            self._loss = loss
+            yield
+        self._report = None
+
+    def step(self, k: int) -> LinearStep:
+        """See the base class."""
+        self._taken += 1
+        if self._report is not None:
+            self._report(self._taken, self._loss)
+        return super().step(k)
 
 
 def _left_out(unrolled: Unrolled, table: AuditTable) -> dict[str, Tensor]:
     """Loss and margin (or residual) of each example, had the run not seen it."""
     found = exclusion(unrolled)
-    columns = {"loo_loss": found.losses.double(), "loo_doubtful": found.doubtful}
-    outputs = found.excluded_outputs
+    columns = {"loo_loss": found.losses.double().cpu(), "loo_doubtful": found.doubtful.cpu()}
+    outputs = found.excluded_outputs.cpu()
     view = class_view(unrolled.run.problem, outputs) if table.kind == "classes" else None
     if view is not None:
         own, other, _ = own_and_other(view.scores(outputs), view.labels)
         columns["loo_margin"] = own - other
     elif table.kind == "regression":
-        columns["loo_residual"] = (outputs - table.targets.reshape(outputs.shape).to(outputs)).norm(dim=1)
+        columns["loo_residual"] = (outputs - table.targets.cpu().reshape(outputs.shape).to(outputs)).norm(dim=1)
     return columns
 
 
-def _displacement(run: Run, outputs: int) -> dict[str, Tensor]:
+def _displacement(unrolled: Unrolled) -> dict[str, Tensor]:
     """Needs the transfer from every example to the test set, for which each step's Jacobians are formed."""
-    test = run.problem.test
-    if test is None or run.num_examples * outputs * run.num_steps > _MOST_OUTPUTS:
+    run, test = unrolled.run, unrolled.run.problem.test
+    if test is None or run.num_examples * unrolled.num_outputs * run.num_steps > _MOST_OUTPUTS:
         return {}
     queries = cast_inputs(take_examples(test[0], slice(0, _QUERIES)), torch.float64)
-    return {"displacement": example_scores(Window.of_run(run, test_inputs=queries))}
+    return {"displacement": _numbers(example_scores(Window.of_run(run, test_inputs=queries)))}
 
 
 def _numbers(value: float | Tensor) -> Tensor:
-    return torch.as_tensor(value).double()
+    return torch.as_tensor(value).double().cpu()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _with_note(table: AuditTable, note: str) -> AuditTable:

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from poprisk.errors import HyperparameterError, RunError
-from poprisk.problems import Problem
 from poprisk.runs import Run
-from poprisk.runs.checkpoint import MODULE_BUFFER, frozen_fingerprint
+from poprisk.runs.checkpoint import MODULE_BUFFER
 
 _EARLY, _RATIO = 8, 1.6
 """So many moments before the first of the evenly spaced ones, each earlier by this factor: much happens there."""
@@ -79,7 +78,7 @@ class _Network:
 
     def __init__(self, run: Run, batch_size: int) -> None:
         self.run, self.problem = run, run.problem
-        self.module = _module(run, self.problem)
+        self.module = _module(run)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.first = {name: b.detach().clone() for name, b in self.module.named_buffers()}
         self.moving = has_changing_buffers(run)
@@ -123,16 +122,9 @@ class _Network:
             norm.eval()
 
 
-def _module(run: Run, problem: Problem) -> nn.Module:
+def _module(run: Run) -> nn.Module:
     """Evaluation mode, the recorded dtype (float32 for anything coarser)."""
-    module, layout = problem.module(), run.layout
-    if len(set(layout.dtypes)) == 1:
-        module = module.to(layout.dtype)
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if tuple(named) != layout.names or tuple(tuple(p.shape) for p in named.values()) != layout.shapes:
-        raise RunError(f"problem {problem.name!r} builds another model than the recorded one: names or shapes differ")
-    if frozen_fingerprint(module) != run.manifest["frozen_sha256"]:
-        raise RunError("the model's frozen parameters or buffers are not those recorded: make_model must rebuild them")
-    if layout.dtype in (torch.bfloat16, torch.float16):
+    module = run.module()
+    if run.layout.dtype in (torch.bfloat16, torch.float16):
         module = module.float()
     return module.eval()

@@ -107,7 +107,7 @@ def audit(
     table = looked.table(out_of_fold)
     if tier == "any":
         return table
-    return exact_columns(run, table, obstacle, demanded=tier == "exact")
+    return exact_columns(run, table, obstacle, demanded=tier == "exact", progress=progress)
 
 
 class _Look:

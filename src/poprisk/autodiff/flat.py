@@ -167,7 +167,7 @@ class FlatModel(BatchProducts):
         """``function(w, one example…)`` over the examples; ``w`` is shared unless it has a row for each."""
         _check_lengths(w, *data)
         axes = (0 if w.dim() == 2 else None, *([0] * len(data)))
-        with exact_kernels():
+        with exact_kernels(self.module):
             return vmap(function, in_dims=axes, chunk_size=self.chunk_size)(w, *data)
 
 

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from poprisk.errors import DataError
+from poprisk.errors import DataError, PopRiskError, RunError
 
 EXACT_DTYPES = (torch.float32, torch.float64)
+# How PyTorch begins to say that an operation cannot be put under vmap; the operation follows.
+_NO_BATCHING = "Batching rule not implemented for "
 
 
 def check_precision(parameters: Mapping[str, Tensor], w: Tensor) -> None:
@@ -53,14 +55,18 @@ def check_outputs_precision(outputs: Tensor, dtype: torch.dtype | None = None) -
 
 
 @contextmanager
-def exact_kernels() -> Iterator[None]:
+def exact_kernels(module: nn.Module | None = None) -> Iterator[None]:
     """Kernels that every transform can differentiate, and refusal of chance, for the time of a ``with`` block.
 
     Fused attention has neither forward mode nor a batching rule, and the fused encoder layer of inference has no
     derivative at all: both give way to the plain formula.
 
+    Args:
+        module: Whose forward runs inside, to be named where ``vmap`` has no batching rule for a part of it.
+
     Raises:
         DataError: the forward or the loss draws at random inside ``vmap``.
+        RunError: it uses an operation that ``vmap`` cannot batch, as GRU and LSTM do.
 
     >>> with exact_kernels():
     ...     torch.func.vmap(torch.sin)(torch.zeros(2))
@@ -73,9 +79,29 @@ def exact_kernels() -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            if _NO_BATCHING in str(error) and not isinstance(error, PopRiskError):
+                raise RunError(_unbatched(str(error), module)) from error
             if "randomness error mode" not in str(error):
                 raise
             raise DataError(
                 "every example must be mapped by a fixed function of the weights, but the forward or the loss draws at "
                 "random: call .eval() on the module or switch the random operation off"
             ) from error
+
+
+def _unbatched(text: str, module: nn.Module | None) -> str:
+    """Which operation, of which module, and what to do."""
+    operation = text.partition(_NO_BATCHING)[2].split(". ")[0].split()[0].removeprefix("aten::")
+    kind = operation.split(".")[0].split("_")[0]
+    children = () if module is None else module.named_modules()
+    found = [
+        f"{type(child).__name__} {name!r}" if name else type(child).__name__
+        for name, child in children
+        if isinstance(child, (nn.RNNBase, nn.RNNCellBase)) and type(child).__name__.lower().startswith(kind)
+    ]
+    where = f" (in {', '.join(found)})" if found else ""
+    return (
+        f"torch.func.vmap cannot batch the operation {operation!r}{where}, so examples cannot be differentiated one by "
+        "one, nor members trained together: write it out in plain operations (a recurrent cell as nn.Linear layers, "
+        "sigmoid and tanh in a loop over time), or use attention or convolutions"
+    )

@@ -46,6 +46,10 @@ class BatchProducts(ABC):
         """How J V is formed, once it is known."""
         self.hessian_way: JacobianWay | None = None
         """How Hessian products are formed, once it is known."""
+        self.own_hessian_way: JacobianWay | None = None
+        """How each example's own Hessian is multiplied by a direction, once it is known."""
+        self.input_way: JacobianWay | None = None
+        """How derivatives by inputs and weights are formed, once it is known."""
         self._probes: dict[Any, Probe] = {}
 
     @property

@@ -18,7 +18,6 @@ from poprisk.ensembles.members import MemberExamples, Members, cast, check_membe
 from poprisk.errors import DataError, RunError
 from poprisk.problems import Problem
 from poprisk.runs import FlatRule, Run, flat_rule
-from poprisk.runs.checkpoint import frozen_fingerprint
 from poprisk.runs.execute import step_generator
 from poprisk.runs.progress import training_progress
 from poprisk.runs.segment import SegmentReader
@@ -164,17 +163,7 @@ class _Trainer:
 
     def __post_init__(self) -> None:
         run, problem = self.run, self.run.problem
-        module = problem.module(self.dtype)
-        named = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-        if tuple(named) != run.layout.names or tuple(tuple(p.shape) for p in named.values()) != run.layout.shapes:
-            raise RunError(
-                f"problem {problem.name!r} builds another model than the recorded one: names or shapes differ"
-            )
-        if frozen_fingerprint(problem.module(run.layout.dtype)) != run.manifest["frozen_sha256"]:
-            raise RunError(
-                "the model's frozen parameters or buffers are not those recorded: make_model must rebuild them"
-            )
-        self.module, self.problem = module, problem
+        self.module, self.problem = run.module(self.dtype), problem
         training = run.manifest["training"]
         self.clip_norm = training.get("clip_norm") if isinstance(training, dict) else None
         self.seed = run.manifest["seed"] if run.augmented else None
@@ -221,7 +210,7 @@ class _Trainer:
         data = MemberExamples(self.problem, self.members, chunk, self.device, self.dtype)
         for k in range(start, stop):
             yield k, w, state, loss
-            with exact_kernels():
+            with exact_kernels(self.module):
                 g, loss = self._step_gradient(k, w, data)
                 w, state = self.rule.step(k, w, g, state)
         yield stop, w, state, loss
@@ -299,7 +288,7 @@ def member_outputs(
     held = _held(trainer)
     block = max(1, memory // (3 * held * weights.element_size() + 1))  # examples at once, where one member fills memory
     found = []
-    with torch.no_grad(), exact_kernels():
+    with torch.no_grad(), exact_kernels(trainer.module):
         for columns in slices(converted[0].shape[1 if own else 0], block):
             rows = (slice(None), columns) if own else (columns,)
             part = tuple(x[rows] for x in converted)

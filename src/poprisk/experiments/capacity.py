@@ -3,7 +3,7 @@ r"""The capacity axis: exact risk against simulated fits on random features, and
 Two axes of capacity. Along the *predictive rank* of one problem (``cor:predictive_rank_law``) the risk against the
 interpolant of the clean targets is :math:`\mathcal R_r`, and it peaks where its increments change from plus to minus.
 Along the *width* every number of features is another problem, and the risk against the truth needs the misfit
-:math:`\|\bar U_Q - f^*\|^2` and the cross term besides. Third, noise and nothing else is interpolated: the test error is
+:math:`\|\bar U_Q - f^*\|^2` and the cross term besides. Third, noise and nothing else is interpolated, at an error of
 :math:`\sigma^2 \operatorname{tr} \Gamma_0` (``cor:benign_overfitting``).
 """
 

@@ -82,6 +82,8 @@ class CouplingConfig:
             _require(2 * case.repeated <= self.examples, "at most half of the inputs can be repeated", case.repeated)
             size = case.batch_size
             _require(size is None or 1 <= size <= self.examples, f"batches must have 1 to {self.examples}", size)
+        shown = [MINIBATCH, FULL_BATCH, REPEATED]
+        _require(set(names) == set(shown), f"cases must be those that figure and page show, {shown}", names)
 
 
 SMOKE = CouplingConfig(

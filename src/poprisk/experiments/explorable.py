@@ -7,7 +7,6 @@ What is explored is the filter that joins the room's axes, over the first r sing
 with capacity r, ridge η and time t; :math:`r = \operatorname{rank}, \eta = 0, t = \infty` interpolates.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def explored_filter(problem: FrozenProblem, rank: int, eta: float, t: float) -> 
         HyperparameterError: a rank outside of 0 to the problem's, or a negative penalty or time.
 
     >>> problem = frozen_problem(torch.diag(torch.tensor([4.0, 1.0])), torch.ones(1, 2))
-    >>> explored_filter(problem, rank=1, eta=0.0, t=math.inf)
+    >>> explored_filter(problem, rank=1, eta=0.0, t=float("inf"))
     tensor([1., 0.])
     """
     if not 0 <= rank <= problem.rank:
@@ -58,7 +57,7 @@ def builtin_kernel() -> ExplorableKernel:
     40
     """
     task = random_feature_task(7, examples=40, tests=100, dimension=6, widest=80)
-    return ExplorableKernel("80 random cosine features, 40 examples", task.problem(80), task.signal, task.truth)
+    return ExplorableKernel("80 random cosine features", task.problem(80), task.signal, task.truth)
 
 
 def kernel_from_file(path: str | Path) -> ExplorableKernel:

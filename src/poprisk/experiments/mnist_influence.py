@@ -98,7 +98,7 @@ SMOKE = MnistConfig(
     removals=6,
     subsets=5,
     subset_size=8,
-    epsilons=(1e-3, 1e-6),
+    epsilons=(1e-6,),
     label_seeds=(0, 1),
     exact_wrong=4,
     exact_right=6,
@@ -251,7 +251,7 @@ class _Study:
         found: dict[str, Any] = {}
         for name, make in stages.items():
             key = f"{self.setting.name}: {name}"
-            stored = self.store.stage(key, make)
+            stored = self.store.stage(key, make, self.setting)
             found[name] = {k: v for k, v in stored.items() if k != "matrix"}
             progress(f"{key}: {found[name]}")
         return {"setting": asdict(self.setting), **found}
@@ -274,7 +274,7 @@ class _Study:
         }
 
     def matrix(self) -> Float[Tensor, "q n"]:
-        stored = self.store.stage(f"{self.setting.name}: influence", self.influence)["matrix"]
+        stored = self.store.stage(f"{self.setting.name}: influence", self.influence, self.setting)["matrix"]
         return read_tensors(self.store.folder, TensorFile(**stored))[0]["influence"]
 
     def removals(self) -> dict[str, Any]:
@@ -335,25 +335,26 @@ class _Study:
 
 
 class _Store:
-    """Stages by name, each on disk when it is done."""
+    """Stages by name, each on disk when it is done; a stage does not depend on which other settings there are."""
 
     def __init__(self, folder: str | Path, config: MnistConfig, data: str) -> None:
         self.folder = Path(folder)
-        self.described = _json_like({**asdict(config), "data": data})
+        self.described = {**asdict(config), "settings": None, "data": data}
 
-    def stage(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def stage(self, name: str, make: Callable[[], dict[str, Any]], setting: Setting | None = None) -> dict[str, Any]:
         """What the stage gave before, or gives now.
 
         Raises:
             DataError: the folder holds this stage of another configuration, or of other data.
         """
         path = self.folder / f"{_plain(name)}.json"
+        described = _json_like({**self.described, "setting": None if setting is None else asdict(setting)})
         if path.exists():
             stored = load_result(path, KIND)
-            if stored["config"] != self.described:
+            if stored["config"] != described:
                 raise DataError(f"{path} was made with another configuration: give another folder, or remove it")
             return stored["result"]
-        save_result(path, KIND, self.described, make())
+        save_result(path, KIND, described, make())
         return load_result(path, KIND)["result"]
 
 

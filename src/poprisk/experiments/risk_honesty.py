@@ -20,9 +20,10 @@ from poprisk.ensembles import Members, example_losses, member_outputs, retrain
 from poprisk.errors import DataError
 from poprisk.influence import FoldEnsemble, RiskEstimate, Unrolled
 from poprisk.influence.baselines import evidence_criterion, gradient_disparity, kernel_gcv_risk, takeuchi_risk
+from poprisk.influence.examples import choose_examples
 from poprisk.influence.exclusion_sweep import ExclusionSweep
 from poprisk.influence.holdout_weights import holdout_weights
-from poprisk.influence.risk import choose_examples, exclusion_reading, first_order_reading
+from poprisk.influence.risk import exclusion_reading, first_order_reading
 from poprisk.problems import Problem
 from poprisk.problems.digits import digits_split
 from poprisk.runs import Run, train
@@ -153,7 +154,7 @@ def run_setting(task: Task, config: HonestyConfig, seed: int) -> list[dict[str, 
         if sweep is None:
             sweep = ExclusionSweep(unrolled, choose_examples(len(problem), config.examples, seed))
         sweep.extend(unrolled)
-        exclusion = exclusion_reading(sweep, k)
+        exclusion = exclusion_reading(unrolled, sweep.outputs_at(k), k)
         first = first_order_reading(unrolled, sweep.examples, reference=exclusion)
         found = {
             "exclusion": exclusion,

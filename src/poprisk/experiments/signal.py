@@ -272,8 +272,8 @@ def measure_moons(config: SignalConfig, seed: int) -> SignalRun:
         wrong=wrong.tolist(),
         kept_directions=kept,
         energy=_short(groups.captured),
-        energy_auc=mislabel_auc(groups.captured, wrong).value,
-        tail_auc=mislabel_auc(groups.tail_norm, wrong).value,
+        energy_auc=float(mislabel_auc(groups.captured, wrong).value),
+        tail_auc=float(mislabel_auc(groups.tail_norm, wrong).value),
         processor_seconds=round(time.process_time() - began, 2),
     )
 

@@ -101,7 +101,7 @@ def measure_digits(config: DigitsConfig, seed: int) -> DigitsRun:
         seed=seed,
         train_losses=list(ops.losses),
         rank=directions.rank,
-        auc={name: mislabel_auc(scores[name], spoiled.wrong).value for name in SCORES},
+        auc={name: float(mislabel_auc(scores[name], spoiled.wrong).value) for name in SCORES},
         processor_seconds=round(time.process_time() - began, 2),
     )
 
@@ -111,9 +111,7 @@ def digit_network(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(NUM_PIXELS, width), nn.Tanh(), nn.Linear(width, NUM_CLASSES))
 
 
-def disagreeing_neighbours(
-    points: Float[Tensor, "n features"], labels: Tensor, neighbours: int
-) -> Float[Tensor, "n"]:
+def disagreeing_neighbours(points: Float[Tensor, "n features"], labels: Tensor, neighbours: int) -> Float[Tensor, "n"]:
     """The share of each example's neighbours in the graph whose label differs from its own.
 
     >>> disagreeing_neighbours(torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([0, 0, 1]), 1).tolist()

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
 from poprisk.autodiff import FlatModel, loss_gradients
@@ -30,9 +30,9 @@ from poprisk.errors import DataError
 
 
 @contextmanager
-def exact_transforms() -> Iterator[None]:
+def exact_transforms(module: nn.Module | None = None) -> Iterator[None]:
     """Exact kernels, without PyTorch's word about a buffer of its own in the second derivative of ``logsigmoid``."""
-    with exact_kernels(), warnings.catch_warnings():
+    with exact_kernels(module), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "An output with one or more elements was resized", UserWarning)
         yield
 
@@ -70,39 +70,71 @@ class BatchDerivatives(ABC):
         forward, score = self.model._forward(), scalar_loss(self.model.loss)
         several = isinstance(self.inputs, tuple)
 
-        def alone(v: Tensor, share: Tensor, y: Tensor, *x: Tensor) -> Tensor:
-            def gradient(w: Tensor) -> Tensor:
-                return grad(lambda w: share * score(forward(w, x if several else x[0]), y))(w)
+        def gradient(share: Tensor, y: Tensor, x: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
+            return grad(lambda w: share * score(forward(w, x if several else x[0]), y))
 
-            return jvp(gradient, (self.w,), (v,))[1]
+        def forwards(v: Tensor, share: Tensor, y: Tensor, *x: Tensor) -> Tensor:
+            return jvp(gradient(share, y, x), (self.w,), (v,))[1]
+
+        def backwards(v: Tensor, share: Tensor, y: Tensor, *x: Tensor) -> Tensor:
+            return vjp(gradient(share, y, x), self.w)[1](v)[0]  # the Hessian is symmetric
 
         parts = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
-        with exact_transforms():
-            return vmap(alone)(V, self.shares[rows], self.targets[rows], *(part[rows] for part in parts))
+        data = (V, self.shares[rows], self.targets[rows], *(part[rows] for part in parts))
+        ways: dict[JacobianWay, Callable[[], Tensor]] = {
+            JacobianWay.FORWARD: lambda: vmap(forwards)(*data),
+            JacobianWay.DOUBLE_BACKWARD: lambda: vmap(backwards)(*data),
+        }
+        with exact_transforms(self.model.module):
+            self.model.own_hessian_way, found = take_first_way(ways, self.model.own_hessian_way)
+        return found
 
     def input_slopes(self, V: Float[Tensor, "q d"]) -> Tensor:
         r""":math:`\nabla_{x_i} \langle \sigma_i \nabla_w \ell_i, v \rangle` for every direction and example."""
         x = _one_float_input(self.inputs)
 
-        def along(v: Tensor) -> Tensor:
-            def slope(x: Tensor) -> Tensor:
-                return jvp(lambda w: self._total(w, x), (self.w,), (v,))[1]
+        # Never reverse over forward mode: PyTorch's tangent of a layer norm is itself differentiated wrongly.
+        def forwards(v: Tensor) -> Tensor:
+            return jvp(lambda w: grad(self._total, argnums=1)(w, x), (self.w,), (v,))[1]
 
-            return grad(slope)(x)
+        def backwards(v: Tensor) -> Tensor:
+            return grad(lambda x: torch.dot(grad(self._total)(self.w, x), v))(x)
 
-        with exact_transforms():
-            return vmap(along)(V)
+        ways: dict[JacobianWay, Callable[[], Tensor]] = {
+            JacobianWay.FORWARD: lambda: vmap(forwards)(V),
+            JacobianWay.DOUBLE_BACKWARD: lambda: vmap(backwards)(V),
+        }
+        with exact_transforms(self.model.module):
+            self.model.input_way, found = take_first_way(ways, self.model.input_way)
+        return found
 
     def push_inputs(self, V: Float[Tensor, "q d"], dx: Tensor) -> tuple[Float[Tensor, "q d"], Float[Tensor, "q b p"]]:
         """The change of the gradient, and of the outputs, where the batch's inputs move by ``dx[q]`` beside w by V."""
         x = _one_float_input(self.inputs)
-        b = len(self.targets)
 
-        def both(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            return grad(self._total)(w, x), self.model._batch_forward(x)(w).reshape(b, -1)
+        def outputs(w: Tensor, x: Tensor) -> Tensor:
+            return self.model._batch_forward(x)(w).reshape(-1)
 
-        with exact_transforms():
-            return vmap(lambda v, dx: jvp(both, (self.w, x), (v, dx))[1])(V, dx)
+        def forwards(v: Tensor, dx: Tensor) -> Tensor:
+            both = lambda w, x: torch.cat([grad(self._total)(w, x), outputs(w, x)])  # noqa: E731
+            return jvp(both, (self.w, x), (v, dx))[1]
+
+        def backwards(v: Tensor, dx: Tensor) -> Tensor:
+            def along(w: Tensor) -> Tensor:  # ⟨∇L, (v, dx)⟩, whose gradient by w is what is asked for
+                by_w, by_x = grad(self._total, argnums=(0, 1))(w, x)
+                return torch.dot(by_w, v) + (by_x * dx).sum()
+
+            transposed = vjp(vjp(outputs, self.w, x)[1], torch.zeros_like(self.residuals).reshape(-1))[1]
+            return torch.cat([grad(along)(self.w), transposed((v, dx))[0]])
+
+        ways: dict[JacobianWay, Callable[[], Tensor]] = {
+            JacobianWay.FORWARD: lambda: vmap(forwards)(V, dx),
+            JacobianWay.DOUBLE_BACKWARD: lambda: vmap(backwards)(V, dx),
+        }
+        with exact_transforms(self.model.module):
+            self.model.input_way, joined = take_first_way(ways, self.model.input_way)
+        d = self.w.numel()
+        return joined[:, :d], joined[:, d:].reshape(len(V), *self.residuals.shape)
 
     def _total(self, w: Tensor, x: Inputs) -> Tensor:
         u = self.model._batch_forward(x)(w)
@@ -127,7 +159,7 @@ class GeneralBatch(BatchDerivatives):
     ) -> None:
         super().__init__(model, w, inputs, targets, shares)
         self._forward = model._batch_forward(inputs)
-        with exact_transforms():
+        with exact_transforms(model.module):
             self.gradient, u = grad(self._tilted, has_aux=True)(self.w, None)
         self.residuals = loss_gradients(model.loss, u, targets)
 
@@ -139,7 +171,7 @@ class GeneralBatch(BatchDerivatives):
             JacobianWay.FORWARD: lambda: self._forward_over_reverse(V, source),
             JacobianWay.DOUBLE_BACKWARD: lambda: self._reverse_over_reverse(V, source),
         }
-        with exact_transforms():
+        with exact_transforms(self.model.module):
             self.model.hessian_way, joined = take_first_way(ways, self.model.hessian_way)
         d = self.w.numel()
         return joined[:, :d], joined[:, d:].reshape(len(V), *self.residuals.shape)

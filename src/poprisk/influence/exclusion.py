@@ -25,6 +25,7 @@ nothing blows up. It costs one forward direction per example (the corrected form
 of second order in :math:`w_{-i} - w`, not in the example's weight.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,9 +38,12 @@ from poprisk.autodiff.blocks import slices
 from poprisk.autodiff.flat import take_examples
 from poprisk.errors import HyperparameterError
 from poprisk.estimate import Estimate
-from poprisk.influence.exclusion_sweep import ExclusionSweep
-from poprisk.influence.first_order import choose_examples
+from poprisk.influence.examples import choose_examples
+from poprisk.influence.exclusion_sweep import ExclusionSweep, excluded_outputs
+from poprisk.influence.fold_error import FEWEST
+from poprisk.influence.linear_step import LinearStep
 from poprisk.influence.matrix import evaluation_model
+from poprisk.influence.risk_error import corrected_risk_error, example_losses_of, unseen_mistake
 from poprisk.influence.sensitivity import Unrolled, as_unrolled
 from poprisk.runs import Run
 
@@ -67,6 +71,10 @@ class Exclusion:
     doubtful: Bool[Tensor, "m"]
     losses: Float[Tensor, "m"]
     """Each example's loss at its own excluded prediction."""
+    own_losses: Float[Tensor, "m"]
+    """By the model of the run."""
+    mistake: float
+    """What one more mistake would add to the mean; see :func:`poprisk.influence.risk_error.unseen_mistake`."""
     method: ExclusionMethod
     cost: float
     """In directions or queries through the run."""
@@ -98,14 +106,16 @@ def label_sensitivities(run: Run | Unrolled, examples: Int[Tensor, "m"] | None =
     unrolled = as_unrolled(run)
     chosen = torch.arange(unrolled.num_examples) if examples is None else examples
     p, w = unrolled.num_outputs, unrolled.last_weights
+    # Every query passes each step with the outputs of its whole batch.
+    by_batch = 4 * len(unrolled.run.batch(unrolled.start)) * p * unrolled.dtype.itemsize
+    width = max(1, min(unrolled.columns_at_a_time(), unrolled.memory // 2 // by_batch))
     blocks = []
-    for rows in slices(len(chosen), max(1, unrolled.columns_at_a_time() // p)):
+    for rows in slices(len(chosen), max(1, width // p)):
         own = chosen[rows]
-        queries = unrolled.model.output_jacobian(w, take_examples(unrolled.inputs, own))  # [m, p, d]
-        found = unrolled.adjoint(queries.flatten(0, 1).T, wrt=("labels",)).labels
-        assert found is not None
-        at = torch.arange(len(own))
-        blocks.append(found.view(len(own), p, unrolled.num_examples, p)[at, :, own])
+        queries = unrolled.model.output_jacobian(w, take_examples(unrolled.inputs, own)).flatten(0, 1)  # [m p, d]
+        owners = own.repeat_interleave(p)
+        parts = [_own_labels(unrolled, queries[part], owners[part]) for part in slices(len(owners), width)]
+        blocks.append(torch.cat(parts).view(len(own), p, p))
     return torch.cat(blocks)
 
 
@@ -154,7 +164,7 @@ def exclusion(
         raise HyperparameterError(f'method must be "linearized" or "corrected", got {method!r}')
     unrolled = as_unrolled(run)
     n = unrolled.num_examples
-    chosen = torch.arange(n) if examples is None else choose_examples(examples, n, seed)
+    chosen = choose_examples(n, examples, seed)
     x, y = take_examples(unrolled.inputs, chosen), unrolled.targets[chosen]
     raw = unrolled.model.batch_outputs(unrolled.last_weights, x)
     u = raw.flatten(1) if raw.dim() > 1 else raw.unsqueeze(1)
@@ -162,13 +172,15 @@ def exclusion(
         moved, doubt = _corrected(unrolled, chosen, raw, y)
         limit, cost = _LARGEST_SENSITIVITY, u.numel()
     else:
-        moved, doubt = _linearized(unrolled, chosen, mass_preserving)
+        found = excluded_outputs(unrolled, chosen, mass_preserving=mass_preserving)
+        moved, doubt = found.tangent, found.bend
         limit, cost = _LARGEST_BEND, len(chosen)
     model = evaluation_model(unrolled, loss)
     at = (u + moved).view(raw.shape)
-    losses = torch.stack([model.loss(a, b) for a, b in zip(at, y, strict=True)])
+    losses, own = (example_losses_of(model.loss, outputs, y) for outputs in (at, raw))
     doubtful = ~((doubt <= limit) & losses.isfinite())
-    return Exclusion(chosen, u, moved, doubt, doubtful, losses, method, float(cost))
+    mistake = unseen_mistake(model.loss, at, y, n)
+    return Exclusion(chosen, u, moved, doubt, doubtful, losses, own, mistake, method, float(cost))
 
 
 def exclusion_risk(
@@ -202,15 +214,29 @@ def risk_of(found: Exclusion) -> Estimate:
     m = len(found.examples)
     value, share = float(found.losses.mean()), float(found.doubtful.double().mean())
     what = "the network bends over their displacement" if found.method == "linearized" else "h is too near 1"
-    if not torch.tensor(value).isfinite() or m < 2:
-        why = "excluded losses are not finite" if m >= 2 else "one example has no spread"
-        return Estimate(value, float("nan"), False, why, found.cost)
-    error = float(found.losses.std()) / m**0.5
+    if not math.isfinite(value):
+        return Estimate(value, math.nan, False, "excluded losses are not finite", found.cost)
+    error = corrected_risk_error(found.own_losses, found.own_losses, found.losses, found.mistake)
+    if m < FEWEST:
+        why = f"{m} examples are too few to tell a standard error, {FEWEST} are needed"
+        return Estimate(value, error, False, why, found.cost)
     if share > _TOLERATED:
-        return Estimate(
-            value, error, False, f"{found.method}: {what} for {100 * share:.0f}% of the examples", found.cost
-        )
+        why = f"{found.method}: {what} for {100 * share:.0f}% of the examples"
+        return Estimate(value, error, False, why, found.cost)
     return Estimate(value, error, True, f"{found.method} leave-one-out", found.cost)
+
+
+def _own_labels(unrolled: Unrolled, queries: Float[Tensor, "q d"], owners: Int[Tensor, "q"]) -> Float[Tensor, "q p"]:
+    """The derivative of each query by its owner's label alone: those by all labels, n times as many, are not kept."""
+    found = queries.new_zeros(len(queries), unrolled.num_outputs)
+    owners = owners.to(queries.device)
+
+    def gather(step: LinearStep, by_labels: Float[Tensor, "q b p"]) -> None:
+        rows, places = (owners[:, None] == step.examples[None, :]).nonzero(as_tuple=True)
+        found.index_add_(0, rows, by_labels[rows, places])
+
+    unrolled.adjoint(queries.T, wrt=("initial",), on_step=gather)
+    return found
 
 
 def _corrected(unrolled: Unrolled, chosen: Tensor, raw: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,14 +248,3 @@ def _corrected(unrolled: Unrolled, chosen: Tensor, raw: Tensor, y: Tensor) -> tu
     doubt = torch.linalg.eigvals(HL).abs().amax(1).to(HL.dtype)
     solved = torch.linalg.solve_ex(eye - HL, (H @ r.unsqueeze(2))).result.squeeze(2)
     return solved, doubt
-
-
-def _linearized(unrolled: Unrolled, chosen: Tensor, mass_preserving: bool) -> tuple[Tensor, Tensor]:
-    """The displacement along the tangent, and how far the network itself bends away from it."""
-    moved, bends = [], []
-    for rows in slices(len(chosen), unrolled.columns_at_a_time()):
-        sweep = ExclusionSweep(unrolled, chosen[rows], mass_preserving=mass_preserving)
-        found = sweep.outputs_at(unrolled.stop)
-        moved.append(found.tangent)
-        bends.append(found.bend)
-    return torch.cat(moved), torch.cat(bends)

@@ -6,16 +6,18 @@ r"""The run without an example, each of its steps linearized about the recorded 
 One pass over the run serves every step that is asked for: the risk at all of them costs what it costs at the last.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.func import jvp, vmap
+from torch.func import vmap
 
+from poprisk.autodiff.blocks import slices
 from poprisk.autodiff.flat import take_examples
 from poprisk.autodiff.precision import exact_kernels
-from poprisk.autodiff.ways import load_forward_mode
+from poprisk.autodiff.ways import JacobianWay, OfWeights, double_backward, forward_mode, take_first_way
 from poprisk.errors import DataError
 from poprisk.influence.linear_step import LinearStep
 from poprisk.influence.sensitivity import Unrolled
@@ -32,6 +34,12 @@ class ExcludedOutputs:
     r"""The displacement along the network's tangent, :math:`J_i \dot w`."""
     displaced: Float[Tensor, "m p"]
     r"""The displacement by the network itself, :math:`F(w + \dot w, z_i) - F(w, z_i)`."""
+    shape: tuple[int, ...]
+    """Of one example's outputs, as the network gives them."""
+
+    def shaped(self, outputs: Float[Tensor, "m p"]) -> Float[Tensor, "m *out"]:
+        """Flat outputs as the network gives them."""
+        return outputs.reshape(len(outputs), *self.shape)
 
     @property
     def bend(self) -> Float[Tensor, "m"]:
@@ -89,17 +97,25 @@ class ExclusionSweep:
         x = take_examples(unrolled.inputs, self.examples)
         several, parts = isinstance(x, tuple), x if isinstance(x, tuple) else (x,)
 
-        def one(dw: Tensor, *x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            def f(w: Tensor) -> Tensor:
-                return forward(w, x if several else x[0]).reshape(-1)
+        def of(x: tuple[Tensor, ...]) -> OfWeights:
+            return lambda w: forward(w, x if several else x[0]).reshape(-1)
 
-            u, tangent, *_ = jvp(f, (w,), (dw,))
-            return u, tangent, f(w + dw) - u
+        def both(dw: Tensor, *x: Tensor) -> tuple[Tensor, Tensor]:
+            u = of(x)(w)
+            return u, of(x)(w + dw) - u
 
-        load_forward_mode()
-        with exact_kernels():
-            u, tangent, displaced = vmap(one, chunk_size=self._examples_at_once())(dW, *parts)
-        return ExcludedOutputs(self.examples, u, tangent, displaced)
+        def tangents(derivative: Callable[[OfWeights, Tensor, Tensor], Tensor]) -> Tensor:
+            along = lambda dw, *x: derivative(of(x), w, dw.unsqueeze(1)).squeeze(1)  # noqa: E731
+            return vmap(along, chunk_size=self._examples_at_once())(dW, *parts)
+
+        ways: dict[JacobianWay, Callable[[], Tensor]] = {
+            JacobianWay.FORWARD: lambda: tangents(forward_mode),
+            JacobianWay.DOUBLE_BACKWARD: lambda: tangents(double_backward),
+        }
+        with exact_kernels(unrolled.model.module):
+            unrolled.model.jacobian_way, tangent = take_first_way(ways, unrolled.model.jacobian_way)
+            u, displaced = vmap(both, chunk_size=self._examples_at_once())(dW, *parts)
+        return ExcludedOutputs(self.examples, u, tangent, displaced, unrolled.output_shape)
 
     def extend(self, unrolled: Unrolled) -> None:
         """Go on along a longer recording of the same run.
@@ -133,3 +149,17 @@ class ExclusionSweep:
     def _examples_at_once(self) -> int:
         per_example = 8 * self.unrolled.num_weights * self.unrolled.dtype.itemsize
         return max(1, self.unrolled.memory // per_example)
+
+
+def excluded_outputs(
+    unrolled: Unrolled, examples: Int[Tensor, "m"], *, mass_preserving: bool = True
+) -> ExcludedOutputs:
+    """The examples' outputs at the end of the run with and without them, as many at a time as memory allows."""
+    parts = [
+        ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving).outputs_at(unrolled.stop)
+        for rows in slices(len(examples), unrolled.columns_at_a_time())
+    ]
+    outputs, tangent, displaced = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("outputs", "tangent", "displaced")
+    )
+    return ExcludedOutputs(examples, outputs, tangent, displaced, unrolled.output_shape)

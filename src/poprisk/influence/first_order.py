@@ -7,6 +7,7 @@ tends to the training loss whatever the truth is. Nothing in J itself says so: t
 remainder of Cor. ``self_influence_diagonal``.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +19,11 @@ from poprisk.autodiff import ExampleLoss
 from poprisk.autodiff.flat import take_examples
 from poprisk.ensembles.members import Members
 from poprisk.ensembles.retraining import retrain
-from poprisk.errors import DataError, HyperparameterError
+from poprisk.errors import HyperparameterError
 from poprisk.estimate import Estimate
+from poprisk.influence.examples import choose_examples
 from poprisk.influence.matrix import evaluation_model, exact_estimate, influence_matrix, influence_operator
+from poprisk.influence.risk_error import corrected_risk_error, unseen_mistake
 from poprisk.influence.sensitivity import Unrolled, as_unrolled
 from poprisk.linalg import hutchinson_trace, hutchpp_trace, identity, xtrace
 from poprisk.linalg.low_rank import LowRank
@@ -30,6 +33,8 @@ TraceMethod = Literal["xtrace", "hutchpp", "hutchinson"]
 
 # Beyond this share of the change that trainings show, the first-order value is not to be believed.
 TOLERANCE = 0.2
+# Examples below which trainings say too little.
+FEWEST_TRIED = 5
 
 
 def generalization_gap(
@@ -110,14 +115,14 @@ class TaylorRemainder:
 
     @property
     def valid(self) -> bool:
-        """Whether the first-order estimate may be believed."""
-        return bool(self.full.isfinite().all()) and self.relative <= TOLERANCE
+        """Whether the first-order estimate may be believed: enough examples were tried, and it missed little."""
+        return len(self.examples) >= FEWEST_TRIED and bool(self.full.isfinite().all()) and self.relative <= TOLERANCE
 
     def corrected_gap(self, gap: float) -> Estimate:
         """A first-order gap plus the mean remainder of the examples that were tried, with its standard error."""
         m = len(self.examples)
         value = gap + float(self.remainder.mean())
-        if m < 5:
+        if m < FEWEST_TRIED:
             return Estimate(
                 value, float("nan"), False, f"{m} examples are too few for a standard error", self.trainings
             )
@@ -150,7 +155,7 @@ def taylor_remainder(
     """
     unrolled = as_unrolled(run)
     n = unrolled.num_examples
-    chosen = choose_examples(examples, n, seed)
+    chosen = choose_examples(n, examples, seed)
     at = take_examples(unrolled.inputs, chosen), unrolled.targets[chosen]
     model, w = evaluation_model(unrolled, loss), unrolled.last_weights
     direction = torch.zeros(len(chosen), n, dtype=unrolled.dtype).scatter_(1, chosen[:, None], 1.0).to(unrolled.device)
@@ -188,22 +193,16 @@ def first_order_risk(
     model = evaluation_model(unrolled, loss)
     losses = model.per_example_losses(unrolled.last_weights, unrolled.inputs, unrolled.targets)
     corrected = losses + (J.diagonal() - J.mean(1)) * (n / (n - 1))
-    value, error = float(corrected.mean()), float(corrected.std()) / n**0.5
+    value = float(corrected.mean())
+    outputs = model.batch_outputs(unrolled.last_weights, unrolled.inputs)
+    mistake = unseen_mistake(model.loss, outputs, unrolled.targets, n)
+    error = corrected_risk_error(losses, losses, corrected, mistake)
     if not torch.tensor([value, error]).isfinite().all():
         return Estimate(value, float("nan"), False, "losses or their derivatives are not finite", n)
     if remainder is None:
         reason = "not checked: first order dies at interpolation; pass taylor_remainder(run, 5), ten trainings"
         return Estimate(value, error, False, reason, n)
+    error = math.hypot(error, float(remainder.remainder.std()) / len(remainder.examples) ** 0.5)
     share = f"{100 * remainder.relative:.3g}% of the change that {remainder.trainings:.0f} trainings show is missed"
-    return Estimate(value, error, remainder.valid, f"first order: {share}", n)
-
-
-def choose_examples(examples: int | Tensor, n: int, seed: int) -> Int[Tensor, "m"]:
-    """Examples by index, or so many drawn at random."""
-    if isinstance(examples, int):
-        if not 1 <= examples <= n:
-            raise DataError(f"examples must be between 1 and the {n} training examples, got {examples}")
-        return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:examples]
-    if examples.dim() != 1 or not len(examples) or int(examples.min()) < 0 or int(examples.max()) >= n:
-        raise DataError(f"examples must be indices from 0 to {n - 1}, got {examples.tolist()[:8]}")
-    return examples
+    believed = remainder.valid and math.isfinite(error)
+    return Estimate(value, error, believed, f"first order: {share}", n)

@@ -51,8 +51,13 @@ class Layer:
     activations: tuple[nn.Module, ...]
 
 
-def linear_layers(model: FlatModel) -> list[Layer] | None:
+def linear_layers(model: FlatModel, inputs: Inputs | None = None) -> list[Layer] | None:
     """The layers of a module that is nothing but linear layers and activations, all trainable; None for any other.
+
+    Args:
+        model: The network.
+        inputs: What it is given. Linear layers act on the last axis: where an example has several, and no ``Flatten``
+            comes first, its layers are shared over places and the module is no such stack.
 
     >>> module = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2, bias=False))
     >>> [layer.shape for layer in linear_layers(FlatModel(module, "squared")) or []]
@@ -67,6 +72,8 @@ def linear_layers(model: FlatModel) -> list[Layer] | None:
     children = [child for child in _flat_children(model.module) if type(child) is not nn.Identity]
     if children and type(children[0]) is nn.Flatten and (children[0].start_dim, children[0].end_dim) == (1, -1):
         children = children[1:]
+    elif isinstance(inputs, Tensor) and inputs.dim() != 2:
+        return None
     found: list[tuple[nn.Linear, list[nn.Module]]] = []
     for child in children:
         if type(child) is nn.Linear:
@@ -243,7 +250,7 @@ def _activate(layer: Layer, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | 
         at = z.detach().requires_grad_()
         h = at
         for activation in layer.activations:
-            h = activation(h)
+            h = activation(h.clone())  # which an activation may write over
         slope = torch.autograd.grad(h.sum(), at, create_graph=True)[0]
         bend = torch.autograd.grad(slope.sum(), at)[0] if slope.requires_grad else None
     return h.detach(), slope.detach(), bend if bend is not None and bool(bend.any()) else None

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.autodiff.flat import take_examples
-from poprisk.errors import DataError
+from poprisk.errors import DataError, RunError
 from poprisk.population import population_rate
 from poprisk.runs import Run
 
@@ -43,11 +43,13 @@ def population_rates(
     True
     """
     run.require_exact()
+    if run.augmented:
+        raise RunError("inputs of this run were augmented: its batches are not the problem's examples as they are")
     first = 1 if lagged else 0
     chosen = range(first, run.num_steps) if steps is None else list(steps)
     if any(not first <= k < run.num_steps for k in chosen):
         raise DataError(f"the rates are those of steps {first} … {run.num_steps - 1}, got {list(chosen)}")
-    model = run.problem.model(dtype or run.layout.dtype)
+    model = run.model(dtype)
     inputs, targets = run.problem.batch(dtype=model.weights.dtype)
     rates = []
     for k in chosen:

@@ -69,8 +69,7 @@ def influence_on(
         DataError: a query's gradient is not finite, or inputs and targets differ in number.
     """
     unrolled = as_unrolled(run)
-    inputs = cast_inputs(inputs, unrolled.dtype)
-    targets = targets.to(unrolled.dtype) if targets.is_floating_point() else targets
+    inputs, targets = _queries(unrolled, inputs, targets)
     model, w = evaluation_model(unrolled, loss), unrolled.last_weights
     parts = []
     for rows in slices(len(targets), unrolled.columns_at_a_time()):
@@ -162,3 +161,20 @@ def _check_finite(slopes: Tensor) -> None:
             f"example {int(bad.nonzero()[0])} has a loss whose gradient is not finite at the last weights: it has no "
             "influence to speak of; look at the example, or evaluate by another loss"
         )
+
+
+def _queries(unrolled: Unrolled, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
+    """Examples as the run's own are: its device, its dtype."""
+    parts = inputs if isinstance(inputs, tuple) else (inputs,)
+    lengths = [x.shape[0] if x.dim() else 0 for x in (*parts, targets)]
+    if len(set(lengths)) != 1 or not lengths[0]:
+        raise DataError(
+            "queries need as many targets as inputs, at least 1, along their first axis, got shapes "
+            f"{[list(x.shape) for x in (*parts, targets)]}"
+        )
+    placed = tuple(x.to(unrolled.device) for x in parts)
+    floats = targets.is_floating_point()
+    return (
+        cast_inputs(placed if isinstance(inputs, tuple) else placed[0], unrolled.dtype),
+        targets.to(unrolled.device, unrolled.dtype if floats else targets.dtype),
+    )

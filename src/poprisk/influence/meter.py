@@ -8,20 +8,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from poprisk.autodiff import resolve_loss
 from poprisk.ensembles import Members, Retrained, example_losses, member_outputs, retrain
 from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.influence.examples import choose_examples
 from poprisk.influence.exclusion_sweep import ExclusionSweep
-from poprisk.influence.fold_error import inflated_error
+from poprisk.influence.fold_error import FEWEST, inflated_error
 from poprisk.influence.holdout_weights import holdout_weights
-from poprisk.influence.risk import (
-    FEWEST_FOLDS,
-    FOLDS,
-    RiskEstimate,
-    choose_examples,
-    exclusion_reading,
-    unseen_mistake,
-    with_price,
-)
+from poprisk.influence.risk import FEWEST_FOLDS, FOLDS, MOST_EXAMPLES, RiskEstimate, exclusion_reading, with_price
+from poprisk.influence.risk_error import unseen_mistake
 from poprisk.influence.sensitivity import Unrolled
 from poprisk.runs import Run
 
@@ -83,12 +78,12 @@ class RiskMeter:
         self._sweep: ExclusionSweep | None = None
         self._lost = method == "k_fold"
         self._folds: FoldEnsemble | None = None
-        self._first: Tensor | None = None
+        self._first: tuple[Tensor, str] | None = None
 
     def read(self, run: Run, steps: int | Sequence[int] | None = None) -> "RiskMeter":
         """Add readings of a run as far as it has gone; what was read before is not done again.
 
-        Call it with ``recorder.run`` every now and then during training, or once with a finished run.
+        Call it with ``recorder.flush()`` every now and then during training, or once with a finished run.
 
         Args:
             run: With its problem; longer than, and otherwise the same as, the one read before.
@@ -99,23 +94,27 @@ class RiskMeter:
             DataError: a step that lies before one that was read, or outside the run.
             RunError: another run, or one that allows no exact analysis.
         """
+        if not run.num_steps:
+            raise DataError("nothing of the run is written yet: recorder.flush() writes the steps so far")
         moments = self._moments(run, steps)
         self._check_same(run)
         if moments and not self._lost:
             unrolled = Unrolled(run, stop=moments[-1])
             if self._sweep is None:
-                self._sweep = ExclusionSweep(unrolled, choose_examples(unrolled.num_examples, self.examples, self.seed))
+                most = min(MOST_EXAMPLES, unrolled.columns_at_a_time())  # they are carried along all at once
+                chosen = choose_examples(unrolled.num_examples, self.examples, self.seed, most=most)
+                self._sweep = ExclusionSweep(unrolled, chosen)
             else:
                 self._sweep.extend(unrolled)
         waiting: list[int] = []
         for k in moments:
             found = None
             if not self._lost and self._sweep is not None:
-                found = exclusion_reading(self._sweep, k)
+                found = exclusion_reading(self._sweep.unrolled, self._sweep.outputs_at(k), k)
                 if not found.valid and self.method == "auto" and self.retrain_budget >= FEWEST_FOLDS:
                     self._lost, found, self._sweep = True, None, None  # chaos does not go away again
                 elif not found.valid:
-                    found = with_price(found)
+                    found = with_price(found, run.num_examples)
             if found is None:
                 waiting.append(k)
             else:
@@ -173,11 +172,11 @@ class RiskMeter:
         return sorted({min(max(k, last + 1), run.num_steps) for k in ends})
 
     def _check_same(self, run: Run) -> None:
-        first = run.weights(0)
+        first = run.weights(0), run.problem.fingerprint
         if self._first is None:
             self._first = first
-        elif not torch.equal(self._first, first):
-            raise RunError("the meter has read another run, with other first weights: make one for each run")
+        elif not (torch.equal(self._first[0], first[0]) and self._first[1] == first[1]):
+            raise RunError("the meter has read another run, with other first weights or examples: make one for each")
 
 
 class FoldEnsemble:
@@ -225,11 +224,14 @@ class FoldEnsemble:
             "cost": self.folds * k / run.num_steps,
         }
         error = inflated_error(held_out.cpu(), torch.arange(n), trained.cpu(), self.fold)
-        model = problem.model(outputs.dtype)
-        error = math.hypot(error, unseen_mistake(model, outputs.flatten(1), targets, n))
+        error = math.hypot(error, unseen_mistake(resolve_loss(problem.loss), outputs, targets, n))
+        if n < FEWEST:
+            reason = f"{n} held-out examples are too few to tell a standard error, {FEWEST} are needed"
+            return RiskEstimate(value, error, False, reason, **about)
         if not (math.isfinite(value) and math.isfinite(error)):
             return RiskEstimate(value, math.nan, False, "a training without a fold diverged", **about)
-        return RiskEstimate(value, error, True, f"{self.folds}-fold", **about)
+        reason = "; ".join((f"{self.folds}-fold", *self._trained.notes))
+        return RiskEstimate(value, error, True, reason, **about)
 
 
 def k_fold_curve(run: Run, steps: Sequence[int], folds: int = FOLDS, *, seed: int = 0) -> list[RiskEstimate]:

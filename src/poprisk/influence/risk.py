@@ -12,24 +12,24 @@ method                what it does                   target                     
 
 The first two train nothing. The first order dies at interpolation (every derivative by an example's weight is
 proportional to its residual); exclusion goes further, until the run has become too chaotic to be linearized; K-fold
-always works and costs K trainings.
+costs K trainings and needs a run that can be trained again with other example weights.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
-from torch.func import vmap
 
-from poprisk.autodiff import FlatModel
 from poprisk.autodiff.flat import take_examples
-from poprisk.autodiff.losses import cross_entropy_loss
-from poprisk.errors import DataError, HyperparameterError
+from poprisk.errors import HyperparameterError, RunError
 from poprisk.estimate import Estimate
-from poprisk.influence.exclusion_sweep import ExcludedOutputs, ExclusionSweep
+from poprisk.influence.examples import choose_examples
+from poprisk.influence.exclusion_sweep import ExcludedOutputs, excluded_outputs
+from poprisk.influence.fold_error import FEWEST
+from poprisk.influence.risk_error import corrected_risk_error, example_losses_of, unseen_mistake
 from poprisk.influence.sensitivity import Unrolled, as_unrolled
 from poprisk.runs import Run
 
@@ -38,7 +38,7 @@ RiskMethod = Literal["auto", "exclusion", "first_order", "k_fold"]
 FOLDS = 10
 """Folds of "k_fold" where the budget allows as many."""
 FEWEST_FOLDS = 3
-_EXAMPLES = 256
+MOST_EXAMPLES = 256
 """Examples that exclusion and first order look at, where there are more."""
 _AGREEMENT = 0.1
 """How far two predictions of one risk may differ, as a share of it."""
@@ -115,20 +115,25 @@ def population_risk(
                 f"k_fold trains at least {FEWEST_FOLDS} times, retrain_budget={retrain_budget}: allow {FOLDS}"
             )
         return _k_fold(run, retrain_budget, seed)
-    unrolled = as_unrolled(run)
+    try:
+        unrolled = _whole(as_unrolled(run))
+    except RunError as error:
+        if method != "auto" or retrain_budget < FEWEST_FOLDS or isinstance(run, Unrolled):
+            raise
+        return _k_fold(run, retrain_budget, seed, because=str(error))  # e.g. augmented: it can still be trained again
+    chosen = choose_examples(unrolled.num_examples, examples, seed, most=MOST_EXAMPLES)
+    excluded = excluded_outputs(unrolled, chosen)
+    found = exclusion_reading(unrolled, excluded, unrolled.stop)
     if method == "first_order":
-        return first_order_reading(unrolled, choose_examples(unrolled.num_examples, examples, seed))
-    found = exclusion_reading(
-        ExclusionSweep(unrolled, choose_examples(unrolled.num_examples, examples, seed)), unrolled.stop
-    )
+        return first_order_reading(unrolled, chosen, reference=found)
     if method == "exclusion" or found.valid:
         return found
     if retrain_budget >= FEWEST_FOLDS:
         return _k_fold(run, retrain_budget, seed)
-    return with_price(found)
+    return with_price(found, unrolled.num_examples)
 
 
-def exclusion_reading(sweep: ExclusionSweep, k: int) -> RiskEstimate:
+def exclusion_reading(unrolled: Unrolled, excluded: ExcludedOutputs, k: int) -> RiskEstimate:
     r"""Leave-one-out risk at the weights before step k, by linearized exclusion of the sampled examples.
 
     .. math:: \frac1n \sum_i \ell_i(u_i) + \frac1m \sum_{i \in M} \bigl(\ell_i(u_i + \Delta_i) - \ell_i(u_i)\bigr)
@@ -136,23 +141,34 @@ def exclusion_reading(sweep: ExclusionSweep, k: int) -> RiskEstimate:
     The displacement is taken along the tangent, and again by the network itself: where the two disagree on the risk by
     more than a tenth, or by the whole displacement for more than 1 example in 20, the run has moved too far to be
     linearized, and neither is believed.
+
+    Args:
+        unrolled: The run, made differentiable.
+        excluded: Some of its examples' outputs with and without them, at the weights before step k.
+        k: The step.
     """
-    unrolled = sweep.unrolled
-    excluded = sweep.outputs_at(k)
-    model, targets = unrolled.model, unrolled.targets[sweep.examples]
-    with_it = _losses(model, excluded.outputs, targets)
-    along, itself = (_losses(model, excluded.outputs + du, targets) for du in (excluded.tangent, excluded.displaced))
-    all_losses = model.per_example_losses(unrolled.weights(k), unrolled.inputs, unrolled.targets).double()
-    training = all_losses.mean().item()
-    value, other = (training + (x - with_it).mean().item() for x in (along, itself))
-    error = _error(all_losses, with_it, along, training, value, model, excluded, targets)
-    n, m = unrolled.num_examples, len(sweep.examples)
+    model, targets = unrolled.model, unrolled.targets[excluded.examples]
+
+    def losses(outputs: Tensor) -> Tensor:
+        return example_losses_of(model.loss, excluded.shaped(outputs), targets)
+
+    own = losses(excluded.outputs)
+    along, itself = (losses(excluded.outputs + du) for du in (excluded.tangent, excluded.displaced))
+    everyone = model.per_example_losses(unrolled.weights(k), unrolled.inputs, unrolled.targets).double()
+    training = everyone.mean().item()
+    value, other = (training + (x - own).mean().item() for x in (along, itself))
+    n, m = unrolled.num_examples, len(own)
+    mistake = unseen_mistake(model.loss, excluded.shaped(excluded.outputs + excluded.tangent), targets, n)
+    error = corrected_risk_error(everyone, own, along, mistake)
     about = {
         "target": f"a learner on {n - 1} of {n} points",
         "method": "exclusion",
         "training_loss": training,
         "cost": float(m),
     }
+    if m < FEWEST:
+        reason = f"{m} examples are too few to tell a standard error, {FEWEST} are needed"
+        return RiskEstimate(value, error, False, reason, **about)
     if not (math.isfinite(value) and math.isfinite(error) and math.isfinite(other)):
         return RiskEstimate(value, math.nan, False, "excluded losses are not finite: the run is chaotic", **about)
     apart = abs(value - other) / max(abs(value), torch.finfo(torch.float64).tiny)
@@ -163,7 +179,7 @@ def exclusion_reading(sweep: ExclusionSweep, k: int) -> RiskEstimate:
             "the examples: the run cannot be linearized so far"
         )
         return RiskEstimate(value, error, False, reason, **about)
-    reason = f"tangent and network agree on the risk to {100 * apart:.1f}%"
+    reason = "; ".join(filter(None, (f"tangent and network agree on the risk to {100 * apart:.1f}%", unrolled.note)))
     return RiskEstimate(value, error, True, reason, **about)
 
 
@@ -190,7 +206,8 @@ def first_order_reading(
     training = all_losses.mean().item()
     predicted = with_it + own.double() * (n / (n - 1))
     value = training + (predicted - with_it).mean().item()
-    reference = reference or exclusion_reading(ExclusionSweep(unrolled, examples), unrolled.stop)
+    if reference is None:
+        reference = exclusion_reading(unrolled, excluded_outputs(unrolled, examples), unrolled.stop)
     error = float(reference.standard_error)
     about = {"target": "this model", "method": "first_order", "training_loss": training, "cost": 2.0 * m}
     if not reference.valid:
@@ -206,70 +223,30 @@ def first_order_reading(
     return RiskEstimate(value, error, True, f"within {100 * apart:.1f}% of the risk by exclusion", **about)
 
 
-def with_price(found: RiskEstimate) -> RiskEstimate:
+def with_price(found: RiskEstimate, n: int) -> RiskEstimate:
     """The same verdict, with what it would take to know."""
-    price = f"{found.reason}; {FOLDS}-fold would tell, for {FOLDS} trainings: retrain_budget={FOLDS}"
+    K = min(FOLDS, n)
+    price = f"{found.reason}; {K}-fold would tell, for {K} trainings: retrain_budget={K}"
     kept = {name: getattr(found, name) for name in ("target", "method", "training_loss", "cost")}
     return RiskEstimate(found.value, found.standard_error, False, price, **kept)
 
 
-def unseen_mistake(model: FlatModel, outputs: Float[Tensor, "m p"], targets: Tensor, n: int) -> float:
-    """What one more mistake among n would add to the mean loss: nothing in n examples speaks against it.
-
-    For cross-entropy, a mistake costs about the loss of the second most likely class; for other losses it is taken to
-    be 0, and only the spread of the losses counts.
-    """
-    if model.loss is not cross_entropy_loss or targets.dim() != 1 or targets.is_floating_point():
-        return 0.0
-    second = outputs.topk(2, dim=1).indices[:, 1]
-    return _losses(model, outputs, second.to(targets.dtype)).mean().item() / n
+def _whole(unrolled: Unrolled) -> Unrolled:
+    """Refuses a run that is differentiated only in part: the risk of that would be nobody's."""
+    if unrolled.start != 0 or unrolled.gate == "frozen":
+        raise RunError(
+            f"population risk needs the whole run with its gate differentiated, got start={unrolled.start} and "
+            f"gate={unrolled.gate!r}: pass the run itself, or Unrolled(run, stop=…)"
+        )
+    return unrolled
 
 
-def _error(
-    all_losses: Tensor,
-    with_it: Tensor,
-    without: Tensor,
-    training: float,
-    value: float,
-    model: FlatModel,
-    excluded: ExcludedOutputs,
-    targets: Tensor,
-) -> float:
-    """The spread of the excluded losses over n, of the sampled corrections over m, and one unseen mistake."""
-    n, m = len(all_losses), len(with_it)
-    if m < 2:
-        return math.nan
-    gap = min(max((value - training) / value, 0.0), 1.0) if value > 0 else 0.0
-    spread = without.var().item() / n * (1 + gap) ** 2  # as for folds: see fold_error.inflated_error
-    sampled = (without - with_it).var().item() / m * (1 - m / n)
-    mistake = unseen_mistake(model, excluded.outputs + excluded.tangent, targets, n)
-    return math.sqrt(spread + sampled + mistake**2)
-
-
-def _losses(model: FlatModel, outputs: Float[Tensor, "m p"], targets: Tensor) -> Float[Tensor, "m"]:
-    shaped = outputs if targets.dim() < 2 or not targets.is_floating_point() else outputs.view(targets.shape)
-    return vmap(model.loss)(shaped, targets).double()
-
-
-def _k_fold(run: Run | Unrolled, budget: int, seed: int) -> RiskEstimate:
+def _k_fold(run: Run | Unrolled, budget: int, seed: int, because: str = "") -> RiskEstimate:
     from poprisk.influence.meter import k_fold_curve
 
     recorded, stop = (run.run, run.stop) if isinstance(run, Unrolled) else (run, run.num_steps)
-    return k_fold_curve(recorded, [stop], min(FOLDS, budget), seed=seed)[0]
-
-
-def choose_examples(n: int, examples: int | Tensor | None, seed: int) -> Int[Tensor, "m"]:
-    """Examples by index, or so many drawn at random; by default all, up to 256."""
-    if isinstance(examples, Tensor):
-        if examples.dim() != 1 or not len(examples) or int(examples.min()) < 0 or int(examples.max()) >= n:
-            raise DataError(f"examples must be indices from 0 to {n - 1}, got {examples.tolist()[:8]}")
-        return examples
-    m = min(n, _EXAMPLES) if examples is None else examples
-    if not 2 <= m <= n:
-        raise DataError(f"examples must be between 2 and the {n} training examples, got {m}")
-    if m == n:
-        return torch.arange(n)
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:m]
+    found = k_fold_curve(recorded, [stop], min(FOLDS, budget, recorded.num_examples), seed=seed)[0]
+    return replace(found, reason=f"{found.reason}; no exclusion: {because}") if because else found
 
 
 def _check(method: str, budget: int) -> None:

@@ -6,12 +6,12 @@ multiplying and adding. A gate pooled over rows or tensors couples coordinates; 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 
 from poprisk.autodiff.ways import load_forward_mode
@@ -49,17 +49,18 @@ def rule_jacobian(
 
     A coordinate that never had a gradient stands at the corner of Adam's square root. There the derivative by v has
     no meaning and is 0 (the coordinate does not move), and the one by g is the limit :math:`-\eta/\epsilon`; neither
-    is ever NaN.
+    is ever NaN. A row of such coordinates (a dead unit) stands at the 0/0 of a gate pooled over it, and is treated so
+    too.
 
     Raises:
         RunError: the derivative is not finite at a coordinate that had gradients.
     """
     load_forward_mode()
     held = rule.gate(k, w, g, state).detach() if gate == "frozen" else None
-    lifted = _off_the_corner(rule, state)
     if rule.elementwise:
-        return DiagonalJacobian(rule, k, w, g, lifted, held)
-    return WholeJacobian(rule, k, w, g, lifted, held)
+        return DiagonalJacobian(rule, k, w, g, _off_the_corner(rule, state), held)
+    never = torch.stack([x.detach() == 0 for x in (g, *state)]).all(0)
+    return WholeJacobian(rule, k, w, g, _off_the_ratio(rule, state), held, never)
 
 
 class DiagonalJacobian:
@@ -68,21 +69,15 @@ class DiagonalJacobian:
     def __init__(
         self, rule: FlatRule, k: int, w: Tensor, g: Tensor, state: tuple[Tensor, ...], gate: Tensor | None
     ) -> None:
-        point = [x.detach() for x in (w, g, *state)]
-        count = len(point)
-        # Every output depends on its own coordinate alone: one member per input, moved by ones in that input.
-        with forward_ad.dual_level():
-            duals = []
-            for i, x in enumerate(point):
-                tangent = x.new_zeros(count, len(x))
-                tangent[i] = 1.0
-                duals.append(forward_ad.make_dual(x.repeat(count, 1), tangent))
-            held = None if gate is None else gate.expand(count, -1)
-            moved, after = rule.step(k, duals[0], duals[1], tuple(duals[2:]), gate=held)
-            slopes = [forward_ad.unpack_dual(out).tangent for out in (moved, *after)]
-        self._table: list[list[Entry]] = [
-            [None] * count if slope is None else [_cleaned(entry, point[1:], k) for entry in slope] for slope in slopes
-        ]
+        # Every output depends on its own coordinate alone, so the gradient of its sum is its diagonal. Forward mode
+        # gives the same, but takes the zero tangents of numbers like ϵ through Python: much slower for small d.
+        with torch.enable_grad():
+            point = [x.detach().requires_grad_() for x in (w, g, *state)]
+            moved, after = rule.step(k, point[0], point[1], tuple(point[2:]), gate=gate)
+            self._table: list[list[Entry]] = [
+                [None if entry is None else _cleaned(entry, point[1:], k) for entry in _diagonals(out, point)]
+                for out in (moved, *after)
+            ]
 
     def push(self, blocks: Blocks, dg: Float[Tensor, "q d"]) -> Blocks:
         """See :class:`RuleJacobian`."""
@@ -96,12 +91,19 @@ class DiagonalJacobian:
 
 
 class WholeJacobian:
-    """Any rule, by forward and reverse mode through the step as it is."""
+    """Any rule, by forward and reverse mode through the step as it is; ``never`` marks what had no gradient yet."""
 
     def __init__(
-        self, rule: FlatRule, k: int, w: Tensor, g: Tensor, state: tuple[Tensor, ...], gate: Tensor | None
+        self,
+        rule: FlatRule,
+        k: int,
+        w: Tensor,
+        g: Tensor,
+        state: tuple[Tensor, ...],
+        gate: Tensor | None,
+        never: Bool[Tensor, "d"],
     ) -> None:
-        self._point = (w, g, *state)
+        self._point, self._number, self._never = (w, g, *state), k, never
 
         def step(*x: Tensor) -> tuple[Tensor, ...]:
             moved, after = rule.step(k, x[0], x[1], tuple(x[2:]), gate=gate)
@@ -112,13 +114,34 @@ class WholeJacobian:
     def push(self, blocks: Blocks, dg: Float[Tensor, "q d"]) -> Blocks:
         """See :class:`RuleJacobian`."""
         ins = (blocks[0], dg, *blocks[1:])
-        return list(vmap(lambda *v: jvp(self._step, self._point, v)[1])(*ins))
+        return self._settled(vmap(lambda *v: jvp(self._step, self._point, v)[1])(*ins), ins)
 
     def pull(self, blocks: Blocks) -> tuple[Blocks, Float[Tensor, "q d"]]:
         """See :class:`RuleJacobian`."""
         pullback = vjp(self._step, *self._point)[1]
-        w, g, *state = vmap(lambda *c: pullback(c))(*blocks)
+        w, g, *state = self._settled(vmap(lambda *c: pullback(c))(*blocks), blocks)
         return [w, *state], g
+
+    def _settled(self, found: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+        """The same, 0 where a coordinate never moved and it is not finite; refuses what else is not finite."""
+        if all(bool(x.isfinite().all()) for x in found):
+            return list(found)
+        clean = [torch.where(self._never & ~x.isfinite(), 0.0, x) for x in found]
+        # Directions that have grown past all bounds are the run's chaos and no fault of this step.
+        room = torch.finfo(clean[0].dtype).max ** 0.5
+        ordinary = torch.stack([(x.abs() < room).all(1) for x in given]).all(0)
+        for x in clean:
+            bad = (~x.isfinite() & ordinary[:, None]).any(0)
+            if bool(bad.any()):
+                raise RunError(_not_finite(self._number, int(bad.nonzero()[0])))
+        return clean
+
+
+def _diagonals(out: Tensor, point: list[Tensor]) -> Sequence[Tensor | None]:
+    """The derivative of every entry of ``out`` by the same entry of each input; None where it does not depend on it."""
+    if not out.requires_grad:
+        return [None] * len(point)
+    return torch.autograd.grad(out.sum(), point, retain_graph=True, allow_unused=True)
 
 
 def _combined(entries: list[Entry], blocks: Blocks) -> Tensor:
@@ -145,13 +168,17 @@ def _cleaned(entry: Tensor, moments: list[Tensor], k: int) -> Entry:
         low, high = (float(x) for x in entry.aminmax())
     if not math.isfinite(low + high):
         worst = int((~entry.isfinite()).nonzero()[0])
-        raise RunError(
-            f"the derivative of step {k} by the numbers it was taken with is not finite at weight {worst}: its second "
-            "moment is too small for this dtype; use dtype=torch.float64"
-        )
+        raise RunError(_not_finite(k, worst))
     if low == high:
         return None if low == 0 else low
     return entry
+
+
+def _not_finite(k: int, weight: int) -> str:
+    return (
+        f"the derivative of step {k} by the numbers it was taken with is not finite at weight {weight}: its moments "
+        "are too small for this dtype; use dtype=torch.float64"
+    )
 
 
 def _corner(dtype: torch.dtype) -> float:
@@ -163,3 +190,11 @@ def _off_the_corner(rule: FlatRule, state: tuple[Tensor, ...]) -> tuple[Tensor, 
     """Second moments that are exactly 0 become tiny: derivatives are then those of the limit."""
     named = zip(rule.state_names, state, strict=True)
     return tuple(torch.where(x == 0, _corner(x.dtype), x) if name == "v" else x for name, x in named)
+
+
+def _off_the_ratio(rule: FlatRule, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Moments that are exactly 0 become tiny: the 0/0 of a pooled gate is a number, and the gate closed as it was."""
+    corner = _corner(state[0].dtype)
+    noise = corner / torch.finfo(state[0].dtype).eps
+    tiny = {"m": corner**0.5, "v": noise, "s": noise}
+    return tuple(torch.where(x == 0, tiny[name], x) for name, x in zip(rule.state_names, state, strict=True))

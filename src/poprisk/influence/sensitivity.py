@@ -30,6 +30,7 @@ from poprisk.influence.linear_step import LinearStep, clip_direction
 from poprisk.influence.replayed_states import ReplayedStates
 from poprisk.influence.rule_jacobian import GateMode, rule_jacobian
 from poprisk.runs import Run
+from poprisk.runs.first_steps import check_first_steps
 from poprisk.runs.flat_rule import flat_rule
 
 By = Literal["weights", "labels", "inputs", "initial"]
@@ -98,8 +99,8 @@ class Unrolled:
             in turns.
 
     Raises:
-        RunError: no exact analysis of the run is possible, it was augmented, its problem is not known, its optimizer
-            or precision allows none.
+        RunError: no exact analysis of the run is possible, it was augmented, its problem is not known or another than
+            the recorded one, its optimizer or precision allows none.
         DataError: fewer than 3 examples, an empty window, a loss that is no mean over examples.
 
     >>> from poprisk.problems import Problem
@@ -133,16 +134,17 @@ class Unrolled:
         """Whether the gate answers to the change."""
         self.dtype = run.layout.dtype if dtype is None else dtype
         self.device = run.problem.device
-        self.model = run.problem.model(self.dtype)
+        self.model = run.model(self.dtype)
         self.rule = flat_rule(run)
         self.inputs, self.targets = run.problem.batch(dtype=self.dtype)
-        self._layers = linear_layers(self.model)
+        self._layers = linear_layers(self.model, self.inputs)
         manifest = run.manifest
         self._linear_rule = manifest["optimizer"]["name"] == "torch.optim.SGD"
         self.clip_norm: float | None = (manifest.get("training") or {}).get("clip_norm")
         """The norm that gradients were clipped to, where ``train`` did it; then the factor is differentiated."""
         self._states = ReplayedStates(self.rule, self.weights, lambda k: self.batch(k).gradient, stop, memory // 2)
         self._check_separable()
+        check_first_steps(run, self.model)
 
     @property
     def num_examples(self) -> int:
@@ -153,6 +155,11 @@ class Unrolled:
     def num_weights(self) -> int:
         """How many weights there are, d."""
         return self.run.num_weights
+
+    @cached_property
+    def output_shape(self) -> tuple[int, ...]:
+        """Of one example's outputs, as the network gives them."""
+        return tuple(self.model.batch_outputs(self.weights(0), take_examples(self.inputs, slice(0, 1))).shape[1:])
 
     @cached_property
     def num_outputs(self) -> int:

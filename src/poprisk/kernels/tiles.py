@@ -5,9 +5,11 @@ multiplied, and what differentiation holds while features are made, a few exampl
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -122,10 +124,41 @@ def free_memory(device: torch.device) -> int:
     """Half of the memory that is free on a device now: the limit where none is given."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
+    known = [room for room in (_available(), _left_to_the_group()) if room is not None]
+    return min(known) // 2 if known else _FALLBACK_MEMORY
+
+
+def _available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """What the system can give without swapping, file caches that it would drop included."""
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
-        return _FALLBACK_MEMORY
+        return None
+
+
+# A container's limit and what it has taken of it, in the second and the first version of control groups.
+_GROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+def _left_to_the_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container may still take; file caches count as taken there, and those not in use are added again."""
+    for limit, used in _GROUPS:
+        try:
+            allowed = int((root / limit).read_text())  # "max" stands for no limit, a ValueError
+            return max(0, allowed - int((root / used).read_text()) + _caches((root / used).parent / "memory.stat"))
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _caches(stat: Path) -> int:
+    """File caches of a group that are not in use."""
+    try:
+        found = re.search(r"^(?:total_)?inactive_file (\d+)", stat.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def symmetric_tiles(make: MakeFeatures, plan: TilePlan, inputs: Inputs, n: int, p: int) -> Iterator[Tile]:

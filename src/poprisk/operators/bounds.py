@@ -5,23 +5,34 @@ drop :math:`\Phi_S(u(s)) - \Phi_S(u(T))`. In discrete time it is :math:`\sqrt{g^
 for full batches and small steps, and the displacement on the left is taken without the source (decay, a buffer
 carried in).
 
-Exact zeros are rounding in floating point: each bound states the ``rounding`` it allows for.
+Exact zeros are rounding in floating point: each bound states the ``rounding`` it allows for. The operators of a flow
+are known up to the intervals that time is cut into; what that makes of a bound is its ``discretization``.
+
+A cut-off decides what is signal channel and which predictor is the best, not which directions the run took: bounds on
+the run hold with the norms over all directions of W told apart from rounding (``DissipationChannels.complete``).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.errors import DataError, HyperparameterError
+from poprisk.operators.bound import MARGIN, Bound, Form, eps_of
 from poprisk.operators.channels import DissipationChannels, operator_norm, require_length
 from poprisk.operators.coupling import Coupling, PredictorError, path_error, whitened_error
 from poprisk.operators.cumulative import CumulativeError
+from poprisk.operators.realized import RealizedWindow
+from poprisk.operators.visibility_bounds import (
+    filtered_bound,
+    hard_reservoir_bound,
+    mobility_bound,
+    soft_reservoir_bound,
+    visibility_order_bound,
+    visibility_spectrum_bound,
+)
 
-Form = Literal["discrete", "flow"]
 
 def visibility_bound(channels: DissipationChannels, window: RealizedWindow, form: Form = "discrete") -> Bound:
     r"""The test displacement is bounded by visibility and dissipation, Eq. ``effective_purif_bound``.
@@ -29,8 +40,11 @@ def visibility_bound(channels: DissipationChannels, window: RealizedWindow, form
     .. math:: \|\Delta u_Q - source_Q\| \le \|\Gamma_Q\|^{1/2} \sqrt{g^\top W g}
 
     In gradient flow without the source, and with the loss drop under the root.
+
+    Raises:
+        DataError: lengths that do not fit, W known in part only, or no loss drop in the form of gradient flow.
     """
-    size = channels.visibility_norm**0.5
+    size = channels.complete.visibility_norm**0.5
     return _on_the_run("visibility", "eq:effective_purif_bound", channels, None, size, window, form)
 
 
@@ -38,9 +52,17 @@ def remainder_bound(coupling: Coupling, window: RealizedWindow, form: Form = "di
     r"""The best predictor misses no more than the remainder, Eqs. ``effective_screen_bound``, ``latent_screen_bound``.
 
     .. math:: \|\Delta u_Q - source_Q - A_\circ (\Delta u_S - source_S)\| \le \|R_\perp\| \sqrt{g^\top W g}
+
+    Where a cut-off leaves directions of W out of the signal channel, :math:`A_\circ` is the best one above it, and
+    :math:`\|C_Q - A_\circ C_S\|` over all directions stands for :math:`\|R_\perp\|`.
+
+    Raises:
+        DataError: as of ``visibility_bound``; on the leading part of W take ``TopChannels.prediction_bound``.
     """
-    A, size = coupling.matrix, coupling.remainder_norm
-    return _on_the_run("remainder", "eq:effective_screen_bound", coupling.channels, A, size, window, form)
+    A, channels = coupling.matrix, coupling.channels
+    whole = channels.complete is channels
+    size = coupling.remainder_norm if whole else operator_norm(whitened_error(channels.complete, A))
+    return _on_the_run("remainder", "eq:effective_screen_bound", channels, A, size, window, form)
 
 
 def predictor_bound(
@@ -50,7 +72,7 @@ def predictor_bound(
 
     .. math:: \|\Delta u_Q - source_Q - A (\Delta u_S - source_S)\| \le \|C_Q - A C_S\| \sqrt{g^\top W g}
     """
-    size = operator_norm(whitened_error(channels, A))
+    size = operator_norm(whitened_error(channels.complete, A))
     return _on_the_run("predictor", "eq:general_screen_bound", channels, A, size, window, form)
 
 
@@ -61,7 +83,7 @@ def trajectory_bound(
 
     .. math:: \|\Delta u_Q - source_Q - A (\Delta u_S - source_S)\|^2 \le \|\mathcal D_A^{vis}\|\; g^\top W g
     """
-    size = operator_norm(path_error(channels, A)) ** 0.5
+    size = operator_norm(path_error(channels.complete, A)) ** 0.5
     plain = _on_the_run("trajectory", "eq:visible_trajectory_bound", channels, A, size, window, form)
     return _squared(plain)
 
@@ -130,7 +152,7 @@ def nonlinear_bound(error: PredictorError) -> Bound:
     Eq. ``nonlinear_gap_identity``. The right side is itself a lower bound on Err, so the inequality is proved where it
     holds.
     """
-    return Bound("nonlinear", "eq:nonlinear_gap_identity", "algebra", error.floor, error.at_least, 1e-9 * error.floor)
+    return Bound("nonlinear", "eq:nonlinear_gap_identity", "algebra", error.floor, error.at_least, error.rounding)
 
 
 def window_bounds(
@@ -145,10 +167,13 @@ def window_bounds(
 
     Args:
         coupling: The window's operators, dense.
-        window: What happened.
+        window: What happened, ``ops.realized``.
         predictors: Linear predictors to bound beside :math:`A_\circ`, for instance the anchored one.
         epsilons: Thresholds for the soft reservoir; by default the eigenvalues of W at the quarters of its spectrum.
         form: "discrete", or "flow" for a run in gradient-flow mode.
+
+    Raises:
+        DataError: what the single bounds raise, for instance where W is known in part only.
 
     >>> from poprisk.operators import Coupling, dissipation_channels
     >>> D, G, g = torch.eye(2), torch.tensor([[1.0, 2.0]]), torch.tensor([3.0, 1.0])
@@ -194,6 +219,7 @@ def _on_the_run(
     form: Form,
 ) -> Bound:
     """‖Δu_Q - A Δu_S‖ <= size · budget, both displacements without source in discrete time."""
+    channels = channels.complete
     N, M = channels.vectors.shape[0], channels.test_transfer.shape[0]
     for what, x, length in (
         ("gradient", window.gradient, N),
@@ -201,18 +227,19 @@ def _on_the_run(
         ("test_displacement", window.test_displacement, M),
     ):
         require_length(x, length, what)
-    missed, scale = window.test_displacement, window.test_displacement.norm().item()
-    x = window.train_displacement
+    missed, x, slope = window.test_displacement, window.train_displacement, 0.0
     if form == "discrete":
         missed = missed if window.test_source is None else missed - window.test_source
         x = x if window.train_source is None else x - window.train_source
     if A is not None:
-        missed = missed - A @ x
-        scale += operator_norm(A) * window.train_displacement.norm().item()
+        missed, slope = missed - A @ x, operator_norm(A)
     budget = _budget(channels, window, form)
+    scale = window.test_displacement.norm().item() + slope * window.train_displacement.norm().item()
     below_cutoff = size * channels.cutoff**0.5 * (channels.reservoir @ window.gradient).norm().item()
     rounding = MARGIN * eps_of(channels) * N**0.5 * scale + below_cutoff
-    return Bound(name, label, form, missed.norm().item(), size * budget, rounding)
+    off = window.discretization
+    discretization = off.test + slope * off.train + (size * off.root_dissipation if form == "flow" else 0.0)
+    return Bound(name, label, form, missed.norm().item(), size * budget, rounding, discretization)
 
 
 def _budget(channels: DissipationChannels, window: RealizedWindow, form: Form) -> float:
@@ -221,7 +248,7 @@ def _budget(channels: DissipationChannels, window: RealizedWindow, form: Form) -
     if form != "flow":
         raise HyperparameterError(f'form must be "discrete" or "flow", got {form!r}')
     for source in (window.train_source, window.test_source):
-        if source is not None and source.abs().max() > 0:
+        if source is not None and source.any():
             raise DataError("the form of gradient flow knows no source, got one that is not 0: take form='discrete'")
     if window.loss_drop is None or window.loss_drop < 0:
         raise DataError(
@@ -232,9 +259,10 @@ def _budget(channels: DissipationChannels, window: RealizedWindow, form: Form) -
 
 
 def _squared(bound: Bound) -> Bound:
-    # (left + r)² - left²: what the rounding of the plain bound becomes.
+    # (right + r)² - right²: what an allowance r of the plain bound becomes, rounding first.
     rounding = (2 * bound.right + bound.rounding) * bound.rounding
-    return Bound(bound.name, bound.label, bound.form, bound.left**2, bound.right**2, rounding)
+    discretization = (2 * (bound.right + bound.rounding) + bound.discretization) * bound.discretization
+    return Bound(bound.name, bound.label, bound.form, bound.left**2, bound.right**2, rounding, discretization)
 
 
 def _unresolved_share(coupling: Coupling, A: Tensor, scale: float) -> float:

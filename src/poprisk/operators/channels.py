@@ -120,7 +120,10 @@ class DissipationChannels:
 
     @property
     def visibility_norm(self) -> float:
-        r""":math:`\|\Gamma_Q\|`, the most squared test displacement per unit of dissipation; 0 for an empty channel."""
+        r""":math:`\|\Gamma_Q\|`, the most squared test displacement per unit of dissipation; 0 for an empty channel.
+
+        Over the signal channel: where a cut-off leaves directions out, ``complete`` has the norm over all of them.
+        """
         return self.visibility_spectrum[0].item() if len(self.visibility_spectrum) else 0.0
 
     @property
@@ -143,6 +146,30 @@ class DissipationChannels:
     def unresolved(self) -> int:
         """Directions of the signal channel on which the train displacement is not told apart from 0."""
         return self.rank - self.train_rank
+
+    @cached_property
+    def complete(self) -> "DissipationChannels":
+        r"""The same window with all of W that is told apart from rounding as signal channel; itself if it is that.
+
+        A cut-off chooses a part of W to work on. What bounds all directions, such as :math:`\|G h\|^2 \le
+        \|\Gamma_Q\|\, h^\top W h`, needs :math:`\Gamma_Q` on all of them.
+
+        Raises:
+            DataError: only a leading part of W is known.
+
+        >>> R, G = torch.diag(torch.tensor([1.0, 0.1])), torch.tensor([[1.0, 1.0]])
+        >>> part = dissipation_channels(R, torch.eye(2), G, cutoff=0.5)
+        >>> part.rank, part.complete.rank, round(part.complete.visibility_norm / part.visibility_norm)
+        (1, 2, 101)
+        """
+        if self.spectrum.rest > 0:
+            raise DataError(
+                f"this needs all of W, got its eigenvalues above {self.spectrum.rest:.3g} only: take "
+                "TopChannels.prediction_bound, which bounds what the rest can do, or the dense operators"
+            )
+        if self.spectrum.count_above(_threshold(self.spectrum, None)) <= self.rank:
+            return self
+        return dissipation_channels(self.spectrum, self.train_transfer, self.test_transfer)
 
     def whiten(self, X: Transfer) -> Float[Tensor, "rows r"]:
         r""":math:`X W^{\dagger/2} V = X V \sigma^{-1}` for any other map X of the output gradient.

@@ -22,6 +22,9 @@ from poprisk.operators.channels import DissipationChannels, Transfer, operator_n
 Predictor = Callable[[Float[Tensor, "N"]], Float[Tensor, "M"]]
 """Any map from training displacements to test displacements."""
 
+# Rounding errors of ‖C_Q‖, per root of its dimension, that the two sides of a comparison may differ by.
+_PROBE_MARGIN = 100.0
+
 
 @dataclass(frozen=True, eq=False)
 class Coupling:
@@ -60,6 +63,11 @@ class Coupling:
     def remainder(self) -> Float[Tensor, "M N"]:
         r""":math:`R_\perp`."""
         return self.reduced_remainder @ self.channels.vectors.T
+
+    @property
+    def coupling_remainder(self) -> Float[Tensor, "M N"]:
+        r""":math:`R_\perp` by its full name, the same as ``remainder``."""
+        return self.remainder
 
     @cached_property
     def remainder_norm(self) -> float:
@@ -186,6 +194,9 @@ class PredictorError:
     """The h at which the largest ratio was met."""
     probes: int
     """Directions tried, both signs counted."""
+    rounding: float = 0.0
+    r"""By how much at_least may lie below the floor: rounding of :math:`C_Q`, and the predictor's odd part at the
+    direction of the floor, whose train displacement counts as 0 but is so only up to what is resolved."""
 
 
 def predictor_error(
@@ -242,7 +253,9 @@ def predictor_error(
                 ratio = (c.reduced_test @ x - guess).norm().item() / scale
                 if ratio > best:
                     best, best_h = ratio, c.vectors @ (x / c.roots)
-    return PredictorError(best, coupling.remainder_norm, best_h, 2 * len(scales) * probes.shape[1])
+    rounding = _PROBE_MARGIN * torch.finfo(c.roots.dtype).eps * len(c.vectors) ** 0.5 * c.visibility_norm**0.5
+    rounding += _odd_part_where_blind(coupling, predictor, scales)
+    return PredictorError(best, coupling.remainder_norm, best_h, 2 * len(scales) * probes.shape[1], rounding)
 
 
 @dataclass(frozen=True)
@@ -294,7 +307,8 @@ def transfer_equivalences(coupling: Coupling, *, rank_cutoff: float | None = Non
         remainder=coupling.relative_remainder,
         kernel_inclusion=_ratio(operator_norm(unseen), operator_norm(G)),
         range_inclusion=_ratio(operator_norm(G_D_pinv @ D - G), operator_norm(G)),
-        semidefinite_order=_order_violation(G_D_pinv @ U[:, :k], unseen / s[:1], constant),
+        # In units of ‖D‖; for D = 0 any unit serves.
+        semidefinite_order=_order_violation(G_D_pinv @ U[:, :k], unseen / s[:1] if k else unseen, constant),
         order_constant=constant,
     )
 
@@ -378,14 +392,30 @@ def _probes(
     blind = torch.linalg.svd(coupling.reduced_remainder, full_matrices=False)[2].T
     loudest = torch.linalg.svd(c.reduced_test, full_matrices=False)[2].T
     generator = generator or torch.Generator(c.roots.device).manual_seed(0)
-    noise = torch.randn(c.rank, random_probes, generator=generator, dtype=c.roots.dtype, device=c.roots.device)
-    blocks = [blind, loudest, noise]
+    # Drawn where the generator lives: one of the CPU serves channels on any device, with the same numbers.
+    noise = torch.randn(c.rank, random_probes, generator=generator, dtype=c.roots.dtype, device=generator.device)
+    blocks = [blind, loudest, noise.to(c.roots.device)]
     if directions is not None:
         require_shape(directions, (c.vectors.shape[0], directions.shape[1]), "directions")
         blocks.append(c.roots.unsqueeze(1) * (c.vectors.T @ directions))
     Z = torch.cat(blocks, dim=1)
     sizes = Z.norm(dim=0)
     return Z[:, sizes > 0] / sizes[sizes > 0]
+
+
+def _odd_part_where_blind(coupling: Coupling, predictor: Predictor, scales: tuple[float, ...]) -> float:
+    """‖Ψ(D h) - Ψ(-D h)‖/2 per root dissipation, at the direction h in ker D that decides the floor.
+
+    The argument for the floor has Ψ(D h) = Ψ(-D h) there. Directions that count as ker D have train displacements of
+    the size of rounding, and a steep predictor tells their signs apart.
+    """
+    c = coupling.channels
+    if not c.unresolved or not coupling.reduced_remainder.numel():
+        return 0.0
+    blind = c.train_right[:, c.train_rank :]
+    z = blind @ (blind.T @ torch.linalg.svd(coupling.reduced_remainder, full_matrices=False)[2][0])
+    x = c.reduced_train @ z
+    return min((predictor(s * x) - predictor(-s * x)).norm().item() / (2 * s) for s in scales)
 
 
 def _order_violation(seen: Tensor, unseen: Tensor, constant: float) -> float:

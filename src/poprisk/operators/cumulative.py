@@ -56,6 +56,11 @@ class CumulativeError:
     r""":math:`\mathcal N_A`, the price of directions that the run never took; positive semidefinite."""
 
     @property
+    def off_path_slack(self) -> Float[Tensor, "M M"]:
+        r""":math:`\mathcal N_A` by its full name, the same as ``slack``."""
+        return self.slack
+
+    @property
     def mismatch(self) -> float:
         """How far total is from the sum of the parts, relative to it."""
         size = operator_norm(self.total)

@@ -1,10 +1,12 @@
 r"""The operators of a window as matrices, beside what really happened."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from poprisk.operators.realized import Discretization, RealizedWindow
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,8 @@ class Operators:
     losses: tuple[float, float]
     """The mean training loss at the start and at the end."""
     num_examples: int
+    discretization: Discretization = field(default_factory=Discretization)
+    """How far the operators of a flow are from it; nothing for steps, whose operators are exact."""
 
     @property
     def dissipation_gramian(self) -> Float[Tensor, "N N"]:
@@ -69,3 +73,26 @@ class Operators:
     def predicted_test(self) -> Float[Tensor, "M"]:
         """-G g + source_Q."""
         return self.sources.test - self.test_transfer @ self.output_gradient
+
+    @property
+    def realized(self) -> RealizedWindow:
+        """What happened, for the bounds: ``window_bounds(coupling, ops.realized)``.
+
+        >>> from poprisk.autodiff import FlatModel
+        >>> from poprisk.operators import Coupling, dissipation_channels, gradient_flow_operators, window_bounds
+        >>> model = FlatModel(torch.nn.Linear(1, 1, bias=False).double(), "squared")
+        >>> one = torch.ones(1, 1).double()
+        >>> ops = gradient_flow_operators(model, one, one, time=1.0, intervals=4, test_inputs=2 * one)
+        >>> coupling = Coupling(dissipation_channels(ops.factor, ops.train_transfer, ops.test_transfer))
+        >>> all(bound.holds for bound in window_bounds(coupling, ops.realized, form="flow"))
+        True
+        """
+        return RealizedWindow(
+            self.output_gradient,
+            self.train_displacement,
+            self.test_displacement,
+            self.sources.train,
+            self.sources.test,
+            self.loss_drop,
+            self.discretization,
+        )

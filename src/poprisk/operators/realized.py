@@ -1,6 +1,6 @@
 """What really happened over a window, as the bounds want it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxtyping import Float
 from torch import Tensor
@@ -41,5 +41,5 @@ class RealizedWindow:
     """What of Δu_Q is not linear in g."""
     loss_drop: float | None = None
     """Φ_S(u(s)) - Φ_S(u(T)); needed for bounds in the form of gradient flow."""
-    discretization: Discretization = Discretization()
+    discretization: Discretization = field(default_factory=Discretization)
     """How far the operators are from a flow; nothing for a run that takes steps, whose operators are exact."""

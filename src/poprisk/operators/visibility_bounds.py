@@ -21,13 +21,16 @@ def hard_reservoir_bound(channels: DissipationChannels) -> Bound:
     The left side is :math:`\|G P_{res}\|`. What was taken as 0 in W lets through at most the root of the cut-off
     times the root of the visibility; that is part of the rounding allowed.
 
+    Raises:
+        DataError: G is no matrix, or W is known in part only.
+
     >>> from poprisk.operators import dissipation_channels
     >>> R = torch.diag(torch.tensor([1.0, 0.0]))
     >>> hard_reservoir_bound(dissipation_channels(R, R, torch.eye(2))).holds  # no run has such a G
     False
     """
+    allowed = rounding_of_test_transfer(channels) + (channels.complete.visibility_norm * channels.cutoff) ** 0.5
     G_res = _restricted_test_transfer(channels, channels.rank)
-    allowed = rounding_of_test_transfer(channels) + (channels.visibility_norm * channels.cutoff) ** 0.5
     return Bound("hard reservoir", "eq:pathwise_hard_reservoir", "algebra", G_res, 0.0, allowed)
 
 
@@ -38,12 +41,13 @@ def soft_reservoir_bound(channels: DissipationChannels, epsilon: float, h: Float
 
     Args:
         channels: The window.
-        epsilon: Threshold in the units of W, at least the cut-off of the channels.
+        epsilon: Threshold in the units of W, not below what is told apart from rounding.
         h: A direction; None takes the worst one, as a bound on operator norms.
 
     Raises:
-        DataError: ε below the cut-off, where the visibility is not known, or h of another length.
+        DataError: ε below the cut-off, where the visibility is not known, h of another length, or W known in part only.
     """
+    channels = channels.complete
     if epsilon < channels.cutoff:
         raise DataError(
             f"epsilon must be at least the cut-off of the channels, {channels.cutoff:.3g}, got {epsilon:.3g}: take "
@@ -66,8 +70,9 @@ def mobility_bound(channels: DissipationChannels, h: Float[Tensor, "N"]) -> Boun
     .. math:: \|G h\|^2 / \|\Gamma_Q\| \le h^\top W h
 
     Raises:
-        DataError: h of another length.
+        DataError: h of another length, or W known in part only.
     """
+    channels = channels.complete
     dissipated = channels.dissipation(h)
     moved = (channels.test_transfer @ h).norm().item()
     noise = _reservoir_noise(channels, h)
@@ -90,8 +95,9 @@ def filtered_bound(
         h: A direction.
 
     Raises:
-        DataError: h of another length, or a φ that is not finite or changes the shape.
+        DataError: h of another length, or a φ that is not finite or changes the shape; W known in part only.
     """
+    channels = channels.complete
     spectrum = channels.spectrum
     require_length(h, spectrum.vectors.shape[0], "h")
     values, at_zero = phi(spectrum.values), phi(spectrum.values.new_zeros(1))
@@ -112,7 +118,11 @@ def visibility_order_bound(channels: DissipationChannels) -> Bound:
     r"""The order :math:`G^\top G \preceq \|\Gamma_Q\| W` of ``thm:reservoir_invisibility``.
 
     The left side is the largest eigenvalue of the difference, relative to :math:`\|\Gamma_Q\| \|W\|`; the right one 0.
+
+    Raises:
+        DataError: G is no matrix, or W is known in part only.
     """
+    channels = channels.complete
     G, spectrum = _dense_test_transfer(channels), channels.spectrum
     scale = channels.visibility_norm * spectrum.largest
     W = (spectrum.vectors * spectrum.values) @ spectrum.vectors.T
@@ -129,7 +139,11 @@ def visibility_spectra(channels: DissipationChannels) -> tuple[Float[Tensor, "N"
 
     Differs from the paper, whose figure compares :math:`\lambda_j(\Gamma_Q)` with :math:`\lambda_j(W)`; those are in
     different units and not ordered.
+
+    Raises:
+        DataError: G is no matrix, or W is known in part only.
     """
+    channels = channels.complete
     G = _dense_test_transfer(channels)
     N = G.shape[1]
     visible, budget = G.new_zeros(N), G.new_zeros(N)
@@ -164,7 +178,10 @@ def _restricted_test_transfer(channels: DissipationChannels, above: int) -> floa
 def _reservoir_noise(channels: DissipationChannels, h: Tensor) -> float:
     """Rounding in ‖G h‖, and what directions below the cut-off may add."""
     low = (channels.reservoir @ h).norm().item()
-    return rounding_of_test_transfer(channels) * h.norm().item() + (channels.visibility_norm * channels.cutoff) ** 0.5 * low
+    return (
+        rounding_of_test_transfer(channels) * h.norm().item()
+        + (channels.visibility_norm * channels.cutoff) ** 0.5 * low
+    )
 
 
 def _dense_test_transfer(channels: DissipationChannels) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from poprisk.autodiff import FlatModel, SegmentCurvature, SegmentJacobian
 from poprisk.autodiff.flat import Inputs, take_examples
-from poprisk.errors import DataError
+from poprisk.errors import DataError, PopRiskError
 from poprisk.linalg import LinearOperator, from_functions, tsqr_append
 from poprisk.operators.coupling import anchored_coupling_of_jacobians
 from poprisk.operators.cumulative import CumulativeError, LiftedStep, cumulative_error
@@ -31,9 +31,12 @@ from poprisk.operators.step_maps import Block, DenseStep, MatrixFreeStep, StepMa
 from poprisk.operators.sweeps import backward_sweep, forward_sweep
 from poprisk.operators.trajectory import Trajectory, check_run
 from poprisk.runs import Run
+from poprisk.runs.first_steps import check_first_steps
 from poprisk.runs.step import Step
 
 _MEMORY = 2**30
+# Blocks [d, N] that a sweep of the identity holds at its fullest: gradients, momentum before and after, the step.
+_SWEPT = 5
 
 
 class Window:
@@ -52,12 +55,14 @@ class Window:
         nodes: Quadrature nodes per step; by default as many as each step needs.
         secant: Close Jacobians and curvature so that they carry each step to rounding. Off, what remains is the
             quadrature's own accuracy, the test that the operators are not made to fit.
-        memory: Bytes for the Jacobians of a dense window, and that a product with W may hold on to: every step's
-            gradients where they fit, else the rows of its batch, from which they are formed again; where even those do
-            not fit, columns are taken in turns.
+        memory: Bytes for the Jacobians of a dense window, and for the matrices of ``dense_operators``,
+            ``anchored_coupling`` and ``lifted_steps``, which are refused where they need more; and that a product with
+            W may hold on to: every step's gradients where they fit, else the rows of its batch, from which they are
+            formed again; where even those do not fit, columns are taken in turns.
 
     Raises:
-        DataError: the window is empty or outside the run, indices outside the training set, or sizes that do not fit.
+        DataError: the window is empty or outside the run, indices outside the training set, sizes that do not fit, or
+            inputs that the model cannot take.
         RunError: the run says why no exact analysis of it is possible, or its inputs were augmented.
 
     Example:
@@ -96,9 +101,18 @@ class Window:
         self.dtype, self.device = model.weights.dtype, model.weights.device
         self._trajectory = trajectory
         self._nodes, self._secant = nodes, secant
-        self.start_outputs = self._outputs(start, inputs)
+        # Asked for once and in order: between its checkpoints a sparse run computes weights and steps again.
+        self._momentum = trajectory.buffer(start).to(self.device, self.dtype)
+        self._path = [trajectory.weights(start).to(self.device, self.dtype)]
+        self.start_outputs = self._first_outputs("training", inputs)
+        self.num_test_outputs = 0 if test_inputs is None else self._first_outputs("test", test_inputs).numel()
+        """Rows of the test transfer."""
+        built = []
+        for k in range(start, stop):
+            step = trajectory.step(k)
+            self._path.append(trajectory.weights(k + 1).to(self.device, self.dtype))
+            built.append(self._build(k, self._converted(step)))
         self.stop_outputs = self._outputs(stop, inputs)
-        built = [self._build(k) for k in range(start, stop)]
         dense = self._jacobian_bytes(built) <= memory if dense is None else dense
         self.steps: Sequence[StepMaps] = [maps.to_dense() for maps in built] if dense else built
 
@@ -124,8 +138,10 @@ class Window:
             options: ``dense``, ``nodes``, ``secant`` and ``memory``, as of the constructor.
 
         Raises:
-            RunError: no exact analysis of the run is possible, its inputs were augmented, or its problem is not known.
-            DataError: the window is empty or outside the run.
+            RunError: no exact analysis of the run is possible, its inputs were augmented, its problem is not known, or
+                the problem's model is not the recorded one: in names, shapes, frozen numbers, or in the gradients of
+                the first recorded steps.
+            DataError: the window is empty or outside the run, or the model cannot take the test inputs.
 
         >>> from poprisk.problems import Problem
         >>> from poprisk.runs import train
@@ -135,16 +151,18 @@ class Window:
         >>> Window.of_run(run, start=1).train_transfer.shape
         (2, 2)
         """
-        run.require_exact()
+        check_run(run, run.problem.targets)
+        model = run.model(dtype)
+        check_first_steps(run, model)
         inputs, targets = run.problem.batch(dtype=dtype)
         if test_inputs is None and run.problem.test is not None:
             test_inputs = run.problem.test[0]
         return cls(
             run,
-            run.problem.model(dtype),
+            model,
             inputs,
             targets,
-            test_inputs=None if test_inputs is None else _cast(test_inputs, dtype),
+            test_inputs=None if test_inputs is None else _cast(test_inputs, dtype, targets.device),
             start=start,
             stop=stop,
             **options,
@@ -173,11 +191,6 @@ class Window:
         return self.start_outputs.numel()
 
     @cached_property
-    def num_test_outputs(self) -> int:
-        """Rows of the test transfer."""
-        return 0 if self.test_inputs is None else self._outputs(self.start, self.test_inputs).numel()
-
-    @cached_property
     def output_gradient(self) -> Float[Tensor, "N"]:
         r"""g(s), the gradient of the mean training loss by the outputs at the window's start."""
         w = self._weights(self.start)
@@ -196,6 +209,12 @@ class Window:
             lambda A: backward_sweep(self.steps, like=A, gradient=A),
             self.num_outputs,
         )
+
+    @property
+    def train_completion(self) -> LinearOperator:
+        r""":math:`F_{SS} = I - P_g` (``eq:train_complement``): what of an output gradient the window has worked off."""
+        P = self.propagator
+        return self._operator(lambda H: H - P @ H, lambda A: A - P.T @ A, self.num_outputs)
 
     @property
     def augmented_propagator(self) -> LinearOperator:
@@ -260,7 +279,7 @@ class Window:
         """What the window adds on its own, by one sweep from g(s) = 0."""
         p = torch.zeros(self.num_outputs, 1, dtype=self.dtype, device=self.device)
         train, test = torch.zeros_like(p), p.new_zeros(self.num_test_outputs, 1)
-        v = self._trajectory.buffer(self.start).to(self.device, self.dtype)
+        v = self._momentum
         for k, maps in enumerate(self.steps, self.start):
             step, w = maps.step, self._weights(k)
             f = maps.pull(p).squeeze(1) + step.coupled_decay * w
@@ -271,7 +290,13 @@ class Window:
         return Sources(train.squeeze(1), test.squeeze(1), p.squeeze(1))
 
     def dense_operators(self) -> Operators:
-        """P, a factor of W, D and G as matrices, by one forward sweep of the identity, with the sources."""
+        """P, a factor of W, D and G as matrices, by one forward sweep of the identity, with the sources.
+
+        Raises:
+            DataError: that needs more than ``memory``.
+        """
+        N, M, d = self.num_outputs, self.num_test_outputs, self.model.size
+        self._require_room("P, W, D and G as matrices", N * (_SWEPT * d + 8 * N + 2 * M))
         eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
         R = eye.new_zeros(0, self.num_outputs)
 
@@ -297,15 +322,18 @@ class Window:
         """The steps as :func:`poprisk.operators.cumulative_error` wants them, each with what it could have reached.
 
         Raises:
-            DataError: the window is not dense.
+            DataError: the window is not dense, or its lifted steps need more than ``memory``.
         """
+        if not all(isinstance(maps, DenseStep) for maps in self.steps):
+            raise DataError("lifted steps are matrices: make the window with dense=True, shorter if need be")
+        N, d = self.num_outputs, self.model.size
+        self._require_room("the lifted steps", N * ((_SWEPT + 2 * len(self.steps)) * d + 4 * N))
         eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
         lifted: list[LiftedStep] = []
 
         def lift(j: int, F: Block) -> None:
             maps = self.steps[j]
-            if not isinstance(maps, DenseStep):
-                raise DataError("lifted steps are matrices: make the window with dense=True, shorter if need be")
+            assert isinstance(maps, DenseStep)
             lifted.append(LiftedStep(maps.step, F, maps.pull(eye), maps.train_jacobian, maps.test_jacobian))
 
         forward_sweep(self.steps, eye, test=False, watch=lift)
@@ -329,10 +357,12 @@ class Window:
             cutoff: As of :func:`poprisk.operators.anchored_coupling_of_jacobians`.
 
         Raises:
-            DataError: the window has no test set.
+            DataError: the window has no test set, or the Jacobians need more than ``memory``.
         """
         if self.test_inputs is None:
             raise DataError("a coupling needs a test set: pass test_inputs=… to the window")
+        N, M, d = self.num_outputs, self.num_test_outputs, self.model.size
+        self._require_room("the Jacobians of a coupling", (4 * N + 2 * M) * d + N * (2 * N + M))
         w = self._weights(self.start)
         root = self.effective_preconditioners[0].sqrt() if preconditioned else torch.ones_like(w)
         J_Q, J_S = (self.model.output_jacobian(w, x).flatten(0, 1) * root for x in (self.test_inputs, self.inputs))
@@ -392,8 +422,7 @@ class Window:
         shape = (rows, self.num_outputs)
         return from_functions(matmat, rmatmat, shape, dtype=self.dtype, device=self.device)
 
-    def _build(self, k: int) -> MatrixFreeStep:
-        step = self._converted(self._trajectory.step(k))
+    def _build(self, k: int, step: Step) -> MatrixFreeStep:
         if len(step.batch) and not 0 <= int(step.batch.min()) <= int(step.batch.max()) < self.num_examples:
             raise DataError(
                 f"step {k} used the examples {int(step.batch.min())} … {int(step.batch.max())}, the window was given "
@@ -430,8 +459,32 @@ class Window:
         }
         return Step(**{**vars(step), **changed})
 
+    def _require_room(self, what: str, numbers: int) -> None:
+        """Refuses what would hold so many numbers at once."""
+        need = numbers * self.dtype.itemsize
+        if need > self.memory:
+            raise DataError(
+                f"{what} need about {need / 2**20:.0f} MiB for {self.num_outputs} outputs and {self.model.size} "
+                f"weights, memory={self.memory} allows {self.memory / 2**20:.0f}: raise memory=…, or use the operators "
+                "as products (window.test_transfer @ H and so on) and top_channels(window, …)"
+            )
+
     def _weights(self, k: int) -> Float[Tensor, "d"]:
-        return self._trajectory.weights(k).to(self.device, self.dtype)
+        return self._path[k - self.start]
+
+    def _first_outputs(self, which: str, inputs: Inputs) -> Float[Tensor, "n p"]:
+        """At the window's start; the first time that the model sees these inputs."""
+        try:
+            return self._outputs(self.start, inputs)
+        except (PopRiskError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            parts = inputs if isinstance(inputs, tuple) else (inputs,)
+            got = ", ".join(f"{x.dtype} {list(x.shape)} on {x.device}" for x in parts)
+            raise DataError(
+                f"the model, with weights of {self.dtype} on {self.device}, cannot take the {which} inputs {got}: pass "
+                f"inputs of the kind it was trained on, in its dtype and on its device ({str(error).splitlines()[0]})"
+            ) from error
 
     def _outputs(self, k: int, inputs: Inputs) -> Float[Tensor, "n p"]:
         return self.model.outputs(self._weights(k), inputs)
@@ -443,8 +496,8 @@ def _with_nodes(maps: StepMaps, nodes: int) -> MatrixFreeStep:
     return replace(maps, train=maps.train.with_nodes(nodes))
 
 
-def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Floating-point inputs in another dtype; indices stay what they are."""
+def _cast(inputs: Inputs, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """The inputs on a device, floating-point ones in another dtype; indices stay what they are."""
     if isinstance(inputs, tuple):
-        return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
-    return inputs.to(dtype) if inputs.is_floating_point() else inputs
+        return tuple(x.to(device, dtype if x.is_floating_point() else x.dtype) for x in inputs)
+    return inputs.to(device, dtype if inputs.is_floating_point() else inputs.dtype)

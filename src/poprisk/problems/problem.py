@@ -30,8 +30,8 @@ class Problem:
 
     Args:
         make_model: Builds the module: a function or class, called with ``arguments`` under ``seed``.
-        loss: ``"squared"``, ``"cross_entropy"``, or a function of ONE example's outputs and target that returns a
-            scalar.
+        loss: ``"squared"``, ``"cross_entropy"``, ``"logistic"``, or a function of ONE example's outputs and target that
+            returns a scalar.
         inputs: All training inputs, first axis the examples; a tuple where the forward takes several tensors.
         targets: All training targets.
         name: What to call it.
@@ -186,13 +186,11 @@ class Problem:
     @property
     def description(self) -> dict[str, Any]:
         """What a run keeps of its problem, as JSON values."""
-        loss = {"name": self.loss} if isinstance(self.loss, str) else importable(self.loss).as_json()
         optional = {"augment": self.augment, "batch_loss": self._batch_loss}
         return {
             "name": self.name,
             "source": None if self._source is None else self._source.as_json(),
-            "make_model": importable(self.make_model, self.arguments).as_json(),
-            "loss": loss,
+            **self._functions,
             **{k: None if f is None else importable(f).as_json() for k, f in optional.items()},
             "seed": self.seed,
             "examples": len(self),
@@ -201,11 +199,20 @@ class Problem:
             "test_fingerprint": None if self.test is None else fingerprint(_named(*self.test)),
         }
 
+    @property
+    def _functions(self) -> dict[str, dict[str, Any]]:
+        loss = {"name": self.loss} if isinstance(self.loss, str) else importable(self.loss).as_json()
+        return {"make_model": importable(self.make_model, self.arguments).as_json(), "loss": loss}
+
     def check_is(self, description: Mapping[str, Any]) -> None:
         """Refuses to pass for another problem.
 
+        Compared are the examples, the loss, and the import path and arguments of ``make_model`` (and of a loss that is
+        a function) where both sides have one; a function made on the spot is taken at its word here, and by what the
+        recorded steps say where a run is analysed.
+
         Raises:
-            DataError: the training examples or the loss are not those of the description.
+            DataError: the training examples, the loss or the model are not those of the description.
         """
         if description["fingerprint"] != self.fingerprint:
             here = {k: f"{x.dtype} {list(x.shape)}" for k, x in _named(self.inputs, self.targets).items()}
@@ -213,9 +220,15 @@ class Problem:
                 f"the run was trained on other examples than those of problem {self.name!r}: fingerprint "
                 f"{description['fingerprint'][:12]} of {description['data']}, got {self.fingerprint[:12]} of {here}"
             )
-        named = description["loss"].get("name")
-        if named is not None and named != self.loss:
-            raise DataError(f"the run was trained with loss={named!r}, problem {self.name!r} has loss={self.loss!r}")
+        for part, described in self._functions.items():
+            there, now, named = _called(description[part]), _called(described), "name" in description[part]
+            if there is None or there == now or (now is None and not named):
+                continue
+            raise DataError(
+                f"the run was trained with {part}={there}, problem {self.name!r} has {part}="
+                f"{now or repr(getattr(self, part))}: pass the one that was used"
+                + ("" if named else "; if this is the same by another name, wrap it in a lambda: the steps decide then")
+            )
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> "Problem":
@@ -235,6 +248,14 @@ class Problem:
         problem = cls.build(source["path"], **source["arguments"])
         problem.check_is(description)
         return problem
+
+
+def _called(described: Mapping[str, Any]) -> str | None:
+    """What a description calls a loss or a function, with its arguments; None where it has no import path."""
+    if "name" in described:
+        return repr(described["name"])
+    path, arguments = described["path"], described["arguments"]
+    return path and f"{path}({', '.join(f'{k}={v!r}' for k, v in sorted(arguments.items()))})"
 
 
 def _parts(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -110,7 +110,14 @@ def _draw_noise(axes: Axes, studies: Sequence[Saved], config: Saved) -> None:
         label = rf"{study['width']} features: tr $\Gamma_0$/m = {study['visibility']:.2g}"
         axes.plot([0, *study["variances"]], [0, *line], color=colour, linewidth=1.5)
         axes.errorbar(
-            study["variances"], study["simulated"], bars, fmt=marker, color=colour, markersize=4.5, capsize=2, label=label
+            study["variances"],
+            study["simulated"],
+            bars,
+            fmt=marker,
+            color=colour,
+            markersize=4.5,
+            capsize=2,
+            label=label,
         )
     end = max(shown[0]["variances"])
     axes.plot([0, end], [0, end], color=FAINT, linestyle=":", linewidth=2, label="the noise itself")

@@ -57,13 +57,14 @@ def _headline(saved: Saved) -> str:
 
 def _set_up(config: Saved) -> str:
     return (
-        f"Random cosine features of normal inputs with {config['dimension']} entries; the truth is a sum of five random "
-        f"waves, the noise has standard deviation {config['sigma']:g}. *Predictive rank* (A1, B): {config['examples']} "
-        f"examples, {config['width']} features, {config['tests']} test inputs, {config['draws']} draws of the noise; "
-        "every fit is a least-norm regression on the projected targets, and its error is taken to the fit of the clean "
-        f"targets. *Width* (A2): {config['sweep_examples']} examples, least-norm fits on "
+        f"Random cosine features of normal inputs with {config['dimension']} entries; the truth is a sum of five "
+        f"random waves, the noise has standard deviation {config['sigma']:g}. *Predictive rank* (A1, B): "
+        f"{config['examples']} examples, {config['width']} features, {config['tests']} test inputs, {config['draws']} "
+        "draws of the noise; every fit is a least-norm regression on the projected targets, and its error is taken to "
+        f"the fit of the clean targets. *Width* (A2): {config['sweep_examples']} examples, least-norm fits on "
         f"{min(config['widths'])} to {max(config['widths'])} features, error to the truth. *Noise* (C): targets are "
-        "noise and nothing else. Errors are per test output."
+        "noise and nothing else. Errors are per test output. The dimension of the inputs was chosen after a look at "
+        "several settings, so that peaks and the second descent are plain to see."
     )
 
 
@@ -71,18 +72,18 @@ def _findings(saved: Saved) -> Iterator[str]:
     ranks, widths = saved["result"]["ranks"], saved["result"]["widths"]
     shown, compared = ranks["shown"], widths["compared"]
     yield (
-        f"**A1 and B.** Problems were drawn seed after seed until {ranks['with_peak']} of {ranks['problems']} had their "
-        f"highest risk inside; {ranks['only_local']} had an interior sign change but a higher end, and "
-        f"{ranks['without_peak']} none, so that no peak is claimed. The claim holds in {ranks['hits']}; over all problems and ranks "
-        f"simulation and theory differ by {ranks['largest_deviation']:.1f} standard errors at most. The figure shows the "
-        f"problem whose peak, at r = {shown['peak']}, stands out most: it lies above the higher end by "
-        f"{max(ranks['prominences']):.0%} of itself, where the median is {median(ranks['prominences']):.1%}."
+        f"**A1 and B.** Problems were drawn seed after seed until {ranks['with_peak']} of {ranks['problems']} had "
+        f"their highest risk inside; {ranks['only_local']} had an interior sign change but a higher end, and "
+        f"{ranks['without_peak']} none, so that no peak is claimed. The claim holds in {ranks['hits']}; over all "
+        f"problems and ranks simulation and theory differ by {ranks['largest_deviation']:.1f} standard errors at most. "
+        f"The figure shows the problem whose peak, at r = {shown['peak']}, stands out most: it lies above the higher "
+        f"end by {max(ranks['prominences']):.0%} of itself, where the median is {median(ranks['prominences']):.1%}."
     )
     yield (
         f"**A2.** The highest exact risk is at {compared['peak']} features for {saved['config']['sweep_examples']} "
-        f"examples. Exact and simulated risk differ by {compared['largest_deviation']:.1f} standard errors at most. The "
-        "paper's corollary has bias and variance to the clean interpolant only; without the misfit ‖Ū_Q − f*‖² and the "
-        f"cross term the risk would be off by up to {_largest_gap(widths):.0%} of itself (dashed)."
+        f"examples. Exact and simulated risk differ by {compared['largest_deviation']:.1f} standard errors at most. "
+        "The paper's corollary has bias and variance to the clean interpolant only; without the misfit ‖Ū_Q − f*‖² and "
+        f"the cross term the risk would be off by up to {_largest_gap(widths):.0%} of itself (dashed)."
     )
     yield (
         "**C.** The error is a straight line in σ² through 0 at every width, with slope tr Γ_0. Training targets are "
@@ -100,16 +101,17 @@ def _differences(saved: Saved) -> Iterator[str]:
     )
     yield (
         "The peak along the predictive rank is not the classical one. The classical peak is at as many features as "
-        "examples (A2), where every width is another kernel; the predictive rank orders the directions of one kernel by "
-        "their visibility, and its risk is against Ū_Q and not against the truth."
+        "examples (A2), where every width is another kernel; the predictive rank orders the directions of one kernel "
+        "by their visibility, and its risk is against Ū_Q and not against the truth."
     )
     reservoir = {saved["config"]["sweep_examples"] - study["rank"] for study in noise}
     held = "no directions" if reservoir == {0} else f"up to {max(reservoir)} directions"
     yield (
-        "*“Proving the residual noise is trapped in the test-invisible reservoir”* does not follow. Linear growth holds "
-        f"for any linear fit, also at the peak, where the slope is {short(noise[0]['visibility'])}. These kernels leave "
-        f"{held} to the reservoir: all noise is fitted and moves test outputs. What makes overfitting benign is that "
-        f"tr Γ_0 falls with width, to {noise[-1]['visibility']:.2g} per test output at {noise[-1]['width']} features; "
+        "*“Proving the residual noise is trapped in the test-invisible reservoir”* does not follow. Linear growth "
+        f"holds for any linear fit, also at the peak, where the slope is {short(noise[0]['visibility'])}. These "
+        f"kernels leave {held} to the reservoir: all noise is fitted and moves test outputs. What makes overfitting "
+        f"benign is that tr Γ_0 falls with width, to {noise[-1]['visibility']:.2g} per test output at "
+        f"{noise[-1]['width']} features; "
         + ("there it is still above 1, the noise itself." if noise[-1]["visibility"] > 1 else "there it is below 1.")
     )
 
@@ -139,7 +141,8 @@ def _largest_gap(widths: Saved) -> float:
 def _origin(saved: Saved) -> str:
     environment = saved["environment"]
     return (
-        "`poprisk reproduce capacity --output DIR` writes `capacity.json` (here `results/capacity.json`) with its figure, "
-        f"and `python -m poprisk.report.capacity` this page. It took {saved['result']['processor_seconds']:.1f} seconds "
-        f"of processor time on an {environment['cpu']}, torch {environment['torch']}."
+        "`poprisk reproduce capacity --output DIR` writes `capacity.json` (here `results/capacity.json`) with its "
+        "figure, and `python -m poprisk.report.capacity` this page. It took "
+        f"{saved['result']['processor_seconds']:.1f} seconds of processor time on an {environment['cpu']}, torch "
+        f"{environment['torch']}."
     )

@@ -76,7 +76,9 @@ def _draw_accuracy(axes: Axes, run: Saved) -> None:
 
 def _draw_mass(axes: Axes, run: Saved, config: Saved) -> None:
     fast, slow = config["memorizing"], run["rank"] - config["memorizing"]
-    axes.loglog(run["times"], run["fast_mass"], color=BLUE, linestyle="--", linewidth=2, label=f"{fast} fast directions")
+    axes.loglog(
+        run["times"], run["fast_mass"], color=BLUE, linestyle="--", linewidth=2, label=f"{fast} fast directions"
+    )
     axes.loglog(run["times"], run["slow_mass"], color=ORANGE, linewidth=2, label=f"{slow} slow directions")
     if run["overtaken_at"] is not None:
         axes.axvline(run["overtaken_at"], color=INK, linestyle=":", linewidth=1.2)

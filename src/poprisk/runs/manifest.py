@@ -14,6 +14,7 @@ from poprisk.problems import Problem
 from poprisk.runs.checkpoint import frozen_fingerprint
 from poprisk.runs.execute import randomness_of
 from poprisk.runs.layout import Layout
+from poprisk.runs.rebuild import modes_of
 from poprisk.runs.storage import FORMAT_VERSION
 from poprisk.store import environment
 from poprisk.store.importable import importable
@@ -30,6 +31,7 @@ def describe_training(module: nn.Module, problem: Problem | None, loss: str | Ex
         "problem": None if problem is None else problem.description,
         "loss": {"name": loss} if isinstance(loss, str) else importable(loss).as_json(),
         "frozen_sha256": frozen_fingerprint(module),
+        "modes": modes_of(module),
     }
 
 

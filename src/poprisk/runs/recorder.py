@@ -207,6 +207,20 @@ class Recorder:
         self._writer.wait()
         return Run(self._writer.storage, problem=self.problem)
 
+    def flush(self) -> Run:
+        """Write the steps so far, also where they do not fill a file yet, to be looked at while training goes on.
+
+        Returns:
+            The run up to here.
+
+        Raises:
+            RunError: a step is open, or nothing has been recorded.
+        """
+        if self._open is not None:
+            raise RunError("a step is open: flush between steps")
+        self._writer.flush()
+        return self.run
+
     def close(self) -> Run:
         """Write what is left and take the hooks away.
 
@@ -329,6 +343,8 @@ class Recorder:
         compared = ("layout", "optimizer", "examples", "every", "seed", "training")
         problem = None if self.problem is None else self.problem.fingerprint
         check_same_run(manifest, {"problem": problem, **{key: here[key] for key in compared}})
+        if self.problem is not None and manifest["problem"] is not None:
+            self.problem.check_is(manifest["problem"])
         self._writer.resume(manifest)
 
     def _begin(self, step: RecordedStep) -> None:

@@ -120,15 +120,8 @@ def _rebuild(run: Run, problem: Problem, start: int) -> tuple[nn.Module, Optimiz
         raise RunError(f"the run cannot be executed again: {hindered[0]}")
     if manifest["augmentation"] == "seeded" and problem.augment is None:
         raise RunError(f"the run was augmented and problem {problem.name!r} has no augment: pass the one that was used")
-    module = problem.module()
-    if len(set(layout.dtypes)) == 1:
-        module = module.to(layout.dtype)
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if tuple(named) != layout.names or tuple(tuple(p.shape) for p in named.values()) != layout.shapes:
-        raise RunError(f"problem {problem.name!r} builds another model than the recorded one: names or shapes differ")
-    if checkpoint.frozen_fingerprint(module) != manifest["frozen_sha256"]:
-        raise RunError("the model's frozen parameters or buffers are not those recorded: make_model must rebuild them")
-    parameters = list(named.values())
+    module = run.module()
+    parameters = [p for p in module.parameters() if p.requires_grad]
     options = run.options(start)
     optimizer = checkpoint.rebuild_optimizer(manifest["optimizer"]["name"], options, layout, parameters)
     checkpoint.restore(run.checkpoint(start), layout, module, parameters, optimizer, options)
@@ -158,4 +151,7 @@ def _why(run: Run) -> str:
     version = run.manifest["environment"]["torch"]
     if version != torch.__version__:
         different.append(f"torch {version} there, {torch.__version__} here")
-    return "; ".join(different) or "the loop may not have computed the loss as problem.batch_loss does"
+    return "; ".join(different) or (
+        "the problem's model or loss may be another than the recorded one, or the loop may not have computed the loss "
+        "as problem.batch_loss does"
+    )

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from poprisk.autodiff import FlatModel
 from poprisk.errors import DataError, RunError
 from poprisk.problems import Problem
 from poprisk.runs import checkpoint
 from poprisk.runs.layout import Layout
+from poprisk.runs.rebuild import rebuild_module
 from poprisk.runs.segment import SegmentReader
 from poprisk.runs.step import Step
 from poprisk.runs.storage import DirectoryStorage, Storage, file_records
@@ -141,6 +143,27 @@ class Run:
             return Problem.from_description(description)
         except DataError as error:
             raise RunError(f"Run.load(path, problem=…) is needed: {error}") from None
+
+    def module(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """A new module as the run had it, beside the problem's examples; only its weights are those of the seed.
+
+        Parts that were in evaluation mode are so again. Weights of any moment go in by ``layout.split(weights(k))``.
+
+        Args:
+            dtype: Default: the recorded one.
+
+        Raises:
+            RunError: the problem is not known, or builds another model: other names, shapes or frozen numbers.
+        """
+        return rebuild_module(self.problem, self._manifest, self.layout).to(dtype=dtype)
+
+    def model(self, dtype: torch.dtype | None = None) -> FlatModel:
+        """The same as functions of flat weights, with the problem's loss.
+
+        Raises:
+            RunError: as for :meth:`module`.
+        """
+        return FlatModel(self.module(dtype), self.problem.loss)
 
     @property
     def obstacles(self) -> tuple[str, ...]:

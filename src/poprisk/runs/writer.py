@@ -100,6 +100,10 @@ class RunWriter:
         if len(self._segment.records) >= self._segment_steps:
             self._flush()
 
+    def flush(self) -> None:
+        """Write the steps so far as a segment of their own."""
+        self._flush()
+
     def finish(self, *, whole: bool, closed: bool) -> None:
         """Write what is left (unless the last step is not ``whole``) and say whether the run ended as it should."""
         if self._manifest is None:

@@ -1,0 +1,111 @@
+"""The bounds through predictors, on networks that were trained: lifted, anchored, nonlinear; and on a part of W."""
+
+import pytest
+import torch
+from recorded_runs import LOSSES, NETWORKS, operators_of, window_of
+
+from poprisk.errors import DataError
+from poprisk.operators import (
+    Coupling,
+    anchored_bound,
+    coarse_bound,
+    cumulative_bound,
+    dissipation_channels,
+    mobility_bound,
+    nonlinear_bound,
+    predictor_bound,
+    predictor_error,
+    remainder_bound,
+    top_channels,
+    visibility_bound,
+    window_bounds,
+)
+
+RULES = ("momentum", "adam", "poprisk")
+
+
+def coupling_of(ops, **options):
+    return Coupling(dissipation_channels(ops.factor, ops.train_transfer, ops.test_transfer, **options))
+
+
+def failing(bounds):
+    return [str(bound) for bound in bounds if not bound.holds]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_bounds_through_predictors_hold(kind, rule, loss):
+    window, ops = window_of(kind, rule, loss, start=4), operators_of(kind, rule, loss, start=4)
+    coupling, realized = coupling_of(ops), ops.realized
+    channels, A_s, A_o = coupling.channels, window.anchored_coupling(), coupling.matrix
+    lifted = {}
+    for name, A in (("anchored", A_s), ("zero", torch.zeros_like(A_s))):
+        error = window.cumulative_error(A)
+        lifted[name] = cumulative_bound(channels, A, error, realized)
+        assert failing([lifted[name], coarse_bound(error), anchored_bound(coupling, error)]) == [], name
+        assert coarse_bound(error).tightness > 0, name
+    # The lifted bound of no predictor at all is far above rounding: the inequality is one between real numbers.
+    assert lifted["zero"].left > 1e-4
+    assert lifted["zero"].allowed < 1e-3 * lifted["zero"].right
+    for predictor in (lambda x: A_o @ x, lambda x: A_s @ x, lambda x: torch.tanh(A_o @ x), lambda x: A_o @ x + 0.1):
+        error = predictor_error(coupling, predictor, random_probes=4, scales=(0.3, 3.0))
+        assert nonlinear_bound(error).holds, nonlinear_bound(error)
+        assert error.rounding < 1e-2 * channels.visibility_norm**0.5, "an allowance that large would prove anything"
+
+
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_where_nothing_is_missed_both_sides_are_rounding(rule):
+    """R_perp = 0 under squared loss: the best predictor's error and the floor are both some rounding errors of C_Q."""
+    coupling = coupling_of(operators_of("mlp", rule, "squared", start=0))
+    error = predictor_error(coupling, lambda x: coupling.matrix @ x)
+    assert coupling.channels.unresolved == 0
+    assert 0 < error.floor < 1e-12
+    assert nonlinear_bound(error).holds
+    assert error.rounding < 1e-10 * coupling.channels.visibility_norm**0.5
+
+
+@pytest.mark.parametrize("share", [0.03, 0.3])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_cut_off_makes_no_bound_fail(rule, share):
+    """It chooses signal channel and predictor; the run took all directions."""
+    ops = operators_of("mlp", rule, "cross_entropy", start=4)
+    whole, part = coupling_of(ops), coupling_of(ops, cutoff=share)
+    assert 0 < part.channels.rank < whole.channels.rank
+    predictors = [window_of("mlp", rule, "cross_entropy", start=4).anchored_coupling(), part.matrix]
+    assert failing(window_bounds(part, ops.realized, predictors=predictors)) == []
+    assert part.channels.complete.visibility_norm == pytest.approx(whole.channels.visibility_norm)
+    assert whole.channels.complete is whole.channels
+    # With the sides of the directions kept alone, what was left out would show.
+    assert part.channels.visibility_norm < whole.channels.visibility_norm * (1 + 1e-9)
+
+
+def test_on_a_leading_part_of_w_bounds_on_all_directions_are_refused():
+    window = window_of("mlp", "momentum", "cross_entropy", start=4)
+    ops = operators_of("mlp", "momentum", "cross_entropy", start=4)
+    top = top_channels(window, 4, tolerance=1e-9)
+    h, A = ops.output_gradient, torch.zeros_like(ops.test_transfer)
+    for refused in (
+        lambda: remainder_bound(top.coupling, ops.realized),
+        lambda: visibility_bound(top.channels, ops.realized),
+        lambda: predictor_bound(top.channels, A, ops.realized),
+        lambda: mobility_bound(top.channels, h),
+        lambda: window_bounds(top.coupling, ops.realized),
+    ):
+        with pytest.raises(DataError, match=r"TopChannels\.prediction_bound"):
+            refused()
+    missed = ops.test_displacement - ops.sources.test
+    missed = missed - top.coupling.matrix @ (ops.train_displacement - ops.sources.train)
+    assert 0 < missed.norm().item() <= top.prediction_bound(h)
+
+
+def test_realized_says_what_the_operators_measured():
+    ops = operators_of("mlp", "adam", "squared", start=4)
+    realized = ops.realized
+    assert realized.gradient is ops.output_gradient
+    assert realized.train_displacement is ops.train_displacement
+    assert realized.test_displacement is ops.test_displacement
+    assert realized.train_source is ops.sources.train
+    assert realized.test_source is ops.sources.test
+    assert realized.loss_drop == ops.loss_drop != 0
+    assert realized.discretization == type(realized.discretization)()
