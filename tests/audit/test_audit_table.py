@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from audit_problems import clustered
+from audit_problems import clustered, clusters, make_mlp
 from torch.optim import SGD
 
 from poprisk import cli
@@ -152,3 +152,24 @@ def test_the_command_without_a_terminal(folder):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_groups_by_signal_direction_are_columns(table):
+    """From the window of a run to columns of its audit."""
+    from poprisk.operators import Window
+    from poprisk.spectral import example_groups, graph_metric, signal_directions_of
+
+    inputs, labels, _ = clusters(n=24, wrong=3)
+    problem = Problem(make_mlp, "cross_entropy", inputs, labels)
+    run = train(problem, FAST, 4, progress=False)
+    window = Window.of_run(run)
+    p = window.num_outputs // len(problem)
+    directions = signal_directions_of(window, graph_metric(inputs.double(), 10.0, outputs=p))
+    groups = example_groups(directions, len(problem), p, gradient=window.output_gradient)
+    plain = audit(run, tier="any", progress=False)
+    found = plain.with_groups(groups)
+    assert {"group", "group_captured", "tail_norm"} <= set(found.columns)
+    assert "group" not in plain.columns
+    assert [row["tail_norm"] for row in found.worst(3, by="tail_norm")] == groups.tail_norm.topk(3).values.tolist()
+    with pytest.raises(DataError, match="the groups are of 24"):
+        table.with_groups(groups)

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from poprisk.errors import DataError, MissingExtraError
 from poprisk.estimate import Estimate
+from poprisk.spectral.example_groups import ExampleGroups
 from poprisk.store import write_bytes, write_text
 
 DESCRIPTIONS = {
@@ -42,6 +43,9 @@ DESCRIPTIONS = {
     "loo_residual": "distance of prediction and target, likewise without the example",
     "loo_doubtful": "whether the linearization is doubtful for this example",
     "displacement": "norm of the transfer from the example's output gradient to test predictions (exact tier)",
+    "group": "the signal direction that the example belongs to, counted from 0; -1 for the tail (with_groups)",
+    "group_captured": "share of the example's outputs that the signal directions hold (with_groups)",
+    "tail_norm": "how much of its output gradient lies outside the signal directions (with_groups)",
 }
 """What each column says."""
 
@@ -104,6 +108,22 @@ class AuditTable:
         rows = self.order(by)[:k]
         chosen = {name: column[rows].tolist() for name, column in self.columns.items()}
         return [dict(zip(chosen, values, strict=True)) for values in zip(*chosen.values(), strict=True)]
+
+    def with_groups(self, groups: ExampleGroups) -> "AuditTable":
+        """The same table with the group of each example by signal direction.
+
+        Args:
+            groups: Of :func:`poprisk.spectral.example_groups` for the same training set.
+
+        Raises:
+            DataError: the groups are of another number of examples.
+        """
+        if len(groups.group) != len(self):
+            raise DataError(f"the table has {len(self)} examples, the groups are of {len(groups.group)}")
+        added = {"group": groups.group.cpu(), "group_captured": groups.captured.cpu()}
+        if groups.tail_norm is not None:
+            added["tail_norm"] = groups.tail_norm.cpu()
+        return replace(self, columns={**self.columns, **added})
 
     def cleaned_targets(self, chosen: Sequence[int] | Tensor | None = None) -> Tensor:
         """A copy of the targets with the suggested ones put in.

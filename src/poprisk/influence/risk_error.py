@@ -45,6 +45,7 @@ def unseen_mistake(loss: ExampleLoss, outputs: Float[Tensor, "m *out"], targets:
     Where targets are classes, a mistake costs about the loss of the second most likely class (of the other one, for the
     logistic loss). For other targets it is taken to be 0, and only the spread of the losses counts.
 
+    >>> import torch
     >>> from poprisk.autodiff import resolve_loss
     >>> outputs = torch.tensor([[4.0, 0.0], [0.0, 4.0]])
     >>> round(unseen_mistake(resolve_loss("cross_entropy"), outputs, torch.tensor([0, 1]), 10), 3)
