@@ -210,7 +210,8 @@ is computed along the tangent and by the network itself; where the two disagree,
 is proportional to its residual, so at interpolation it tends to the training loss whatever the truth is. It is believed
 only where exclusion, which keeps what it leaves out, agrees.
 
-**K-fold** trains ten times in one stacked computation and speaks of a learner on nine tenths of the examples. Its standard error is inflated by how far the model bends to its data: naive errors undercover."""
+**K-fold** trains ten times in one stacked computation and speaks of a learner on nine tenths of the examples. Its
+standard error is inflated by how far the model bends to its data: naive errors undercover."""
 
 _LIMITS = """## Limits
 
