@@ -23,6 +23,7 @@ from poprisk.ensembles import Members, retrain
 from poprisk.errors import DataError
 from poprisk.influence import (
     common_first_variation,
+    cross_validation_risk,
     delete_direction,
     holdout_weights,
     holdouts,
@@ -393,3 +394,10 @@ def test_on_a_device(run):
         assert found.outputs.is_cuda
         torch.testing.assert_close(found.losses.cpu(), here.losses, rtol=1e-7, atol=1e-9)
         assert found.risk.standard_error == pytest.approx(here.risk.standard_error, rel=1e-6)
+
+
+def test_the_papers_risk_by_its_name(run):
+    assert cross_validation_risk(run, 1).value == leave_one_out(run).risk.value
+    assert cross_validation_risk(run, 3, seed=4).value == k_fold(run, 4, 4).risk.value
+    with pytest.raises(DataError, match="must divide the 12"):
+        cross_validation_risk(run, 5)

@@ -6,9 +6,8 @@ and what stands between the two. That is told apart by
 
 - *rounding*: a training with all weights 1 through the same stacked arithmetic, against the recorded run;
 - *derivatives*: real trainings in float64 with weights changed by ±ε, for several ε, against the forward derivative;
-- *chaos*: the same removals again from first weights that differ by one part in a million. Where the run is sensitive
-  to that, the change it makes is no property of the removed example: with :math:`\rho` the correlation of the two, no
-  prediction that does not know the millionth correlates better than about :math:`\sqrt\rho` with either.
+- *chaos*: the same removals again, each from first weights shifted by its own one part in a million, against the run
+  from the unshifted ones. Where the two disagree, what a removal does is in part no property of the example.
 """
 
 import time

@@ -7,6 +7,7 @@ from poprisk.influence.displacement import replace_one_displacement as replace_o
 from poprisk.influence.exclusion import Exclusion as Exclusion
 from poprisk.influence.exclusion import excluded_weights as excluded_weights
 from poprisk.influence.exclusion import exclusion as exclusion
+from poprisk.influence.exclusion import exclusion_displacement as exclusion_displacement
 from poprisk.influence.exclusion import exclusion_risk as exclusion_risk
 from poprisk.influence.exclusion import label_sensitivities as label_sensitivities
 from poprisk.influence.exclusion_sweep import ExcludedOutputs as ExcludedOutputs
@@ -37,6 +38,7 @@ from poprisk.influence.metrics import loo_correlation as loo_correlation
 from poprisk.influence.metrics import mislabel_auc as mislabel_auc
 from poprisk.influence.metrics import share_found as share_found
 from poprisk.influence.resampled import Resampled as Resampled
+from poprisk.influence.resampling import cross_validation_risk as cross_validation_risk
 from poprisk.influence.resampling import holdouts as holdouts
 from poprisk.influence.resampling import k_fold as k_fold
 from poprisk.influence.resampling import leave_one_out as leave_one_out

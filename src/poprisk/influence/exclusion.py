@@ -183,6 +183,19 @@ def exclusion(
     return Exclusion(chosen, u, moved, doubt, doubtful, losses, own, mistake, method, float(cost))
 
 
+def exclusion_displacement(
+    run: Run | Unrolled, examples: int | Int[Tensor, "m"] | None = None, *, method: ExclusionMethod = "linearized"
+) -> Float[Tensor, "m p"]:
+    r"""The predicted :math:`\Delta_i^{ex} = U_{Q_i}^{S_{-i}}(T) - U_{Q_i}^S(T)` of each example, training nothing.
+
+    Args:
+        run: Or the run made differentiable, with options of your own.
+        examples: Which, or how many, drawn at random; default: all.
+        method: How; see the module.
+    """
+    return exclusion(run, examples, method=method).displacement
+
+
 def exclusion_risk(
     run: Run | Unrolled,
     examples: int | Int[Tensor, "m"] | None = None,

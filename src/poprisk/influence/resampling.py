@@ -130,6 +130,32 @@ def k_fold(
     return by_example(_resample(run, f"{folds}-fold", held, renormalize, options, partition=True))
 
 
+def cross_validation_risk(run: Run, k: int, *, seed: int = 0, **options: Unpack[RetrainOptions]) -> Estimate:
+    r"""The paper's :math:`\mathcal L_k` (``eq:k_face_risk``): the risk of a learner on n - k points, by retraining.
+
+    For k = 1 this is leave-one-out, n trainings; for k that divides n it is K-fold over a random partition, K = n/k
+    trainings, an unbiased sample of the average over all subsets of size k.
+
+    Args:
+        run: What was recorded.
+        k: How many examples are left out at a time; a divisor of n.
+        seed: Of the partition.
+        options: ``dtype``, ``memory`` and ``progress`` of :func:`poprisk.ensembles.retrain`.
+
+    Raises:
+        DataError: k does not divide n, or leaves fewer than 2 parts.
+        RunError: the run cannot be trained again.
+    """
+    n = run.num_examples
+    if k == 1:
+        return leave_one_out(run, **options).risk
+    if not 1 <= k <= n // 2 or n % k:
+        raise DataError(
+            f"k must divide the {n} examples into at least two parts, got {k}: use holdouts for other sizes"
+        )
+    return k_fold(run, n // k, seed, **options).risk
+
+
 def holdouts(
     run: Run, k: int, count: int, seed: int = 0, *, renormalize: bool = True, **options: Unpack[RetrainOptions]
 ) -> Resampled:
