@@ -8,6 +8,7 @@ from typing import Any
 from poprisk.errors import MissingExtraError
 from poprisk.experiments.coupling import FULL_BATCH, KIND, MINIBATCH, REPEATED
 from poprisk.report.coupling_page import coupling_page
+from poprisk.report.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
 from poprisk.store import load_result, write_figure, write_text
 
 try:
@@ -17,25 +18,7 @@ try:
 except ImportError:
     raise MissingExtraError("matplotlib", "report", "the coupling figure") from None
 
-# Okabe and Ito's colours, told apart with any colour vision; markers and line styles tell them apart without any.
-_BLUE, _ORANGE, _GREEN, _INK, _FAINT = "#0072B2", "#D55E00", "#009E73", "#222222", "#8A8A8A"
-_DRIFT_LINES = {FULL_BATCH: (_BLUE, "--"), MINIBATCH: (_ORANGE, "-"), REPEATED: (_GREEN, ":")}
-_STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 11,
-    "axes.titlesize": 11.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-}
+_DRIFT_LINES = {FULL_BATCH: (BLUE, "--"), MINIBATCH: (ORANGE, "-"), REPEATED: (GREEN, ":")}
 Saved = Mapping[str, Any]
 
 
@@ -46,7 +29,7 @@ def draw_coupling(saved: Saved) -> Figure:
         saved: What ``poprisk.store.load_result(path, "coupling")`` gives.
     """
     result = saved["result"]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 7.6), layout="constrained")
         (full, mini), (predicted, drift) = figure.subplots(2, 2)
         _draw_spectra(full, _first(result, FULL_BATCH), "A1  Full batch, repeated inputs")
@@ -63,11 +46,11 @@ def _first(result: Saved, case: str) -> Mapping[str, Any]:
 def _draw_spectra(axes: Axes, run: Mapping[str, Any], title: str) -> None:
     visible, allowed = run["visible"], run["allowed"]
     index, signal = range(1, len(visible) + 1), len(visible) - run["reservoir_dimension"]
-    axes.semilogy(index, allowed, color=_BLUE, linewidth=2, label=r"dissipation, $\Vert\Gamma_Q\Vert\,\lambda_j(W)$")
+    axes.semilogy(index, allowed, color=BLUE, linewidth=2, label=r"dissipation, $\Vert\Gamma_Q\Vert\,\lambda_j(W)$")
     label = r"visibility, $\lambda_j(G^{\mathsf{T}} G)$"
-    axes.semilogy(index, visible, "o", color=_ORANGE, markersize=3.2, label=label)
+    axes.semilogy(index, visible, "o", color=ORANGE, markersize=3.2, label=label)
     if run["reservoir_dimension"]:
-        axes.axvline(signal + 0.5, color=_INK, linestyle="--", linewidth=1.2)
+        axes.axvline(signal + 0.5, color=INK, linestyle="--", linewidth=1.2)
         axes.axvspan(signal + 0.5, len(visible) + 0.5, color="#EDEDED", zorder=0)
         words = f"reservoir: {run['reservoir_dimension']} directions, 0 to rounding"
         axes.text(len(visible), 0.5, words, rotation=90, transform=axes.get_xaxis_transform(), ha="right", va="center")
@@ -87,11 +70,11 @@ def _lowest(values: Sequence[float]) -> float:
 def _draw_predictions(axes: Axes, run: Mapping[str, Any]) -> None:
     true = run["test_displacement"]
     ends = [min(true), max(true)]
-    axes.plot(ends, ends, color=_FAINT, linewidth=1, zorder=0)
+    axes.plot(ends, ends, color=FAINT, linewidth=1, zorder=0)
     kinds = (
-        ("frozen", "kernel frozen at the start", {"marker": "^", "color": _FAINT, "markersize": 5, "alpha": 0.8}),
-        ("coupled", r"$A_\circ(\Delta u_S - s_S) + s_Q$", {"marker": "o", "color": _ORANGE, "markersize": 4.5}),
-        ("transferred", r"$-G\,g(0) + s_Q$", {"marker": "o", "mfc": "none", "mec": _BLUE, "markersize": 8}),
+        ("frozen", "kernel frozen at the start", {"marker": "^", "color": FAINT, "markersize": 5, "alpha": 0.8}),
+        ("coupled", r"$A_\circ(\Delta u_S - s_S) + s_Q$", {"marker": "o", "color": ORANGE, "markersize": 4.5}),
+        ("transferred", r"$-G\,g(0) + s_Q$", {"marker": "o", "mfc": "none", "mec": BLUE, "markersize": 8}),
     )
     for name, words, style in kinds:
         label = f"{words}: error {_scientific(run[name]['relative_error'])}"

@@ -1,4 +1,4 @@
-"""What the figures of the spectral experiments share: colours told apart with any colour vision, and type sizes."""
+"""What the figures of the experiments share: colours told apart with any colour vision, and type sizes."""
 
 from typing import Any
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from poprisk.errors import MissingExtraError
 from poprisk.experiments.risk_honesty import summarize
+from poprisk.report.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
 from poprisk.store import load_result, write_figure, write_text
 
 try:
@@ -19,24 +20,8 @@ except ImportError:
 
 KIND = "influence benchmark: honesty"
 Row = Mapping[str, Any]
-_BLUE, _ORANGE, _GREEN, _INK, _FAINT = "#0072B2", "#D55E00", "#009E73", "#222222", "#8A8A8A"
 _SHOWN = "classes, 40% replaced"
 """The task whose curve is drawn."""
-_STYLE: Any = {
-    "font.size": 11,
-    "axes.titlesize": 11.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-}
 _NAMES = {
     "exclusion": "exclusion (one run)",
     "first_order": "first order, the paper's L_pop (one run)",
@@ -51,7 +36,7 @@ _NAMES = {
 
 def draw_population_risk(rows: Sequence[Row]) -> Figure:
     """Estimated against true risk in every setting, and one task along its training."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 4.3), layout="constrained")
         scatter, curve = figure.subplots(1, 2)
         _draw_scatter(scatter, rows)
@@ -60,7 +45,7 @@ def draw_population_risk(rows: Sequence[Row]) -> Figure:
 
 
 def _draw_scatter(axes: Axes, rows: Sequence[Row]) -> None:
-    kinds = (("exclusion", "o", _BLUE), ("first_order", "^", _ORANGE), ("k_fold", "s", _GREEN))
+    kinds = (("exclusion", "o", BLUE), ("first_order", "^", ORANGE), ("k_fold", "s", GREEN))
     for name, marker, colour in kinds:
         for valid in (False, True):
             found = [(r["truth"], r["estimates"][name]) for r in rows if r["estimates"][name]["valid"] is valid]
@@ -72,7 +57,7 @@ def _draw_scatter(axes: Axes, rows: Sequence[Row]) -> None:
             axes.loglog(*points, marker, linestyle="none", markersize=4.5 if valid else 5, label=label, **fill)
     truths = [row["truth"] for row in rows]
     ends = [min(truths), max(truths)]
-    axes.plot(ends, ends, color=_INK, linewidth=1, zorder=0)
+    axes.plot(ends, ends, color=INK, linewidth=1, zorder=0)
     axes.set_title(f"A  {len(rows)} settings")
     axes.set_xlabel("true risk, large test set (loss)")
     axes.set_ylabel("estimated risk (loss)")
@@ -86,9 +71,9 @@ def _draw_curve(axes: Axes, rows: Sequence[Row]) -> None:
     task = _SHOWN if _SHOWN in tasks else tasks[0]
     moments = [row for row in rows if row["task"] == task and row["seed"] == rows[0]["seed"]]
     steps = [row["step"] for row in moments]
-    axes.plot(steps, [row["training_loss"] for row in moments], "--", color=_FAINT, label="training loss")
-    axes.plot(steps, [row["truth"] for row in moments], "-", color=_INK, linewidth=2, label="true risk")
-    for name, marker, colour in (("exclusion", "o", _BLUE), ("k_fold", "s", _GREEN)):
+    axes.plot(steps, [row["training_loss"] for row in moments], "--", color=FAINT, label="training loss")
+    axes.plot(steps, [row["truth"] for row in moments], "-", color=INK, linewidth=2, label="true risk")
+    for name, marker, colour in (("exclusion", "o", BLUE), ("k_fold", "s", GREEN)):
         found = [(k, row["estimates"][name]) for k, row in zip(steps, moments, strict=True)]
         found = [(k, e) for k, e in found if e["valid"]]
         x, y = [k for k, _ in found], [e["value"] for _, e in found]
@@ -96,7 +81,7 @@ def _draw_curve(axes: Axes, rows: Sequence[Row]) -> None:
         label = f"{name.replace('_', ' ')} ± 2 errors, where believed"
         axes.errorbar(x, y, errors, fmt=f"{marker}-", color=colour, markersize=5, capsize=3, label=label)
     first = [row["estimates"]["first_order"]["value"] for row in moments]
-    axes.plot(steps, first, "^:", color=_ORANGE, markersize=5, label="first order, believed or not")
+    axes.plot(steps, first, "^:", color=ORANGE, markersize=5, label="first order, believed or not")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_title(f"B  {task}, one seed")
