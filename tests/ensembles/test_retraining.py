@@ -332,3 +332,5 @@ def test_members_go_on_with_a_longer_recording():
     assert then.trainings == pytest.approx(4 * 7 / 12)
     with pytest.raises(DataError, match="stand before step 5"):
         retrain(whole, members, keep=[3], resume=first)
+    with pytest.raises(DataError, match=r"stop=4 and keep=\[8\]"):
+        retrain(whole, members, keep=[8], stop=4)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from poprisk.operators import Window
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "operators.py"
 
@@ -70,3 +73,19 @@ def test_the_exponent_of_a_power_law_is_its_power(benchmark):
 def test_exponents_are_slopes_of_the_cost(benchmark):
     assert benchmark.exponent({50: 1.0, 100: 2.0, 200: 4.0}) == pytest.approx(1.0)
     assert benchmark.exponent({5: 1.0, 10: 4.0, 20: 16.0}) == pytest.approx(2.0)
+
+
+def test_arithmetic_of_a_product_is_linear_in_steps_and_columns(benchmark):
+    """Counted, not timed: what the exponents of the full size are to show."""
+    run = benchmark.recorded(benchmark.SMOKE)
+
+    def flops(stop: int, columns: int) -> int:
+        window = Window.of_run(run, dtype=torch.float32, stop=stop, dense=False, nodes=1)
+        H = torch.randn(window.num_outputs, columns, generator=torch.Generator().manual_seed(0))
+        with FlopCounterMode(display=False) as counter:
+            window.dissipation_gramian.matmat(H)
+        return counter.get_total_flops()
+
+    assert 0.9 < benchmark.exponent({k: flops(k, 2) for k in (2, 4, 8)}) < 1.1
+    one, two, four = (flops(4, k) for k in (1, 2, 4))
+    assert four - two == 2 * (two - one), "every column costs the same, beside one evaluation of the network"

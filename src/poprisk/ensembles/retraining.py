@@ -139,7 +139,7 @@ def retrain(
 def _resumed(run: Run, members: Members, keep: Sequence[int], last: int, resume: Retrained | None) -> int:
     """Where the members stand; refuses what cannot be gone on with."""
     first = 0 if resume is None else resume.step
-    if not first <= last <= run.num_steps or any(k < first for k in keep):
+    if not first <= last <= run.num_steps or any(not first <= k <= last for k in keep):
         raise DataError(
             f"the members stand before step {first} of a run of {run.num_steps}: stop and keep must lie from there on, "
             f"got stop={last} and keep={list(keep)}"
