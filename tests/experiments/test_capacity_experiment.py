@@ -13,7 +13,7 @@ from poprisk import cli
 from poprisk.errors import HyperparameterError
 from poprisk.experiments import capacity as experiment
 from poprisk.experiments.capacity import SMOKE, CapacityConfig
-from poprisk.experiments.demo import stream
+from poprisk.experiments.seeds import stream
 from poprisk.report.capacity_page import capacity_page
 from poprisk.spectral import random_feature_task
 from poprisk.store import load_result

@@ -8,8 +8,9 @@ import torch
 from torch.optim import AdamW
 
 from poprisk.errors import DataError, HyperparameterError, PopRiskError
-from poprisk.experiments.demo import DemoConfig, default_lr, demo_data, evaluation_steps, run_demo, stream
+from poprisk.experiments.demo import DemoConfig, default_lr, demo_data, evaluation_steps, run_demo
 from poprisk.experiments.demo_summary import format_lr, summarize
+from poprisk.experiments.seeds import stream
 from poprisk.experiments.statistics import mean_over_seeds, paired_difference
 from poprisk.optim import PopRiskAdamW
 

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.errors import HyperparameterError
-from poprisk.experiments.demo import stream
+from poprisk.experiments.seeds import stream
 from poprisk.spectral import (
     DoubleDescentStudy,
     PeakTrial,

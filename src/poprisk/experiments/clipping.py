@@ -17,8 +17,9 @@ from poprisk.ensembles import MLPShape, epoch_batches
 from poprisk.ensembles.stacked import initial_weights
 from poprisk.errors import ClosedGateWarning
 from poprisk.experiments import clean_lm
-from poprisk.experiments.demo import DemoConfig, demo_data, stream
+from poprisk.experiments.demo import DemoConfig, demo_data
 from poprisk.experiments.ledger import Ledger
+from poprisk.experiments.seeds import stream
 from poprisk.experiments.statistics import mean_over_seeds
 from poprisk.optim import PopRiskAdamW
 from poprisk.problems.char_lm import help_topics

@@ -24,7 +24,7 @@ from torch import nn
 
 from poprisk.errors import HyperparameterError
 from poprisk.experiments.coupling_measures import CouplingRun, measure_run
-from poprisk.experiments.demo import stream
+from poprisk.experiments.seeds import stream
 from poprisk.experiments.statistics import Mean, mean_over_seeds
 from poprisk.problems import Problem
 from poprisk.runs import Run, train

@@ -1,6 +1,5 @@
 """PopRiskAdamW at its defaults beside AdamW, tuned and untuned, on digits whose labels were partly replaced."""
 
-import hashlib
 import inspect
 import time
 import warnings
@@ -17,6 +16,7 @@ from torch.optim import AdamW, Optimizer
 from poprisk.ensembles import MLPShape, StackedMLP, StackedTraining, epoch_batches, learning_rate_groups
 from poprisk.errors import BackendWarning, ClosedGateWarning, DataError, HyperparameterError
 from poprisk.experiments.demo_summary import Summary, summarize
+from poprisk.experiments.seeds import stream
 from poprisk.optim import PopRiskAdamW
 from poprisk.problems.corruption import replace_labels
 from poprisk.problems.digits import NUM_CLASSES, NUM_PIXELS, TRAIN_SIZES, digits_split
@@ -157,11 +157,6 @@ def evaluation_steps(config: DemoConfig) -> list[int]:
 def default_lr(optimizer: type[Optimizer]) -> float:
     """The learning rate an optimizer has if none is given."""
     return float(inspect.signature(optimizer).parameters["lr"].default)
-
-
-def stream(seed: int, purpose: str) -> int:
-    """A seed of its own for each purpose, so that no two draws share random numbers."""
-    return int.from_bytes(hashlib.sha256(f"{purpose}:{seed}".encode()).digest()[:7], "big")
 
 
 class _Run:

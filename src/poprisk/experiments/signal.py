@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from poprisk.errors import HyperparameterError
-from poprisk.experiments.demo import stream
+from poprisk.experiments.seeds import stream
 from poprisk.experiments.signal_groups import SCORES, DigitsConfig, DigitsRun, measure_digits
 from poprisk.experiments.statistics import Mean, mean_over_seeds
 from poprisk.influence.metrics import mislabel_auc

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from poprisk.errors import HyperparameterError
-from poprisk.experiments.demo import stream
+from poprisk.experiments.seeds import stream
 from poprisk.influence.metrics import mislabel_auc
 from poprisk.operators import Window
 from poprisk.problems import Problem

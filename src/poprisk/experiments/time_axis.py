@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.errors import HyperparameterError
-from poprisk.experiments.demo import stream
+from poprisk.experiments.seeds import stream
 from poprisk.experiments.statistics import Mean, mean_over_seeds
 from poprisk.spectral import (
     FrozenProblem,

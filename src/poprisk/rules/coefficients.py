@@ -4,8 +4,8 @@ Every backend (the pure rule, foreach, C, Triton) evaluates the same few lines p
 they are computed in one place. Steps may be Python numbers or device scalars; the result is of the same kind.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,9 @@ class Coefficients:
     open_gate: Scalar
 
 
+Numbers = TypeVar("Numbers", Hyper, Coefficients)
+
+
 def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, observed: bool = False) -> Coefficients:
     r"""The coefficients of the step after ``step``, and the counters to keep.
 
@@ -109,9 +112,25 @@ def current(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
         m_debias=_inverse(1 - beta1**step),
         v_debias=_inverse(1 - beta2**step),
         s_debias=_inverse(s_scale),
-        alpha=kappa * s_scale * _inverse(gain) if hyper.alpha == "calibrated" else hyper.alpha,
+        alpha=kappa * s_scale * _inverse(gain) if isinstance(hyper.alpha, str) else hyper.alpha,
         open_gate=_decided(hyper, step, var_step, observed),
     )
+
+
+def per_member(numbers: Numbers, dtype: torch.dtype) -> Numbers:
+    """The same with every number that differs from row to row in the dtype of the arithmetic.
+
+    One-element device scalars take no part in type promotion and stay as they are; a column [members, 1] in float64
+    would turn every array it touches into float64.
+    """
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(cast(part) for part in value)
+        return value.to(dtype) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+    changed = {f.name: cast(getattr(numbers, f.name)) for f in fields(numbers)}
+    return replace(numbers, **changed)
 
 
 def _decided(hyper: Hyper, t: Scalar, t_s: Scalar, observed: bool) -> Scalar:
@@ -124,10 +143,13 @@ def _decided(hyper: Hyper, t: Scalar, t_s: Scalar, observed: bool) -> Scalar:
     undecided = float("nan")
     no_variance = t_s < 1
     at_start = t <= 1
-    alpha_closes = hyper.alpha == "calibrated" or hyper.alpha >= 1
-    tie = at_start if (alpha_closes and hyper.gate != "snr" and not observed and hyper.signal == "ema") else False
+    may_tie = hyper.gate != "snr" and not observed and hyper.signal == "ema"
+    alpha_closes = True if isinstance(hyper.alpha, str) else hyper.alpha >= 1
+    tie = at_start & alpha_closes if may_tie else False
     closed = _where(no_variance | tie, 0.0, undecided)
-    return _where(t <= hyper.warmup_steps, 1.0, closed) if hyper.warmup_steps else closed
+    if not isinstance(hyper.warmup_steps, Tensor) and not hyper.warmup_steps:
+        return closed
+    return _where(t <= hyper.warmup_steps, 1.0, closed)
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:

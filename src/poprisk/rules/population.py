@@ -7,12 +7,12 @@ against it, and replay, influence and ensembles call it. In float64 it is accura
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from poprisk._types import Linearization, Scalar
 from poprisk.errors import HyperparameterError
-from poprisk.rules.coefficients import Coefficients, Hyper, advance, current
+from poprisk.rules.coefficients import Coefficients, Hyper, advance, current, per_member
 from poprisk.rules.gates import evaluate_gate
 from poprisk.rules.rounding import round_stochastically, rounding_bits, rounding_seed
 
@@ -76,9 +76,47 @@ def population_step(
     >>> round(w.item(), 6)  # closed at t = 1; then m̂ = 2, ŝ = 3.6181 and q = 0.0955
     0.990452
     """
-    work = math_dtype(w.dtype)
-    c = advance(hyper, state.step, state.var_step, state.gain, observed=variance is not None)
-    beta1, beta2 = hyper.betas
+    moved = population_direction(g, state, hyper, variance, work=math_dtype(w.dtype))
+    h = per_member(hyper, math_dtype(w.dtype))
+    decay = h.weight_decay * (moved.gate if hyper.gated_decay else 1.0)
+    w_work = w.to(math_dtype(w.dtype))
+    w_new = (w_work - h.lr * (moved.update + decay * w_work)).to(w.dtype)  # line 10
+    return w_new if moved.usable is None else torch.where(moved.usable, w_new, w), moved.state
+
+
+@dataclass(frozen=True)
+class Direction:
+    r"""What one gradient does to the state, before learning rate and decay are applied.
+
+    ``update`` is :math:`q \odot \hat m/(\sqrt{\hat v}+\epsilon)`, ``gate`` q, ``usable`` marks the coordinates that
+    move (None: all of them).
+    """
+
+    update: Float[Tensor, "*shape"]
+    gate: Float[Tensor, "*shape"]
+    usable: Bool[Tensor, "*shape"] | None
+    state: PopulationState
+
+
+def population_direction(
+    g: Float[Tensor, "*shape"],
+    state: PopulationState,
+    hyper: Hyper,
+    variance: Float[Tensor, "*shape"] | None = None,
+    work: torch.dtype = torch.float32,
+) -> Direction:
+    """Lines 4 to 9 and the direction of line 10; see :func:`population_step`.
+
+    Hyper-parameters may be tensors that broadcast against g, one row for each of many trainings.
+
+    >>> g = torch.tensor([2.0])
+    >>> moved = population_direction(g, initial_state(g, Hyper(gate=None)), Hyper(gate=None, eps=0.0))
+    >>> moved.update, moved.gate
+    (tensor([1.]), tensor([1.]))
+    """
+    c = per_member(advance(hyper, state.step, state.var_step, state.gain, observed=variance is not None), work)
+    h = per_member(hyper, work)
+    beta1, beta2 = h.betas
     g_t, m, v = g.to(work), state.m.to(work), state.v.to(work)
     usable = is_usable(g_t) if hyper.skip_nonfinite and hyper.gate is not None else None
     g_t = g_t if usable is None else torch.where(usable, g_t, 0.0)
@@ -92,14 +130,12 @@ def population_step(
     if usable is not None:  # before the gate, which may pool coordinates
         m, v = torch.where(usable, m, m_prev), torch.where(usable, v, v_prev)
         s = s if s is None or state.s is None else torch.where(usable, s, state.s.to(work))
-    q = _gate(m, v, s, g_t, c, hyper)  # lines 8 and 9
-    m_hat, v_hat = m * c.m_debias, v * c.v_debias
-    decay = hyper.weight_decay * (q if hyper.gated_decay else 1.0)
-    w_new = w.to(work) - hyper.lr * (q * m_hat / _denominator(v_hat, hyper) + decay * w.to(work))  # line 10
-    w_new = w_new.to(w.dtype) if usable is None else torch.where(usable, w_new.to(w.dtype), w)
+    q = _gate(m, v, s, g_t, c, h)  # lines 8 and 9
+    update = q * (m * c.m_debias) / _denominator(v * c.v_debias, h)
     v_out, s_out = _round(v, s, state, c)
     moments = (m.to(state.m.dtype), v_out, s_out)
-    return w_new, PopulationState(*moments, c.step, c.var_step, c.gain, state.key, variance is not None)
+    new_state = PopulationState(*moments, c.step, c.var_step, c.gain, state.key, variance is not None)
+    return Direction(update, q, usable, new_state)
 
 
 def linearize(state: PopulationState, hyper: Hyper) -> Linearization:
