@@ -102,6 +102,25 @@ def best(row: StoredRow, metric: str, higher_is_better: bool) -> list[float]:
     return [values[at] if at is not None else math.nan for values, at in _best_places(row, metric, higher_is_better)]
 
 
+def oracle(study: StoredStudy, arm: str = "adamw", metric: str | None = None) -> list[float]:
+    """Each seed's best checkpoint of the trial that was chosen for its best checkpoint.
+
+    What a user could get from the arm only with the test set in hand. Where no trial was chosen for it, the trial
+    chosen for its last step stands in.
+
+    Args:
+        study: A stored study.
+        arm: Which arm was searched.
+        metric: Which metric; default: the primary one.
+
+    Raises:
+        DataError: If the arm has no row.
+    """
+    stored = primary(study) if metric is None else metric_named(study, metric)
+    chosen = find_row(study, arm, "best") or row(study, arm)
+    return best(chosen, stored["name"], stored["higher_is_better"])
+
+
 def best_step(study: StoredStudy, row: StoredRow, metric: str) -> list[int | None]:
     """The first step at which each seed had its best value; None if no value was finite."""
     higher = metric_named(study, metric)["higher_is_better"]
