@@ -224,10 +224,11 @@ def test_controls_copy_what_they_say():
     for _ in range(12):
         before.copy_(stack.weights.detach())
         stack._advance()
-    gate, norm = stack._blocks[0][1].gate_mean[1], stack._blocks[0][1].step_norm[1]
+    source = stack._blocks[0][1]
+    gate, norm = source.gate[1].mean(), source.step[1].norm()
     moved = (stack.weights.detach() - before)[2:]
     assert 0 < gate < 1
-    torch.testing.assert_close(moved[2].norm(), norm[0])  # the same length
+    torch.testing.assert_close(moved[2].norm(), norm)  # the same length
     schedule, plain = moved[0].abs(), stack._blocks[1][1].state
     c1, c2 = 1 - 0.9**12, 1 - 0.999**12
     adam = (plain["m"][0] / c1).abs() / ((plain["v"][0] / c2).sqrt() + 1e-8)
@@ -255,9 +256,19 @@ def test_a_random_mask_has_the_gates_density():
     for _ in range(5):
         before = stack.weights.detach().clone()
         stack._advance()
-    gate = stack._blocks[0][1].gate_mean.item()
+    gate = stack._blocks[0][1].gate.mean().item()
     moved = (stack.weights.detach() - before)[1] != 0
     assert abs(moved.double().mean().item() - gate) < 0.02
+
+
+def test_the_mean_gate_is_that_of_the_last_step():
+    task = Regression(evaluations=1)
+    followers = [member("defaults", 0), member("tensor_gate", 0), member("gate_schedule", 0)]
+    stack = Stack(task, followers, CPU)
+    curves = stack.train()
+    torch.testing.assert_close(curves.gate[0, 0].float(), stack._blocks[0][1].gate.mean())
+    assert 0 < curves.gate[1, 0] < 1
+    assert curves.gate[2].isnan().all()
 
 
 def test_a_broken_member_leaves_the_others_alone():

@@ -64,6 +64,15 @@ def test_a_diverged_member_has_no_last_value_but_the_best_it_had() -> None:
     assert reading.failed(diverged) == 2
 
 
+def test_the_oracle_stops_the_trial_chosen_for_its_best() -> None:
+    first, second = reading.oracle(STUDY)
+    assert first == 0.4
+    assert math.isnan(second)
+    without = STUDY | {"rows": STUDY["rows"][:2]}
+    assert reading.oracle(without) == [0.3, 0.5]
+    assert reading.oracle(without, metric="accuracy") == [1.0, 1.0]
+
+
 def test_time_to_target() -> None:
     """At the target counts as reached; a seed that never is has no time."""
     assert reading.steps_to(STUDY, reading.row(STUDY, "adamw"), "loss") == [20, 10]

@@ -1,6 +1,5 @@
 """A character language model for stacked training: clean, or with a share of the characters to predict replaced."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -160,8 +159,8 @@ class CharLanguageCohort:
         """:class:`CharTransformer`, one for each member; places in a window are flattened into the rows of a matrix."""
         characters = weights["characters.weight"]
         # The product with one-hot rows is the look-up; unlike a gather it has a deterministic gradient on a GPU.
-        hidden = torch.bmm(self._one_hot[codes.flatten(1)], characters)
-        hidden = hidden + weights["positions.weight"].repeat(1, codes.shape[1], 1)
+        hidden = torch.bmm(self._one_hot[codes.flatten(1)], characters).unflatten(1, codes.shape[1:])
+        hidden = (hidden + weights["positions.weight"].unsqueeze(1)).flatten(1, 2)
         for layer in range(self._task.layers):
             hidden = self._block(weights, f"blocks.{layer}.", hidden)
         return torch.bmm(_normed(weights, "norm", hidden), characters.transpose(1, 2))
@@ -178,11 +177,6 @@ class CharLanguageCohort:
         hidden = hidden + _linear(weights, block + "mixed", mixed)
         wide = F.gelu(_linear(weights, block + "up", _normed(weights, block + "norm2", hidden)))
         return hidden + _linear(weights, block + "down", wide)
-
-
-def uniform_nats() -> float:
-    """The loss of knowing nothing: the logarithm of the number of characters."""
-    return math.log(len(_text().vocabulary))
 
 
 def _linear(weights: StackedWeights, name: str, x: Float[Tensor, "members rows i"]) -> Float[Tensor, "members rows o"]:

@@ -1,4 +1,4 @@
-r"""Classification of images of which a share has a wrong label: digits, MNIST, Fashion-MNIST and stacked ReLU networks."""
+r"""Classifying images of which a share has a wrong label: digits, MNIST, Fashion-MNIST, and stacked ReLU networks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,8 @@ class LabelTask:
     Each seed has its own training examples, its own wrong labels (:func:`poprisk.problems.replace_labels`: always
     another class) and its own start. Digits: ``train_size`` of the 1797 to train on, all others to test on. MNIST and
     Fashion-MNIST: ``train_size`` of the 60 000 training images, and the official 10 000 test images for every seed.
-    Inputs are pixels less the mean of all training pixels, divided by their standard deviation: two numbers a data set.
+    Inputs are pixels less the mean of all training pixels, divided by their standard deviation: two numbers (digits: of
+    the seed's own training examples; else of the 60 000).
 
     Attributes:
         data: ``digits``, ``mnist`` or ``fashion``.
@@ -178,16 +179,15 @@ def label_data(task: LabelTask, seeds: Sequence[int]) -> LabelData:
         for seed, labels in zip(seeds, train_labels, strict=True)
     ]
     given, wrong = torch.stack([r.labels for r in replaced]), torch.stack([r.wrong for r in replaced])
-    deviation, mean = torch.std_mean(train_pool)
-    pools = ((pool - mean) / deviation for pool in (train_pool, test_pool))
-    return LabelData(next(pools), train_rows, given, wrong, next(pools), test_rows, test_labels)
+    return LabelData(train_pool, train_rows, given, wrong, test_pool, test_rows, test_labels)
 
 
 def _digits(task: LabelTask, seeds: Sequence[int]) -> tuple[Tensor, ...]:
     """Each seed's own split, one after the other in the pools: they are small."""
     splits = [digits_split(stream(seed, "split"), task.train_size) for seed in seeds]
     train_labels, test_labels = (torch.stack([getattr(s, k) for s in splits]) for k in ("train_labels", "test_labels"))
-    train_pool, test_pool = (torch.cat([getattr(s, k) for s in splits]) for k in ("train_inputs", "test_inputs"))
+    pools = [_standardised(s.train_inputs, s.test_inputs) for s in splits]
+    train_pool, test_pool = (torch.cat(pool) for pool in zip(*pools, strict=True))
     train_rows, test_rows = (torch.arange(y.numel()).view_as(y) for y in (train_labels, test_labels))
     return train_pool, train_rows, train_labels, test_pool, test_rows, test_labels
 
@@ -212,8 +212,16 @@ def _images(task: LabelTask, seeds: Sequence[int]) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=1)
 def _load(folder: str) -> ImageSplit:
-    """The last data set read is kept: its noise levels follow one another."""
-    return idx_split(folder)
+    """A data set, standardised. The last one is kept: its noise levels follow one another."""
+    split = idx_split(folder)
+    train, test = _standardised(split.train_inputs, split.test_inputs)
+    return ImageSplit(train, split.train_labels, test, split.test_labels)
+
+
+def _standardised(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
+    """Both less the mean of all training pixels, divided by their standard deviation."""
+    deviation, mean = torch.std_mean(train)
+    return (train - mean) / deviation, (test - mean) / deviation
 
 
 class LabelCohort:

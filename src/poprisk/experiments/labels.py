@@ -1,43 +1,27 @@
-r"""Wrong labels on real images: every optimizer on digits, MNIST and Fashion-MNIST with 0 to 60% of the labels replaced.
+"""Wrong labels on real images: every optimizer on digits, MNIST and Fashion-MNIST, 0 to 60% of the labels replaced.
 
-Not in the paper; the case that most users have. The question: is the *last* step of PopRiskAdamW at its defaults as good
-as the best checkpoint of a tuned AdamW, picked with the test set in hand, and does it cost nothing on clean labels?
+Not in the paper; the case that most users have. The question: is the *last* step of PopRiskAdamW at its defaults as
+good as the best checkpoint of a tuned AdamW, picked with the test set in hand, and what does it cost on clean labels?
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.experiments.comparison.study import ComparisonResult, Setting, Study, run_comparison
+from poprisk.experiments.comparison.arms import ALL_ARMS
+from poprisk.experiments.comparison.run import ComparisonResult, Progress, run_comparison
+from poprisk.experiments.comparison.study import DEFAULTS, Setting, Study
 from poprisk.experiments.label_tasks import DIGITS, FASHION, MNIST, TITLES, LabelTask
 
 KIND = "labels"
 SHARED: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999}
-"""torch's defaults for AdamW: what the paper's rule is given unchanged."""
-SETTINGS = (
-    Setting("PopRiskAdamW, defaults", "defaults", {}),
+"""torch's defaults for AdamW; the paper's rule is given them unchanged."""
+SETTINGS: tuple[Setting, ...] = (
+    DEFAULTS,
     Setting("AdamW, defaults lr 1e-3", "adamw", SHARED),
     Setting("paper's rule at AdamW's lr", "soft", {**SHARED, "strength": 1.0, "alpha": 1.0, "rho": 0.99}),
 )
-ALL_ARMS = (
-    "adamw",
-    "adamw_cosine",
-    "soft",
-    "hard",
-    "snr",
-    "soft_calibrated",
-    "hard_calibrated",
-    "gate_schedule",
-    "random_mask",
-    "matched_norm",
-    "adabelief",
-    "msvag",
-    "cautious",
-    "grokfast",
-    "cubed",
-    "tensor_gate",
-)
+"""Rows that are given, not tuned, in every study: both optimizers as they come, and the paper's rule swapped in."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +114,6 @@ def studies(config: LabelsConfig) -> tuple[Study, ...]:
     )
 
 
-def run(config: LabelsConfig, report: Callable[..., None], ledger: Any = None) -> ComparisonResult:
+def run(config: LabelsConfig, report: Progress | None = None, ledger: Path | None = None) -> ComparisonResult:
     """Tune and report every optimizer on every task; see :mod:`poprisk.experiments.comparison.study`."""
     return run_comparison(KIND, config, studies(config), report, ledger)

@@ -13,6 +13,7 @@ from poprisk.errors import HyperparameterError
 from poprisk.experiments.comparison.task import Metric, StackedBatch, StackedWeights
 from poprisk.experiments.seeds import stream
 
+NOISY, CLEAN = "pinn_noisy", "pinn_clean"
 ERROR, SENSOR_FIT = "relative l2 error", "misfit to the sensors"
 PERIOD = 2 * math.pi
 _MEMBERS_AT_ONCE = 32  # of a measurement: 10 201 points x 512 units x 32 members are 0.7 GB
@@ -79,7 +80,7 @@ class PinnTask:
     @property
     def name(self) -> str:
         """``pinn_clean`` or ``pinn_noisy``."""
-        return "pinn_noisy" if self.noise else "pinn_clean"
+        return NOISY if self.noise else CLEAN
 
     @property
     def description(self) -> str:

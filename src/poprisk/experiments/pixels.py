@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def packed_pixels(picture: Float[Tensor, "height width channels"]) -> dict[str, Any]:
-    """Values in [0, 1], those outside clipped, rounded to 8 bits and packed as text.
+    """Values in [0, 1], those outside clipped and NaN black, rounded to 8 bits and packed as text.
 
     >>> packed = packed_pixels(torch.tensor([[[0.0, 0.5, 2.0]]]))
     >>> packed["shape"], unpacked_pixels(packed).tolist()
     ([1, 1, 3], [[[0, 128, 255]]])
     """
-    values = (picture.detach().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
+    values = (picture.detach().cpu().nan_to_num(nan=0.0).clamp(0, 1) * 255).round().to(torch.uint8)
     packed = base64.b64encode(zlib.compress(bytes(values.flatten().tolist()), level=9))
     return {"shape": list(values.shape), "zlib_base64": packed.decode("ascii")}
 

@@ -1,7 +1,9 @@
-"""Labels of a random teacher network, partly flipped: a classification problem that needs no file."""
+"""Labels of a random teacher network, partly replaced: a classification problem that needs no file."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,12 +11,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from poprisk.errors import HyperparameterError
+from poprisk.experiments.comparison.arms import ALL_ARMS
+from poprisk.experiments.comparison.run import ComparisonResult, Progress, run_comparison
+from poprisk.experiments.comparison.study import Setting, Study
 from poprisk.experiments.comparison.task import Metric, StackedBatch, StackedWeights
 from poprisk.experiments.seeds import stream
 from poprisk.problems.corruption import replace_labels
 
 KIND = "teacher"
 TEST_ACCURACY, TRAIN_ACCURACY, MEMORIZED = "test accuracy", "train accuracy", "wrong labels reproduced"
+_INHERITED = {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999}
+SETTINGS = (
+    Setting("AdamW, lr 1e-3", "adamw", _INHERITED),
+    Setting("paper's rule at AdamW's lr", "soft", _INHERITED | {"alpha": 1.0, "strength": 1.0, "rho": 0.99}),
+    Setting("PopRiskAdamW, defaults", "defaults", {}),
+    Setting("SNR gate, strength 1, at AdamW's lr", "snr", _INHERITED | {"strength": 1.0, "rho": 0.99}),
+    Setting("soft gate, calibrated α, at AdamW's lr", "soft_calibrated", _INHERITED | {"strength": 1.0, "rho": 0.99}),
+)
+"""What is reported without a search: torch's own values for AdamW, each gate in its place, and our defaults."""
 _EXAMPLES_AT_ONCE = 1_000_000  # over all members: a gigabyte for a layer of 256 units
 
 
@@ -34,12 +48,13 @@ class TeacherTask:
     r"""A student learns :math:`\arg\max_k (W_2 \operatorname{relu}(W_1 x))_k` for Gaussian x from few examples.
 
     The teacher's matrices are Gaussian, each seed's own; a share ``noise`` of the training labels is replaced by
-    another class. Test labels are the teacher's.
+    another class. Test labels are the teacher's. The sizes are such that AdamW at torch's defaults gets about two
+    thirds of them right after clean labels.
     """
 
     noise: float = 0.2
-    dimension: int = 50
-    teacher_width: int = 20
+    dimension: int = 40
+    teacher_width: int = 10
     classes: int = 10
     train_size: int = 2000
     test_size: int = 5000
@@ -68,8 +83,9 @@ class TeacherTask:
         """Data, noise, network, loss."""
         spoiled = f"{self.noise:.0%} of the labels replaced" if self.noise else "clean labels"
         return (
-            f"{self.train_size} Gaussian inputs of {self.dimension} entries, {self.classes} classes by a random network "
-            f"({spoiled}); {self.depth} hidden layers of {self.width}; cross-entropy, batches of {self.batch_size}."
+            f"{self.train_size} Gaussian inputs of {self.dimension} entries, {self.classes} classes by a random "
+            f"network ({spoiled}); {self.depth} hidden layers of {self.width}; cross-entropy, batches of "
+            f"{self.batch_size}."
         )
 
     @property
@@ -107,7 +123,7 @@ class TeacherTask:
         weights: dict[str, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream(seed, "weights"))
-            for i, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True), start=1):
+            for i, (fan_in, fan_out) in enumerate(pairwise(sizes), start=1):
                 layer = nn.Linear(fan_in, fan_out)
                 weights[f"layer{i}.weight"], weights[f"layer{i}.bias"] = layer.weight.detach(), layer.bias.detach()
         return weights
@@ -153,9 +169,7 @@ class TeacherCohort:
         """Which examples each member labels as given, in pieces that fit in memory."""
         per_piece = max(1, _EXAMPLES_AT_ONCE // len(self._seed_index))
         pieces = zip(inputs.split(per_piece, 1), labels.split(per_piece, 1), strict=True)
-        parts = [
-            self._logits(weights, x[self._seed_index]).argmax(2) == y[self._seed_index] for x, y in pieces
-        ]
+        parts = [self._logits(weights, x[self._seed_index]).argmax(2) == y[self._seed_index] for x, y in pieces]
         return torch.cat(parts, 1)
 
     def _logits(self, weights: StackedWeights, x: Float[Tensor, "members b i"]) -> Float[Tensor, "members b k"]:
@@ -165,3 +179,63 @@ class TeacherCohort:
             bias, matrix = weights[f"layer{i}.bias"].unsqueeze(1), weights[f"layer{i}.weight"]
             x = torch.baddbmm(bias, x, matrix.transpose(1, 2))
         return x
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """What is run: one student, with each share of wrong labels.
+
+    Attributes:
+        student: Data, network and length; its ``noise`` is replaced by each of ``noises``.
+        noises: Shares of the training labels that are replaced; 0 is the clean control.
+        arms: Names of the optimizers that are tuned.
+        trials: Configurations tried for each of them.
+        tuning_seeds: Seeds that settings are chosen on.
+        report_seeds: Fresh seeds that the chosen settings are reported on.
+
+    Raises:
+        HyperparameterError: nothing to run, or a seed both to tune and to report on.
+    """
+
+    student: TeacherTask = field(default_factory=TeacherTask)
+    noises: tuple[float, ...] = (0.0, 0.2, 0.4)
+    arms: tuple[str, ...] = ALL_ARMS
+    trials: int = 24
+    tuning_seeds: tuple[int, ...] = (100, 101)
+    report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+
+    def __post_init__(self) -> None:
+        if not (self.noises and self.tuning_seeds and self.report_seeds):
+            raise HyperparameterError("noises, tuning_seeds and report_seeds need one entry each at least")
+        if both := sorted(set(self.tuning_seeds) & set(self.report_seeds)):
+            raise HyperparameterError(f"tuning and report seeds must not meet, got {both[0]} in both")
+
+
+SMOKE = TeacherConfig(
+    student=TeacherTask(dimension=8, train_size=80, test_size=100, width=16, batch_size=10, steps=20, evaluations=2),
+    noises=(0.0, 0.4),
+    trials=2,
+    tuning_seeds=(100,),
+    report_seeds=(0, 1),
+)
+"""A few seconds: all arms, clean labels and 40% wrong ones, a tiny student."""
+
+
+def studies(config: TeacherConfig) -> tuple[Study, ...]:
+    """One study for each share of wrong labels."""
+    return tuple(
+        Study(
+            task=replace(config.student, noise=noise),
+            arms=config.arms,
+            settings=SETTINGS,
+            trials=config.trials,
+            tuning_seeds=config.tuning_seeds,
+            report_seeds=config.report_seeds,
+        )
+        for noise in config.noises
+    )
+
+
+def run(config: TeacherConfig, report: Progress, ledger: Path | None = None) -> ComparisonResult:
+    """Tune and report every optimizer on every share; see :mod:`poprisk.experiments.comparison.study`."""
+    return run_comparison(KIND, config, studies(config), report, ledger)

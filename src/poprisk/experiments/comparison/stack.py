@@ -7,7 +7,6 @@ each arm's rule on the rows it owns. On a GPU the whole step is a CUDA graph and
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -62,13 +61,14 @@ class Stack:
         task: What they train on.
         members: In order of arms; a control finds the member with the defaults and its own seed among them.
         device: Where to compute.
+        compiled: Whether the losses are compiled, on a GPU; the rules always are.
 
     Raises:
         HyperparameterError: there is no member, an arm's members do not stand together, or a control has nothing to
             follow.
     """
 
-    def __init__(self, task: Task, members: Sequence[Member], device: torch.device) -> None:
+    def __init__(self, task: Task, members: Sequence[Member], device: torch.device, compiled: bool = False) -> None:
         if not members:
             raise HyperparameterError("a stack needs at least one member, got none")
         self.task, self.members, self.device = task, list(members), device
@@ -80,6 +80,9 @@ class Stack:
         rows = torch.stack([self.layout.row(start) for start in starts]).to(device)
         self.weights = rows[self._seed_index].requires_grad_()
         self.cohort = task.cohort(seeds, device)
+        self._losses = self.cohort.losses
+        if compiled and device.type == "cuda":
+            self._losses = torch.compile(self.cohort.losses)
         self.t = torch.zeros((), dtype=torch.float64, device=device)
         self._blocks = list(self._make_blocks())
         self._sources = self._make_sources()
@@ -89,7 +92,7 @@ class Stack:
         }
         self._index = {name: next(batches).clone() for name, batches in self._batches.items()}
         self._fresh = True
-        self._graph: Any = None
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def train(self, look: Callable[[int], None] | None = None) -> Curves:
         """The whole run: so many steps, measured on the way; ``look`` is told the step after each measurement."""
@@ -103,8 +106,8 @@ class Stack:
             done = step
             with torch.no_grad():
                 values = self.cohort.measure(self.layout.views(self.weights))
+                gates.append(torch.cat([block.mean_gate(self.t, self.layout.sizes) for _, block in self._blocks]).cpu())
             seen.append({name: value.detach().double().cpu() for name, value in values.items()})
-            gates.append(torch.cat([block.gate_mean for _, block in self._blocks]).squeeze(1).double().cpu())
             if look is not None:
                 look(step)
         metrics = {name: torch.stack([values[name] for values in seen], 1) for name in seen[0]}
@@ -125,7 +128,8 @@ class Stack:
                 )
                 for knob in USUAL
             }
-            yield rows, Block.make(arm, hyper, self.weights[rows].detach(), self.task.steps)
+            followed = arm.name == "defaults" and any(member.arm.control for member in self.members)
+            yield rows, Block.make(arm, hyper, self.weights[rows].detach(), self.task.steps, followed)
             begin = end
 
     def _make_sources(self) -> dict[str, Tensor]:
@@ -154,11 +158,10 @@ class Stack:
         if self.device.type != "cuda":
             self._step()
             return
-        if self._graph is None:
-            self._capture()
+        self._graph = self._graph or self._captured()
         self._graph.replay()
 
-    def _capture(self) -> None:
+    def _captured(self) -> torch.cuda.CUDAGraph:
         """Warm up (which compiles), undo what the warm-up did, and record one step."""
         kept = [tensor.detach().clone() for tensor in self._moving()]
         side = torch.cuda.Stream()
@@ -173,7 +176,7 @@ class Stack:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()
-        self._graph = graph
+        return graph
 
     def _moving(self) -> list[Tensor]:
         states = [tensor for _, block in self._blocks for tensor in block.state.values()]
@@ -181,24 +184,30 @@ class Stack:
 
     def _step(self) -> None:
         batch = {name: index[self._seed_index] for name, index in self._index.items()}
-        losses = self.cohort.losses(self.layout.views(self.weights), batch)
+        losses = self._losses(self.layout.views(self.weights), batch)
         (gradient,) = torch.autograd.grad(losses.sum(), self.weights)
         with torch.no_grad():
             self.t += 1
+            seen: Lockstep | None = None
             for rows, block in self._blocks:
                 arm, lockstep, uniform = block.arm, None, None
-                if arm.control:
-                    source, chosen = self._blocks[0][1], self._sources[arm.name]
-                    lockstep = Lockstep(source.gate_mean[chosen], source.step_norm[chosen], source.hyper["lr"][chosen])
+                if arm.control and seen is not None:
+                    chosen = self._sources[arm.name]
+                    lockstep = Lockstep(seen.gate[chosen], seen.norm[chosen], seen.lr[chosen])
                 if arm.control == "random_mask":
                     uniform = torch.rand_like(gradient[rows])
                 move = _compiled() if self.device.type == "cuda" and not arm.per_tensor else take_step
                 sizes = tuple(self.layout.sizes) if arm.per_tensor else ()
                 move(arm, sizes, self.weights[rows], gradient[rows], self.t, block, lockstep, uniform)
+                if block.gate is not None and block.step is not None:
+                    seen = Lockstep(
+                        block.gate.mean(1, keepdim=True), block.step.norm(dim=1, keepdim=True), block.hyper["lr"]
+                    )
 
 
 @cache
 def _compiled() -> Callable[..., None]:
     """The step as one kernel, compiled once for each arm and then used for any number of members and weights."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
-    return torch.compile(take_step, dynamic=True)
+    # What is a number a member (powers of β in float64) is computed once and not again for every weight.
+    return torch.compile(take_step, dynamic=True, options={"realize_opcount_threshold": 1})

@@ -64,6 +64,8 @@ class Study:
         portraits: Labels of rows whose first report seed is pictured, where the task can be.
         lr_range: Replaces the range of AdamW's learning rate; other arms' ranges are scaled alike.
         members_at_once: So many members make a stack at most; None takes all.
+        oracles: Arms whose trial with the best single step is reported too, beside that with the best last step.
+        compiled: Whether the task's losses are compiled on a GPU, which pays for long runs of many small operations.
     """
 
     task: Task
@@ -75,6 +77,8 @@ class Study:
     portraits: tuple[str, ...] = ()
     lr_range: tuple[float, float] | None = None
     members_at_once: int | None = None
+    oracles: tuple[str, ...] = ("adamw", "adamw_cosine")
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in (*self.arms, *(setting.arm for setting in self.settings)):
@@ -108,7 +112,8 @@ class Study:
         """How often a stack will be measured at most: the length of the job, for a progress bar."""
         looks = len(evaluation_steps(self.task.steps, self.task.evaluations))
         tuning = len(self.arms) * self.trials * len(self.tuning_seeds)
-        report = (3 * len(self.arms) + len(self.settings)) * len(self.report_seeds)
+        choices = 2 * len(self.arms) + len(self.oracles)
+        report = (choices + len(self.settings)) * len(self.report_seeds)
         return looks * sum(math.ceil(count / (self.members_at_once or count)) for count in (tuning, report) if count)
 
 
@@ -221,7 +226,7 @@ def _report_rows(
         )
         reasons.append([])
     for name, arm in arms.items():
-        chosen = searched[name]["chosen"]
+        chosen = {q: k for q, k in searched[name]["chosen"].items() if q != "best" or name in study.oracles}
         for k in sorted({k for k in chosen.values() if k is not None}):
             why = [question for question, choice in chosen.items() if choice == k]
             pictured = "last" in why and bool({name, arm.label} & set(study.portraits))
@@ -278,7 +283,7 @@ def _train_part(study: Study, rows: Sequence[_Row], device: torch.device, look: 
         range(len(padded)), key=lambda i: (list(ARMS).index(padded[i].arm.name), i)
     )  # the defaults come first
     members = [Member(padded[i].arm, padded[i].hyper, seed) for i in order for seed in padded[i].seeds]
-    curves = Stack(study.task, members, device).train(lambda _: look())
+    curves = Stack(study.task, members, device, study.compiled).train(lambda _: look())
     first = dict(zip(order, _starts([len(padded[i].seeds) for i in order]), strict=True))
     outcome: dict[str, Any] = {"rows": [], "portraits": {}}
     for i, row in enumerate(rows):

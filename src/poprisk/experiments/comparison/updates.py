@@ -1,6 +1,6 @@
 """One step of every arm on the rows it owns: weights [members, d], hyper-parameters [members, 1], all in place."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from poprisk.experiments.comparison.arms import BETA1, Arm
 from poprisk.rules.coefficients import Hyper
 from poprisk.rules.peers import PEERS
-from poprisk.rules.population import PopulationState, population_direction
+from poprisk.rules.population import PopulationState, current_gate, population_direction
 
 
 @dataclass(frozen=True)
@@ -21,29 +21,48 @@ class Block:
         arm: Whose rule it is.
         hyper: Every hyper-parameter, a column of the members' values in float64.
         state: The rule's memory.
-        gate_mean: Each member's mean gate in the last step; NaN without a gate.
-        step_norm: The length of each member's last step, weight decay left out.
         steps: The length of the run, which a cosine needs; on the device.
+        gate: Where the gate of each step is written, for members that controls follow.
+        step: Where each step is written, weight decay left out, for the same members.
     """
 
     arm: Arm
     hyper: Mapping[str, Float[Tensor, "members 1"]]
     state: Mapping[str, Tensor]
-    gate_mean: Float[Tensor, "members 1"]
-    step_norm: Float[Tensor, "members 1"]
     steps: Float[Tensor, ""]
+    gate: Float[Tensor, "members d"] | None = None
+    step: Float[Tensor, "members d"] | None = None
 
     @classmethod
-    def make(cls, arm: Arm, hyper: Mapping[str, Tensor], weights: Float[Tensor, "members d"], steps: int) -> "Block":
+    def make(
+        cls,
+        arm: Arm,
+        hyper: Mapping[str, Tensor],
+        weights: Float[Tensor, "members d"],
+        steps: int,
+        followed: bool = False,
+    ) -> "Block":
         """A block before its first step, for members with these weights."""
         members, device = len(weights), weights.device
         names = ("m", "v", "s") if arm.gated else PEERS[arm.rule].states
         state = {name: torch.zeros_like(weights, requires_grad=False) for name in names}
         if arm.gated:
             state["gain"] = torch.zeros(members, 1, dtype=torch.float64, device=device)
-        gate = torch.full((members, 1), float("nan"), device=device)
         horizon = torch.tensor(float(steps), dtype=torch.float64, device=device)
-        return cls(arm, hyper, state, gate, torch.zeros(members, 1, device=device), horizon)
+        seen = (torch.zeros_like(weights), torch.zeros_like(weights)) if followed else (None, None)
+        return cls(arm, hyper, state, horizon, *seen)
+
+    def mean_gate(self, t: Float[Tensor, ""], sizes: Sequence[int]) -> Float[Tensor, "members"]:
+        """Each member's mean gate in the step just taken, from its memory; NaN without a gate."""
+        if not self.arm.gated:
+            return torch.full((len(self.hyper["lr"]),), float("nan"), device=t.device)
+        hyper, memory = _hyper(self), self.state
+        columns = [memory[name].split(list(sizes), dim=1) for name in ("m", "v", "s")]
+        total = sum(
+            current_gate(PopulationState(m, v, s, t, t, memory["gain"]), hyper).sum(1)
+            for m, v, s in zip(*columns, strict=True)
+        )
+        return torch.as_tensor(total) / sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,8 @@ def take_step(
     h = block.hyper
     if arm.gated:
         u, gate, state = _gated(arm, sizes, g, t, block)
-        block.gate_mean.copy_(gate.mean(1, keepdim=True))
+        if block.gate is not None:
+            block.gate.copy_(gate)
     else:
         u, state = PEERS[arm.rule].direction(g, block.state, {"beta1": BETA1, "eps": arm.eps, **h}, t)
     for name, value in state.items():
@@ -91,24 +111,15 @@ def take_step(
     decay, lr = (lr * h["weight_decay"]).to(w.dtype), lr.to(w.dtype)
     if lockstep is not None:
         u, lr = _follow(arm, u, lr, lockstep, uniform)
-    block.step_norm.copy_((lr * u).norm(dim=1, keepdim=True))
+    if block.step is not None:
+        block.step.copy_(lr * u)
     w.sub_(lr * u + decay * w)
 
 
 def _gated(
     arm: Arm, sizes: tuple[int, ...], g: Tensor, t: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    h, memory = block.hyper, block.state
-    hyper = Hyper(
-        betas=(BETA1, h["beta2"]),  # type: ignore[arg-type]  # columns broadcast where numbers do
-        eps=arm.eps,
-        gate=arm.rule,  # type: ignore[arg-type]
-        alpha="calibrated" if arm.calibrated else h["alpha"],  # type: ignore[arg-type]
-        strength=h["strength"],  # type: ignore[arg-type]
-        rho=h["rho"],  # type: ignore[arg-type]
-        warmup_steps=h["gate_warmup"],  # type: ignore[arg-type]
-        granularity="row" if arm.per_tensor else "element",  # a row of one tensor's columns is a member's tensor
-    )
+    hyper, memory = _hyper(block), block.state
     whole = PopulationState(memory["m"], memory["v"], memory["s"], t - 1, t - 1, memory["gain"])
     if not arm.per_tensor:
         moved = population_direction(g, whole, hyper)
@@ -121,6 +132,20 @@ def _gated(
     state = {name: torch.cat([_moments(part.state)[name] for part in parts], dim=1) for name in ("m", "v", "s")}
     state["gain"] = _moments(parts[0].state)["gain"]
     return torch.cat([part.update for part in parts], 1), torch.cat([part.gate for part in parts], 1), state
+
+
+def _hyper(block: Block) -> Hyper:
+    arm, h = block.arm, block.hyper
+    return Hyper(
+        betas=(BETA1, h["beta2"]),  # type: ignore[arg-type]  # columns broadcast where numbers do
+        eps=arm.eps,
+        gate=arm.rule,  # type: ignore[arg-type]
+        alpha="calibrated" if arm.calibrated else h["alpha"],  # type: ignore[arg-type]
+        strength=h["strength"],  # type: ignore[arg-type]
+        rho=h["rho"],  # type: ignore[arg-type]
+        warmup_steps=h["gate_warmup"],  # type: ignore[arg-type]
+        granularity="row" if arm.per_tensor else "element",  # a row of one tensor's columns is a member's tensor
+    )
 
 
 def _follow(arm: Arm, u: Tensor, lr: Tensor, lockstep: Lockstep, uniform: Tensor | None) -> tuple[Tensor, Tensor]:

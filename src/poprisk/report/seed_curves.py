@@ -1,0 +1,33 @@
+"""Curves of several seeds on a figure: their mean, and the range between the lowest and the highest of them."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def mean_and_range(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
+    """Mean, lowest and highest over the seeds, place by place; NaN from where one of them is not finite.
+
+    A mean over the seeds that are left would look better the more of them diverge.
+
+    >>> mean_and_range([[1.0, 2.0], [3.0, math.nan]])
+    ([2.0, nan], [1.0, nan], [3.0, nan])
+    """
+    places = [list(values) for values in zip(*curves, strict=True)]
+    whole = [all(math.isfinite(value) for value in values) for values in places]
+    mean = [math.fsum(values) / len(values) if w else math.nan for values, w in zip(places, whole, strict=True)]
+    low = [min(values) if w else math.nan for values, w in zip(places, whole, strict=True)]
+    high = [max(values) if w else math.nan for values, w in zip(places, whole, strict=True)]
+    return mean, low, high
+
+
+def draw_seeds(
+    axes: "Axes", steps: Sequence[int], curves: Sequence[Sequence[float]], label: str, color: str, **style: Any
+) -> None:
+    """The mean as a line, the range as a band behind it."""
+    mean, low, high = mean_and_range(curves)
+    axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.plot(steps, mean, color=color, label=label, **style)

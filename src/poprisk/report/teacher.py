@@ -1,0 +1,103 @@
+"""Teacher labels: verdicts on the last step under label noise, from the saved result."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from poprisk.experiments.comparison import reading
+from poprisk.experiments.comparison.reading import StoredStudy
+from poprisk.report.claims import Claim
+from poprisk.report.comparison_page import (
+    ADAMW,
+    DEFAULTS_LABEL,
+    Gain,
+    comparison_lines,
+    gain,
+    gain_over_adamw,
+    gain_over_oracle,
+    gain_words,
+    mean_words,
+)
+
+Saved = Mapping[str, Any]
+ALLOWED_NOISY, ALLOWED_CLEAN = 0.005, 0.01
+"""What the defaults may lose: half a point to AdamW's best checkpoint under noise, a point to its last step without."""
+_QUESTIONS = {
+    True: "the last step is as good as AdamW's best checkpoint, chosen with the test set in hand",
+    False: "the gate costs a point at most",
+}
+_PAPER_RULE, _ADAMW_GIVEN = "paper's rule at AdamW's lr", "AdamW, lr 1e-3"
+
+
+def teacher_lines(saved: Saved) -> Iterator[RenderableType]:
+    """The tables of all optimizers, then the verdicts."""
+    yield from comparison_lines(saved)
+    for claim in claims_teacher(saved):
+        yield Text(claim.sentence, style="bold")
+
+
+def claims_teacher(saved: Saved) -> list[Claim]:
+    """For each share of wrong labels: the defaults' last step against the tuned AdamW's last and best one."""
+    return [_claim(study) for study in saved["result"]["studies"].values()]
+
+
+def _claim(study: StoredStudy) -> Claim:
+    noise, metric = study["task"]["config"]["noise"], reading.primary(study)["name"]
+    defaults, tuned = reading.row(study, DEFAULTS_LABEL), reading.row(study, ADAMW)
+    what = f"Teacher labels, {noise:.0%} wrong" if noise else "Teacher labels, clean"
+    gained = gain_over_oracle(study, defaults) if noise else gain_over_adamw(study, defaults)
+    allowed = ALLOWED_NOISY if noise else ALLOWED_CLEAN
+    against = "the best checkpoint of the tuned AdamW" if noise else "the last step of the tuned AdamW"
+    given, paper = reading.row(study, _ADAMW_GIVEN), reading.row(study, _PAPER_RULE)
+    shared = gain(reading.final(paper, metric), reading.final(given, metric), higher_is_better=True)
+    return Claim(
+        claim=f"{what}: {_QUESTIONS[bool(noise)]}",
+        paper="no figure: the paper has no such experiment",
+        paper_conditions=(
+            f"{_ADAMW_GIVEN}: {_percent(reading.final(given, metric))}; {_PAPER_RULE}: "
+            f"{_percent(reading.final(paper, metric))}, gain {points(shared)}"
+        ),
+        equal_tuning=(
+            f"AdamW: last {_percent(reading.final(tuned, metric))}, best {_percent(reading.oracle(study))}; "
+            f"{DEFAULTS_LABEL}: last {_percent(reading.final(defaults, metric))}"
+        ),
+        sentence=f"{what}: {verdict(gained, allowed, against)}",
+    )
+
+
+def verdict(gained: Gain | None, allowed: float, against: str) -> str:
+    """Whether the interval excludes a loss of more than allowed.
+
+    >>> verdict(Gain(0.02, (0.01, 0.03), None), 0.005, "AdamW")
+    'held: the defaults end +2.0 [+1.0, +3.0] points against AdamW; a loss of more than 0.5 is excluded.'
+    >>> verdict(Gain(-0.02, (-0.03, -0.01), None), 0.005, "AdamW")
+    'not held: the defaults end −2.0 [−3.0, −1.0] points against AdamW, more than 0.5 behind.'
+    """
+    if gained is None:
+        return f"undecided: a run diverged, so that there is no comparison with {against}."
+    words, limit = f"the defaults end {points(gained)} against {against}", f"{100 * allowed:.1f}"
+    if gained.interval is None:
+        return f"undecided: {words} (one seed)."
+    if gained.interval[0] >= -allowed:
+        return f"held: {words}; a loss of more than {limit} is excluded."
+    if gained.interval[1] < -allowed:
+        return f"not held: {words}, more than {limit} behind."
+    return f"undecided: {words}; a loss of more than {limit} is not excluded."
+
+
+def points(gained: Gain | None) -> str:
+    """A gain of accuracy in percentage points.
+
+    >>> points(Gain(0.02, (-0.01, 0.05), None))
+    '+2.0 [−1.0, +5.0] points'
+    """
+    if gained is None:
+        return "–"
+    interval = None if gained.interval is None else (100 * gained.interval[0], 100 * gained.interval[1])
+    return gain_words(Gain(100 * gained.value, interval, None), ".1f") + " points"
+
+
+def _percent(values: list[float]) -> str:
+    return mean_words(values, ".1%")

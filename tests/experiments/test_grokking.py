@@ -1,0 +1,309 @@
+"""Modular division: many transformers at once are each the plain one, the table is right, the smoke study is shown."""
+
+import copy
+import io
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from poprisk.errors import HyperparameterError
+from poprisk.experiments.grokking import (
+    ADAMW,
+    PAPER_RULE,
+    SHARED,
+    SMOKE,
+    TUNED,
+    GrokkingConfig,
+    run,
+    shared_label,
+    studies,
+)
+from poprisk.experiments.grokking_task import (
+    TEST_ACCURACY,
+    TEST_LOSS,
+    TRAIN_ACCURACY,
+    GrokkingTask,
+    ModularTransformer,
+    division_table,
+)
+from poprisk.report.grokking import best_gate, claims_grokking, draw_grokking, grokking_lines, speed_up
+from poprisk.store import load_result, write_figure
+
+CPU = torch.device("cpu")
+SMALL = GrokkingTask(modulus=11, width=16, heads=4, hidden=24, layers=3, batch_size=9, steps=4, evaluations=2)
+SEEDS = [5, 2, 5]
+
+
+def stacked(task, seeds, nudge=0.0):
+    """Weights of one member a seed; a nudge makes members with one seed differ."""
+    members = [task.initial(seed) for seed in seeds]
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.stack([member[name] for member in members]) for name in members[0]}
+    return {name: w + nudge * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+
+
+def batches(task, members):
+    count, size = task.streams["train"]
+    order = [torch.randperm(count, generator=torch.Generator().manual_seed(i))[:size] for i in range(members)]
+    return {"train": torch.stack(order)}
+
+
+def plain_logits(task, weights, member, pairs):
+    """The member's network as plain modules in float64."""
+    network = ModularTransformer(task.modulus, task.width, task.heads, task.hidden, task.layers).double()
+    return functional_call(network, {name: w[member].double() for name, w in weights.items()}, (pairs,))
+
+
+def test_every_member_is_the_plain_network_on_its_own_table():
+    weights, batch = stacked(SMALL, SEEDS, nudge=0.1), batches(SMALL, len(SEEDS))
+    cohort = SMALL.cohort(SEEDS, CPU)
+    losses, measured = cohort.losses(weights, batch), cohort.measure(weights)
+    assert set(measured) == {metric.name for metric in SMALL.metrics}
+    for member, seed in enumerate(SEEDS):
+        table = division_table(SMALL, seed)
+        rows = table.train[batch["train"][member]]
+        expected = F.cross_entropy(plain_logits(SMALL, weights, member, rows[:, :2]), rows[:, 2])
+        assert_close(losses[member].double(), expected, rtol=1e-5, atol=1e-6)
+        on_test = plain_logits(SMALL, weights, member, table.test[:, :2])
+        on_train = plain_logits(SMALL, weights, member, table.train[:, :2])
+        expected_loss = F.cross_entropy(on_test, table.test[:, 2])
+        assert_close(measured[TEST_LOSS.name][member].double(), expected_loss, rtol=1e-5, atol=1e-6)
+        accuracy = (on_test.argmax(dim=1) == table.test[:, 2]).float().mean()
+        assert_close(measured[TEST_ACCURACY.name][member], accuracy)
+        accuracy = (on_train.argmax(dim=1) == table.train[:, 2]).float().mean()
+        assert_close(measured[TRAIN_ACCURACY.name][member], accuracy)
+
+
+def test_gradients_are_the_plain_ones_and_members_do_not_mix():
+    batch = batches(SMALL, len(SEEDS))
+    weights = {name: w.requires_grad_() for name, w in stacked(SMALL, SEEDS, nudge=0.1).items()}
+    losses = SMALL.cohort(SEEDS, CPU).losses(weights, batch)
+    gradients = dict(zip(weights, torch.autograd.grad(losses[1], list(weights.values())), strict=True))
+    rows = division_table(SMALL, SEEDS[1]).train[batch["train"][1]]
+    double = {name: w.detach().double().requires_grad_() for name, w in weights.items()}
+    loss = F.cross_entropy(plain_logits(SMALL, double, 1, rows[:, :2]), rows[:, 2])
+    expected = dict(zip(double, torch.autograd.grad(loss, list(double.values())), strict=True))
+    for name, gradient in gradients.items():
+        assert_close(gradient.double(), expected[name], rtol=1e-4, atol=1e-6)
+        assert gradient[[0, 2]].count_nonzero() == 0
+
+
+def test_measuring_in_pieces_changes_nothing(monkeypatch):
+    weights, cohort = stacked(SMALL, SEEDS), SMALL.cohort(SEEDS, CPU)
+    whole = cohort.measure(weights)
+    monkeypatch.setattr("poprisk.experiments.grokking_task._PAIRS_AT_ONCE", 21)
+    for name, value in cohort.measure(weights).items():
+        assert_close(value, whole[name])
+
+
+def test_order_of_a_and_b_counts_and_weights_may_be_views_of_one_matrix():
+    weights, cohort = stacked(SMALL, [0]), SMALL.cohort([0], CPU)
+    pairs = torch.tensor([[[3, 4], [4, 3]]])
+    logits = cohort.logits(weights, pairs)
+    assert (logits[0, 0] - logits[0, 1]).abs().max() > 1e-3
+    matrix = torch.cat([w.flatten(1) for w in weights.values()], dim=1).repeat(2, 1)
+    parts = matrix[1:].split([w[0].numel() for w in weights.values()], dim=1)
+    views = {name: part.view_as(w) for (name, w), part in zip(weights.items(), parts, strict=True)}
+    assert_close(cohort.logits(views, pairs), logits)
+
+
+def test_the_table_divides_and_is_split_by_the_seed():
+    table = division_table(SMALL, seed=0)
+    both = torch.cat([table.train, table.test])
+    assert len(table.train) == SMALL.train_size == round(0.25 * 11 * 10)
+    assert ((both[:, 2] * both[:, 1] - both[:, 0]) % 11 == 0).all()
+    assert len({tuple(pair) for pair in both[:, :2].tolist()}) == 11 * 10
+    assert int(both[:, 1].min()) == 1
+    assert torch.equal(table.train, division_table(SMALL, seed=0).train)
+    assert not torch.equal(table.train, division_table(SMALL, seed=1).train)
+
+
+def test_wrong_labels_are_as_many_as_asked_and_only_in_training():
+    noisy = GrokkingTask(modulus=11, wrong_share=0.25, batch_size=9)
+    clean, spoiled = division_table(SMALL, seed=3), division_table(noisy, seed=3)
+    assert torch.equal(clean.test, spoiled.test)
+    assert torch.equal(clean.train[:, :2], spoiled.train[:, :2])
+    assert int((clean.train[:, 2] != spoiled.train[:, 2]).sum()) == round(0.25 * SMALL.train_size)
+
+
+def test_the_same_seed_starts_the_same_and_leaves_the_global_generator_alone():
+    state = torch.random.get_rng_state()
+    first, again, other = SMALL.initial(0), SMALL.initial(0), SMALL.initial(1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["token.weight"], other["token.weight"])
+
+
+def test_the_paper_size_is_two_layers_of_width_128():
+    shapes = {name: tuple(w.shape) for name, w in GrokkingTask().initial(0).items()}
+    assert shapes["token.weight"] == (98, 128)
+    assert shapes["layers.1.linear1.weight"] == (512, 128)
+    assert shapes["head.weight"] == (97, 128)
+    assert "layers.2.linear1.weight" not in shapes
+    assert GrokkingTask().streams == {"train": (2328, 512)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"modulus": 15}, "modulus must be a prime"),
+        ({"train_share": 1.0}, "train_share must lie between 0 and 1"),
+        ({"wrong_share": -0.1}, "wrong_share must lie in"),
+        ({"width": 10}, "multiple of heads"),
+        ({"modulus": 11, "batch_size": 512}, "at most the 28 training pairs"),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused_in_one_line(wrong, words):
+    with pytest.raises(HyperparameterError, match=words) as caught:
+        GrokkingTask(**wrong)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The smoke study, as it is read from disk."""
+    path = run(SMOKE, None).save(tmp_path_factory.mktemp("grokking") / "grokking.json")
+    return load_result(path, "grokking")
+
+
+def arriving(saved, shared, tuned):
+    """The saved result with curves that jump to 1 at given steps, one a seed: by rule at decay .2, by tuned arm."""
+    changed = copy.deepcopy(saved)
+    steps = {name: study["evaluation_steps"] for name, study in changed["result"]["studies"].items()}
+
+    def jump(study, at):
+        return [0.0 if step < at else 1.0 for step in steps[study]]
+
+    for each in changed["result"]["studies"][SHARED]["rows"]:
+        rule = next((rule for rule in shared if each["label"] == shared_label(rule, 0.2)), None)
+        if rule is not None:
+            each["curves"][TEST_ACCURACY.name] = [jump(SHARED, at) for at in shared[rule]]
+    study = changed["result"]["studies"][TUNED]
+    for name, times in tuned.items():
+        first = next(each for each in study["rows"] if each["arm"] == name and each["chosen_for"])
+        study["rows"] = [each for each in study["rows"] if each is first or each["arm"] != name]
+        first["chosen_for"] = ["last", "best", "target"]
+        first["curves"][TEST_ACCURACY.name] = [jump(TUNED, at) for at in times]
+        study["arms"][name]["chosen"] = {"last": 0, "best": 0, "target": 0}
+        study["arms"][name]["trials"][0]["curve"] = [jump(TUNED, times[0])]
+    return changed
+
+
+def test_the_smoke_study_holds_every_rule_and_every_arm(saved):
+    shared, tuned = saved["result"]["studies"][SHARED], saved["result"]["studies"][TUNED]
+    assert {each["label"] for each in shared["rows"]} >= {shared_label(ADAMW, 1.0), shared_label(PAPER_RULE, 0.2)}
+    adamw = next(each for each in shared["rows"] if each["label"] == shared_label(ADAMW, 0.2))
+    assert (adamw["hyper"]["lr"], adamw["hyper"]["beta2"], adamw["hyper"]["lr_warmup"]) == (1e-3, 0.98, 10.0)
+    assert adamw["hyper"]["weight_decay"] == 0.2
+    assert set(tuned["arms"]) == set(SMOKE.arms)
+    assert tuned["task"]["steps"] == SMOKE.tuned_steps
+    assert shared["evaluation_steps"][-1] == SMOKE.shared_steps
+    assert len(adamw["curves"][TRAIN_ACCURACY.name]) == len(SMOKE.report_seeds)
+
+
+def test_training_fits_the_training_pairs():
+    """A few hundred steps of plain Adam on the stacked losses memorize: the training accuracy rises, the test's not."""
+    task = GrokkingTask(modulus=11, width=32, heads=4, hidden=64, batch_size=28)
+    cohort = task.cohort([0], CPU)
+    weights = {name: w.requires_grad_() for name, w in stacked(task, [0]).items()}
+    optimizer = torch.optim.Adam(list(weights.values()), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        cohort.losses(weights, {"train": torch.arange(28)[None]}).sum().backward()
+        optimizer.step()
+    measured = cohort.measure(weights)
+    assert measured[TRAIN_ACCURACY.name].item() > 0.95
+    assert measured[TEST_ACCURACY.name].item() < 0.5
+
+
+def test_wrong_labels_are_a_study_only_if_asked_for():
+    assert [study.task.name for study in studies(SMOKE)] == [SHARED, TUNED]
+    noisy = studies(replace(SMOKE, noisy=True))[-1]
+    assert noisy.task.name == "grokking_noisy"
+    assert noisy.task.wrong_share == SMOKE.wrong_share
+    assert GrokkingConfig().task.wrong_share == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"weight_decays": ()}, "weight_decays needs at least one"),
+        ({"arms": ("soft",)}, "arms must hold 'adamw'"),
+        ({"wrong_share": 1.0}, "wrong_share must lie between"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(wrong, words):
+    with pytest.raises(HyperparameterError, match=words):
+        GrokkingConfig(**wrong)
+
+
+def test_figure_and_lines_come_from_the_result(saved, tmp_path):
+    figure = draw_grokking(saved)
+    titles = [axes.get_title(loc="left") for axes in figure.get_axes()]
+    assert [title[0] for title in titles] == ["A", "B", "C", "D"]
+    assert write_figure(tmp_path / "grokking.png", figure, dpi=50).stat().st_size > 1000
+    console = Console(file=io.StringIO(), width=140)
+    for line in grokking_lines(saved):
+        console.print(line)
+    text = console.file.getvalue()
+    assert "AdamW, weight decay 0.2" in text
+    assert "GrokFast" in text
+
+
+def test_bars_of_missed_targets_are_hatched(saved):
+    shown = arriving(saved, {}, {"adamw": (10, 15), "soft": (10, math.inf)})
+    bars = draw_grokking(shown).get_axes()[-1]
+    labels = [label.get_text() for label in bars.get_yticklabels()]
+    by_label = dict(zip(labels, bars.patches, strict=True))
+    assert by_label["AdamW"].get_hatch() is None
+    assert by_label["AdamW"].get_width() == 12.5
+    assert by_label["soft gate, α = 1"].get_hatch() == "////"
+    assert by_label["soft gate, α = 1"].get_width() == 15  # the seed that missed counts as all 20 steps
+    assert "1 of 2" in [text.get_text() for text in bars.texts]
+
+
+def test_speed_up_is_paired_and_says_at_least():
+    found = speed_up([400, 100, 300], [100, 50, 100], budget=1000)
+    assert found is not None
+    assert found.ratio == pytest.approx(24 ** (1 / 3))
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < found.ratio < found.high
+    assert found.low * found.high == pytest.approx(found.ratio**2)
+    late = speed_up([None, None], [100, 100], budget=1000)
+    assert late is not None
+    assert (late.ratio, late.at_least) == (pytest.approx(10), True)
+    assert speed_up([100, 100], [None, 100], budget=1000) is None
+
+
+@pytest.mark.parametrize(
+    ("adamw", "rule", "verdict"),
+    [
+        ((40, 40), (5, 5), "Held:"),
+        ((10, 10), (5, 5), "Held in direction, not in size:"),
+        ((10, 5), (5, 10), "Undecided:"),
+        ((5, 5), (10, 10), "Not held:"),
+        ((40, 40), (math.inf, math.inf), "Not held:"),
+    ],
+)
+def test_the_verdict_follows_the_steps(saved, adamw, rule, verdict):
+    shown = arriving(saved, {ADAMW: adamw, PAPER_RULE: rule}, {})
+    (claim,) = claims_grokking(shown)
+    assert claim.sentence.startswith(verdict)
+    assert "4.9×" in claim.paper
+
+
+def test_the_tuned_claim_takes_the_gate_that_was_best_in_tuning(saved):
+    shown = arriving(saved, {}, {"adamw": (5, 5), "soft": (20, 10), "snr": (15, 20)})
+    assert best_gate(shown["result"]["studies"][TUNED]) == "snr"
+    (claim,) = claims_grokking(shown)
+    assert "AdamW 5 steps (2 of 2)" in claim.equal_tuning
+    assert "SNR gate) 18 steps (2 of 2)" in claim.equal_tuning
+    assert "3.5× " in claim.equal_tuning
+    assert "more steps" in claim.equal_tuning
