@@ -1,5 +1,9 @@
 """Our Llama against transformers, our adapters against peft, our DPO loss and its gradient against TRL's trainer."""
 
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from datasets import Dataset
@@ -144,3 +148,39 @@ def test_a_swapped_pair_is_one_whose_answers_changed_places(trainer):
         policy, reference = (model.log_probability(a, tokens[None], mask[None])[0].view(2, -1).T for a in (ours, None))
     loss = dpo_losses(rewards(policy, reference, beta=0.3), torch.ones(half, dtype=torch.bool)).mean()
     assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+
+
+def example():
+    path = Path(__file__).parents[2] / "examples" / "dpo_paper" / "noisy_dpo.py"
+    spec = importlib.util.spec_from_file_location("noisy_dpo_example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_paper_sized_example_measures_what_trl_measures(tmp_path, capsys):
+    """Rehearsed offline: its rewards on evaluation pairs are TRL's, and its swaps are the exact share."""
+    script = example()
+    config = replace(script.REHEARSAL, steps=4, evaluate_every=2)
+    trainer, measured = script.prepare(config, "paper's rule", 0, str(tmp_path))
+    trainer.train()
+    wanted = trainer.evaluate()
+    assert measured.curves["step"] == [2, 4]
+    assert measured.curves["margin"][-1] == pytest.approx(wanted["eval_rewards/margins"], rel=1e-4, abs=1e-7)
+    assert measured.curves["accuracy"][-1] == pytest.approx(wanted["eval_rewards/accuracies"])
+    assert measured.curves["drift"][-1] > 0
+    assert type(trainer.optimizer.optimizer).__name__ == "PopRiskAdamW"
+    clean, noisy = (script.pairs(replace(config, swapped=share), 0)[0] for share in (0.0, 0.3))
+    changed = [a != b for a, b in zip(clean["chosen"], noisy["chosen"], strict=True)]
+    assert sum(changed) == round(0.3 * config.train_pairs)
+    assert [b for b, c in zip(noisy["rejected"], changed, strict=True) if c] == [
+        a for a, c in zip(clean["chosen"], changed, strict=True) if c
+    ]
+    script.print_table(config, {"paper's rule": [measured.curves]})
+    assert "mean absolute reward drift" in capsys.readouterr().out
+    assert (script.PAPER.model, script.PAPER.rank, script.PAPER.swapped, script.PAPER.four_bit) == (
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        16,
+        0.3,
+        True,
+    )

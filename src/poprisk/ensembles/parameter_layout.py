@@ -1,6 +1,6 @@
 """The weights of many trainings as one matrix: a row a member, and the named tensors as views into it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -10,10 +10,18 @@ from torch import Tensor
 
 from poprisk.errors import DataError
 
+_ALIGNED = 4
+"""Matrix products are quickest on addresses that are multiples of 16 bytes: large tensors begin at such places."""
+_LARGE = 1024
+
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Names and shapes of one member's tensors, in the order in which a row holds them."""
+    """Names and shapes of one member's tensors, in the order in which a row holds them.
+
+    Gaps of up to three zeros stand before large tensors and at the end of a large row. They belong to no tensor, have
+    no gradient, and stay zero under every rule.
+    """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -27,16 +35,29 @@ class ParameterLayout:
         return cls(tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items()))
 
     @property
-    def sizes(self) -> list[int]:
-        """How many numbers each tensor has."""
-        return [prod(shape) for _, shape in self.shapes]
+    def size(self) -> int:
+        """How many weights a member has."""
+        return sum(prod(shape) for _, shape in self.shapes)
 
     @property
-    def size(self) -> int:
-        """How many numbers a member has."""
-        return sum(self.sizes)
+    def segments(self) -> tuple[int, ...]:
+        """Lengths of the stretches of a row, tensors and gaps by turns; a gap may be empty.
 
-    def row(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, "d"]:
+        >>> ParameterLayout.of({"bias": torch.zeros(2), "weight": torch.zeros(32, 33)}).segments
+        (0, 2, 2, 1056, 0)
+        """
+        return tuple(self._segments())
+
+    def _segments(self) -> Iterator[int]:
+        place = 0
+        for size in (prod(shape) for _, shape in self.shapes):
+            gap = -place % _ALIGNED if size >= _LARGE else 0
+            place += gap + size
+            yield gap
+            yield size
+        yield -place % _ALIGNED if place >= _LARGE else 0
+
+    def row(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, "row"]:
         """One member's tensors as a row.
 
         Raises:
@@ -44,16 +65,19 @@ class ParameterLayout:
         """
         if ParameterLayout.of(tensors) != self:
             raise DataError(f"members of one stack need equal tensors, got {ParameterLayout.of(tensors)} beside {self}")
-        return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+        row = torch.zeros(sum(self.segments), dtype=next(iter(tensors.values())).dtype)
+        for part, tensor in zip(row.split(self.segments)[1::2], tensors.values(), strict=True):
+            part.copy_(tensor.reshape(-1))
+        return row
 
-    def views(self, matrix: Float[Tensor, "members d"]) -> dict[str, Float[Tensor, "members *shape"]]:
+    def views(self, matrix: Float[Tensor, "members row"]) -> dict[str, Float[Tensor, "members *shape"]]:
         """Every member's tensors by name. Gradients flow back into the matrix in one piece."""
-        parts = matrix.split(self.sizes, dim=1)
+        parts = matrix.split(self.segments, dim=1)[1::2]
         return {
             name: part.unflatten(1, shape) if shape else part.squeeze(1)
             for (name, shape), part in zip(self.shapes, parts, strict=True)
         }
 
-    def member(self, row: Float[Tensor, "d"]) -> dict[str, Tensor]:
+    def member(self, row: Float[Tensor, "row"]) -> dict[str, Tensor]:
         """One member's tensors from its row."""
         return {name: tensor.squeeze(0) for name, tensor in self.views(row.unsqueeze(0)).items()}

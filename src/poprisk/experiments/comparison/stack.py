@@ -106,7 +106,7 @@ class Stack:
             done = step
             with torch.no_grad():
                 values = self.cohort.measure(self.layout.views(self.weights))
-                gates.append(torch.cat([block.mean_gate(self.t, self.layout.sizes) for _, block in self._blocks]).cpu())
+                gates.append(torch.cat([block.mean_gate(self.t, self.layout) for _, block in self._blocks]).cpu())
             seen.append({name: value.detach().double().cpu() for name, value in values.items()})
             if look is not None:
                 look(step)
@@ -197,12 +197,11 @@ class Stack:
                 if arm.control == "random_mask":
                     uniform = torch.rand_like(gradient[rows])
                 move = _compiled() if self.device.type == "cuda" and not arm.per_tensor else take_step
-                sizes = tuple(self.layout.sizes) if arm.per_tensor else ()
-                move(arm, sizes, self.weights[rows], gradient[rows], self.t, block, lockstep, uniform)
+                segments = self.layout.segments if arm.per_tensor else ()
+                move(arm, segments, self.weights[rows], gradient[rows], self.t, block, lockstep, uniform)
                 if block.gate is not None and block.step is not None:
-                    seen = Lockstep(
-                        block.gate.mean(1, keepdim=True), block.step.norm(dim=1, keepdim=True), block.hyper["lr"]
-                    )
+                    mean = block.gate.sum(1, keepdim=True) / self.layout.size
+                    seen = Lockstep(mean, block.step.norm(dim=1, keepdim=True), block.hyper["lr"])
 
 
 @cache

@@ -1,12 +1,13 @@
 """One step of every arm on the rows it owns: weights [members, d], hyper-parameters [members, 1], all in place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from poprisk.ensembles.parameter_layout import ParameterLayout
 from poprisk.experiments.comparison.arms import BETA1, Arm
 from poprisk.rules.coefficients import Hyper
 from poprisk.rules.peers import PEERS
@@ -52,17 +53,18 @@ class Block:
         seen = (torch.zeros_like(weights), torch.zeros_like(weights)) if followed else (None, None)
         return cls(arm, hyper, state, horizon, *seen)
 
-    def mean_gate(self, t: Float[Tensor, ""], sizes: Sequence[int]) -> Float[Tensor, "members"]:
+    def mean_gate(self, t: Float[Tensor, ""], layout: ParameterLayout) -> Float[Tensor, "members"]:
         """Each member's mean gate in the step just taken, from its memory; NaN without a gate."""
         if not self.arm.gated:
             return torch.full((len(self.hyper["lr"]),), float("nan"), device=t.device)
         hyper, memory = _hyper(self), self.state
-        columns = [memory[name].split(list(sizes), dim=1) for name in ("m", "v", "s")]
+        columns = [memory[name].split(layout.segments, dim=1) for name in ("m", "v", "s")]
         total = sum(
             current_gate(PopulationState(m, v, s, t, t, memory["gain"]), hyper).sum(1)
             for m, v, s in zip(*columns, strict=True)
+            if m.shape[1]  # a gap may be empty
         )
-        return torch.as_tensor(total) / sum(sizes)
+        return torch.as_tensor(total) / layout.size
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Lockstep:
 
 def take_step(
     arm: Arm,
-    sizes: tuple[int, ...],
+    segments: tuple[int, ...],
     w: Float[Tensor, "members d"],
     g: Float[Tensor, "members d"],
     t: Float[Tensor, ""],
@@ -88,7 +90,7 @@ def take_step(
 
     Args:
         arm: The block's, given apart because it decides what is compiled.
-        sizes: How many numbers each tensor of the network has; only used where each has its own gate.
+        segments: Lengths of the stretches of a row; only used where each tensor has its own gate.
         w: The rows, changed in place.
         g: Their gradients.
         t: The number of this step, from 1, on the device.
@@ -98,7 +100,7 @@ def take_step(
     """
     h = block.hyper
     if arm.gated:
-        u, gate, state = _gated(arm, sizes, g, t, block)
+        u, gate, state = _gated(arm, segments, g, t, block)
         if block.gate is not None:
             block.gate.copy_(gate)
     else:
@@ -117,17 +119,18 @@ def take_step(
 
 
 def _gated(
-    arm: Arm, sizes: tuple[int, ...], g: Tensor, t: Tensor, block: Block
+    arm: Arm, segments: tuple[int, ...], g: Tensor, t: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     hyper, memory = _hyper(block), block.state
     whole = PopulationState(memory["m"], memory["v"], memory["s"], t - 1, t - 1, memory["gain"])
     if not arm.per_tensor:
         moved = population_direction(g, whole, hyper)
         return moved.update, moved.gate, _moments(moved.state)
-    columns = [x.split(sizes, dim=1) for x in (g, memory["m"], memory["v"], memory["s"])]
+    columns = [x.split(segments, dim=1) for x in (g, memory["m"], memory["v"], memory["s"])]
     parts = [
         population_direction(g_part, replace(whole, m=m, v=v, s=s), hyper)
         for g_part, m, v, s in zip(*columns, strict=True)
+        if g_part.shape[1]  # a gap may be empty
     ]
     state = {name: torch.cat([_moments(part.state)[name] for part in parts], dim=1) for name in ("m", "v", "s")}
     state["gain"] = _moments(parts[0].state)["gain"]
