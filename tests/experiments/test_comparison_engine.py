@@ -419,6 +419,7 @@ def test_gaps_in_a_row_change_nothing(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(400)  # every arm is compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 def test_a_captured_step_is_the_step():
     """On a GPU the step is compiled and recorded: every arm ends where it ends on the CPU."""
     task = Regression(steps=20)

@@ -49,7 +49,7 @@ class CharLanguageConfig:
     model: CharLanguageTask = field(default_factory=CharLanguageTask)
     noises: tuple[float, ...] = (0.0, 0.2)
     arms: tuple[str, ...] = ALL_ARMS
-    trials: int = 16
+    trials: int = 12
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
@@ -82,6 +82,7 @@ def studies(config: CharLanguageConfig) -> tuple[Study, ...]:
             trials=config.trials,
             tuning_seeds=config.tuning_seeds,
             report_seeds=config.report_seeds,
+            compiled=True,
         )
         for noise in config.noises
     )

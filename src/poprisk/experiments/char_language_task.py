@@ -39,7 +39,7 @@ class CharLanguageTask:
     heads: int = 4
     layers: int = 2
     context: int = 64
-    batch_size: int = 32
+    batch_size: int = 16
     steps: int = 2000
     evaluations: int = 20
     target: float = 1.9

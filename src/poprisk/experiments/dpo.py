@@ -26,6 +26,7 @@ CALIBRATED = "calibrated α at the shared lr"
 SUGGESTED = "PopRiskAdamW at the suggested lr"
 PORTRAYED = (SHARED_ADAMW, PAPER_RULE, SUGGESTED, DEFAULTS, "adamw", "soft_calibrated", "snr")
 """Rows whose margins are kept pair by pair, for the first seed."""
+_CLEAN = (SHARED_ADAMW, PAPER_RULE, SUGGESTED, DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -74,25 +75,31 @@ SMOKE = DpoConfig(
 """A tiny random Llama and made-up pairs: no files, a few seconds."""
 
 
-def full_config(folder: str = "smollm2", data: tuple[str, ...] = ("smollm2/preferences.safetensors",)) -> DpoConfig:
+def full_config(
+    folder: str = "smollm2", data: tuple[str, ...] = ("smollm2/preferences.safetensors",), compiled: bool = False
+) -> DpoConfig:
     """The experiment at full size.
 
     Args:
         folder: SmolLM2-135M-Instruct, or another Llama, as Hugging Face saves it.
         data: See :class:`poprisk.experiments.dpo_task.FineTuning`.
+        compiled: See there.
 
     >>> full_config("model", ("pairs.jsonl",)).task.model.rank
     16
     """
-    return DpoConfig(task=DpoTask(FineTuning(folder, data)))
+    return DpoConfig(task=DpoTask(FineTuning(folder, data, compiled=compiled)))
 
 
-def settings(config: DpoConfig) -> tuple[Setting, ...]:
-    """Rows with nothing searched: what shares AdamW's learning rate, and the library as it comes."""
+def settings(config: DpoConfig, noise: float) -> tuple[Setting, ...]:
+    """Rows with nothing searched: what shares AdamW's learning rate, and the library as it comes.
+
+    The control without swaps has only those that are asked for there.
+    """
     count, batch = config.task.streams["pairs"]
     shared = {"lr": config.lr}
     paper = {**shared, "strength": 1.0, "alpha": 1.0, "rho": 0.99}
-    return (
+    given = (
         Setting(SHARED_ADAMW, "adamw", shared),
         Setting(PAPER_RULE, "soft", paper),
         Setting(THEORY_ALPHA, "soft", {**paper, "alpha": batch / (count - batch)}),
@@ -101,6 +108,7 @@ def settings(config: DpoConfig) -> tuple[Setting, ...]:
         Setting(SUGGESTED, "defaults", {"lr": suggest_lr(config.lr)}),
         Setting(DEFAULTS, "defaults"),
     )
+    return tuple(each for each in given if noise or each.label in _CLEAN)
 
 
 def studies(config: DpoConfig) -> tuple[Study, ...]:
@@ -109,7 +117,7 @@ def studies(config: DpoConfig) -> tuple[Study, ...]:
         Study(
             replace(config.task, noise=noise),
             arms=config.arms if noise else config.clean_arms,
-            settings=settings(config),
+            settings=settings(config, noise),
             trials=config.trials,
             tuning_seeds=config.tuning_seeds,
             report_seeds=config.report_seeds,

@@ -230,7 +230,7 @@ class DpoTask:
     def metrics(self) -> tuple[Metric, ...]:
         """The paper's accuracy and drift, margin and loss beside them."""
         return (
-            Metric(ACCURACY, True, target=0.55),
+            Metric(ACCURACY, True),
             Metric(MARGIN, True),
             Metric(DRIFT, False),
             Metric(LOSS, False, spec=".4f"),

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from poprisk.errors import HyperparameterError
-from poprisk.experiments.comparison.arms import ALL_ARMS
 from poprisk.experiments.comparison.run import ComparisonResult, Progress, run_comparison
 from poprisk.experiments.comparison.study import Setting, Study
 from poprisk.experiments.grokking_task import GrokkingTask
@@ -36,6 +35,21 @@ RULES: dict[str, tuple[str, dict[str, float]]] = {
 """What is compared under shared hyper-parameters: words, arm, and what the rule itself is given."""
 
 
+ARMS = (
+    "adamw",
+    "adamw_cosine",
+    "soft",
+    "snr",
+    "soft_calibrated",
+    "hard_calibrated",
+    "gate_schedule",
+    "cautious",
+    "grokfast",
+    "cubed",
+)
+"""What is tuned: the gates, and the controls that claim something about delayed generalization."""
+
+
 @dataclass(frozen=True)
 class GrokkingConfig:
     """What the experiment runs.
@@ -53,7 +67,8 @@ class GrokkingConfig:
         arms: Which optimizers are tuned.
         trials: For each of them.
         tuning_seeds: For the search.
-        report_seeds: For everything that is reported.
+        report_seeds: For everything tuned that is reported.
+        shared_seeds: For the long runs with shared hyper-parameters.
         noisy: Whether a share of wrong training labels is studied as well, tuned.
         wrong_share: That share.
     """
@@ -61,16 +76,17 @@ class GrokkingConfig:
     task: GrokkingTask = field(default_factory=GrokkingTask)
     shared_steps: int = 30_000
     shared_evaluations: int = 300
-    tuned_steps: int = 10_000
-    tuned_evaluations: int = 200
+    tuned_steps: int = 8_000
+    tuned_evaluations: int = 160
     lr: float = 1e-3
     beta2: float = 0.98
     weight_decays: tuple[float, ...] = (0.2, 1.0)
     lr_warmup: int = 10
-    arms: tuple[str, ...] = ALL_ARMS
-    trials: int = 16
+    arms: tuple[str, ...] = ARMS
+    trials: int = 12
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    shared_seeds: tuple[int, ...] = (0, 1, 2)
     noisy: bool = False
     wrong_share: float = 0.05
 
@@ -91,6 +107,7 @@ SMOKE = GrokkingConfig(
     tuned_evaluations=4,
     trials=2,
     report_seeds=(0, 1),
+    shared_seeds=(0, 1),
 )
 
 
@@ -122,9 +139,9 @@ def studies(config: GrokkingConfig) -> tuple[Study, ...]:
     shared = replace(config.task, name=SHARED, steps=config.shared_steps, evaluations=config.shared_evaluations)
     tuned = replace(config.task, name=TUNED, steps=config.tuned_steps, evaluations=config.tuned_evaluations)
     noisy = replace(tuned, name=NOISY, wrong_share=config.wrong_share)
-    searched = {"arms": config.arms, "trials": config.trials, "tuning_seeds": config.tuning_seeds}
+    searched = {"arms": config.arms, "trials": config.trials, "tuning_seeds": config.tuning_seeds, "compiled": True}
     found = [
-        Study(shared, settings=shared_settings(config), report_seeds=config.report_seeds),
+        Study(shared, settings=shared_settings(config), report_seeds=config.shared_seeds, compiled=True),
         Study(tuned, report_seeds=config.report_seeds, **searched),
     ]
     if config.noisy:

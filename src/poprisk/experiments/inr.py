@@ -45,7 +45,7 @@ class InrConfig:
     images: tuple[str, ...] = ("astronaut", "coffee", "chelsea")
     arms: tuple[str, ...] = ALL_ARMS
     other_arms: tuple[str, ...] = ("adamw", "adamw_cosine", "soft", "snr", "soft_calibrated")
-    trials: int = 16
+    trials: int = 12
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
@@ -78,6 +78,7 @@ def studies(config: InrConfig) -> tuple[Study, ...]:
             tuning_seeds=config.tuning_seeds,
             report_seeds=config.report_seeds,
             portraits=PICTURED if task.noise else (),
+            compiled=True,
         )
         for task, searched in zip([*tasks, clean], arms, strict=True)
     )

@@ -54,8 +54,8 @@ class InrTask:
     scale: float = 10.0
     width: int = 256
     layers: int = 3
-    batch: int = 4_096
-    steps: int = 4_000
+    batch: int = 2_048
+    steps: int = 3_000
     evaluations: int = 100
 
     def __post_init__(self) -> None:

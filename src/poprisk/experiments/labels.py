@@ -59,8 +59,8 @@ class LabelsConfig:
     data: tuple[str, ...] = (DIGITS, MNIST, FASHION)
     noises: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6)
     arms: tuple[str, ...] = ALL_ARMS
-    trials: int = 24
-    tuning_seeds: tuple[int, ...] = (100, 101)
+    trials: int = 16
+    tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     folder: str = "data"
     digits: LabelSize = LabelSize(train_size=1000, width=512, batch_size=100, steps=1500)

@@ -42,11 +42,11 @@ class LorenzConfig:
     """
 
     task: LorenzTask = field(default_factory=LorenzTask)
-    noises: tuple[float, ...] = (0.0, 0.05, 0.1, 0.2, 0.4)
+    noises: tuple[float, ...] = (0.0, 0.1, 0.2, 0.4)
     reference: float = 0.1
     arms: tuple[str, ...] = ALL_ARMS
-    trials: int = 24
-    tuning_seeds: tuple[int, ...] = (100, 101)
+    trials: int = 16
+    tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
     def __post_init__(self) -> None:

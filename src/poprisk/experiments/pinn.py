@@ -85,8 +85,12 @@ def studies(config: PinnConfig) -> tuple[Study, ...]:
         tuning_seeds=config.tuning_seeds,
         report_seeds=config.report_seeds,
         portraits=(adamw_label(1e-4), FULL, DEFAULTS.label),
+        oracles=config.arms,
+        compiled=True,
     )
-    clean = Study(replace(config.task, noise=0.0), settings=clean_settings(), report_seeds=config.report_seeds)
+    clean = Study(
+        replace(config.task, noise=0.0), settings=clean_settings(), report_seeds=config.report_seeds, compiled=True
+    )
     return noisy, clean
 
 

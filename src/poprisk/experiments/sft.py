@@ -164,13 +164,15 @@ SMOKE = SftConfig(
 """A tiny random Llama and made-up text: no files, a few seconds."""
 
 
-def full_config(folder: str = "smollm2", data: tuple[str, ...] = ("smollm2/preferences.safetensors",)) -> SftConfig:
+def full_config(
+    folder: str = "smollm2", data: tuple[str, ...] = ("smollm2/preferences.safetensors",), compiled: bool = False
+) -> SftConfig:
     """The experiment at full size, with the files of the DPO experiment.
 
     >>> full_config("model", ("pairs.jsonl",)).task.steps
     300
     """
-    return SftConfig(task=SftTask(FineTuning(folder, data)))
+    return SftConfig(task=SftTask(FineTuning(folder, data, compiled=compiled)))
 
 
 def settings(config: SftConfig) -> tuple[Setting, ...]:

@@ -200,8 +200,8 @@ class TeacherConfig:
     student: TeacherTask = field(default_factory=TeacherTask)
     noises: tuple[float, ...] = (0.0, 0.2, 0.4)
     arms: tuple[str, ...] = ALL_ARMS
-    trials: int = 24
-    tuning_seeds: tuple[int, ...] = (100, 101)
+    trials: int = 16
+    tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
     def __post_init__(self) -> None:

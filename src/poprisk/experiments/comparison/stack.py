@@ -15,7 +15,7 @@ from torch import Tensor
 from poprisk.ensembles.parameter_layout import ParameterLayout
 from poprisk.ensembles.training import epoch_batches
 from poprisk.errors import HyperparameterError
-from poprisk.experiments.comparison.arms import USUAL, Arm
+from poprisk.experiments.comparison.arms import USUAL, Arm, require_arm
 from poprisk.experiments.comparison.task import Task
 from poprisk.experiments.comparison.updates import Block, Lockstep, take_step
 from poprisk.experiments.seeds import stream
@@ -138,7 +138,8 @@ class Stack:
         if not controls:
             return {}
         rows, source = self._blocks[0]
-        where = {self.members[i].seed: i for i in range(rows.start, rows.stop)}
+        usual = require_arm("defaults").hyper({})
+        where = {one.seed: i for i, one in enumerate(self.members[rows]) if one.hyper == usual}
         missing = {m.seed for m in self.members if m.arm.control} - set(where)
         if source.arm.name != "defaults" or missing:
             raise HyperparameterError(

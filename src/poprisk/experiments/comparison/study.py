@@ -275,10 +275,10 @@ def _train_part(study: Study, rows: Sequence[_Row], device: torch.device, look: 
     began = time.perf_counter()
     seeds = sorted({seed for row in rows for seed in row.seeds})
     padded = list(rows)
-    followed = any(row.arm.control for row in rows) and not any(row.arm.name == "defaults" for row in rows)
-    if followed:
-        arm = require_arm("defaults")
-        padded.append(_Row(arm.label, arm, arm.hyper({}), tuple(seeds)))
+    library = require_arm("defaults")
+    there = any(row.arm.name == "defaults" and row.hyper == library.hyper({}) for row in rows)
+    if any(row.arm.control for row in rows) and not there:
+        padded.append(_Row(library.label, library, library.hyper({}), tuple(seeds)))
     order = sorted(
         range(len(padded)), key=lambda i: (list(ARMS).index(padded[i].arm.name), i)
     )  # the defaults come first
