@@ -23,7 +23,8 @@ from poprisk.experiments.dpo_task import (
     preference_metrics,
 )
 from poprisk.experiments.sft import HELD_OUT, SftTask
-from poprisk.problems.llama import StackedLlama, random_llama
+from poprisk.problems.llama import StackedLlama
+from poprisk.problems.llama_weights import _NAMES, random_llama
 from poprisk.report import dpo as report
 from poprisk.store import load_result
 
@@ -175,6 +176,9 @@ def test_files_and_sizes_that_do_not_fit_are_refused(tmp_path):
         FineTuning(str(tmp_path), ("pairs.csv",)).preferences()
     with pytest.raises(DataError, match=r"pairs\.safetensors is missing"):
         FineTuning(str(tmp_path), (str(tmp_path / "pairs.safetensors"),)).preferences()
+    with pytest.raises(DataError, match="folder nowhere is missing: fetch the model HuggingFaceTB/SmolLM2") as caught:
+        dpo.studies(dpo.full_config("nowhere", ("pairs.jsonl",)))
+    assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"config\.json is missing"):
         DpoTask(FineTuning(str(tmp_path), ("pairs.jsonl",))).initial(0)
     with pytest.raises(HyperparameterError, match="above 0"):
@@ -193,7 +197,6 @@ def test_a_folder_and_a_token_file_are_used(tmp_path):
 
     from safetensors.torch import save_file
 
-    from poprisk.problems.llama import _NAMES
     from poprisk.problems.preferences import save_preferences
 
     made = random_llama(TINY, seed=0)

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from poprisk.experiments.dpo_task import dpo_losses, rewards
-from poprisk.problems.llama import Lora, StackedLlama, load_llama
+from poprisk.problems.llama import Lora, StackedLlama
+from poprisk.problems.llama_weights import load_llama
 
 LORA = Lora(rank=4, alpha=8.0)
 PEFT = LoraConfig(

@@ -9,16 +9,8 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.problems.llama import (
-    TARGETS,
-    LlamaShape,
-    Lora,
-    StackedLlama,
-    completion_log_probability,
-    load_llama,
-    random_llama,
-    read_shape,
-)
+from poprisk.problems.llama import Lora, StackedLlama, completion_log_probability
+from poprisk.problems.llama_weights import TARGETS, LlamaShape, load_llama, random_llama, read_shape
 
 SHAPE = LlamaShape(vocabulary=40, width=24, hidden=32, layers=2, heads=6, key_heads=2, head_width=4, rope_theta=500.0)
 LORA = Lora(rank=3, alpha=6.0)

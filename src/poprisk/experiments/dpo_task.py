@@ -24,16 +24,8 @@ from torch.nn import functional as F
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.experiments.comparison.task import Metric, StackedBatch, StackedWeights
 from poprisk.experiments.seeds import stream
-from poprisk.problems.llama import (
-    Llama,
-    LlamaShape,
-    Lora,
-    StackedAdapters,
-    StackedLlama,
-    load_llama,
-    random_llama,
-    read_shape,
-)
+from poprisk.problems.llama import Lora, StackedAdapters, StackedLlama
+from poprisk.problems.llama_weights import Llama, LlamaShape, load_llama, random_llama, read_shape
 from poprisk.problems.preferences import (
     PairTokens,
     Preferences,
@@ -113,6 +105,8 @@ def _base(folder: str | None) -> Llama:
 def _preferences(folder: str | None, data: tuple[str, ...]) -> Preferences:
     if folder is None:
         return synthetic_preferences(*_TINY_PAIRS, vocabulary=TINY.vocabulary)
+    if not Path(folder).is_dir():
+        raise DataError(f"the folder {folder} is missing: {HOW_TO_GET}")
     suffixes = {Path(path).suffix for path in data}
     if suffixes == {".safetensors"} and len(data) == 1:
         found = load_preferences(data[0])

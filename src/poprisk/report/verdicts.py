@@ -38,7 +38,7 @@ CLAIMS = {
     "inr": "poprisk.report.inr_page:claims_inr",
     "dpo": "poprisk.report.dpo:claims_dpo",
     "labels": "poprisk.report.labels_page:claims_labels",
-    "cifar": "poprisk.report.cifar:claims_cifar",
+    "cifar": "poprisk.report.labels_page:claims_labels",
     "teacher": "poprisk.report.teacher:claims_teacher",
     "char_language": "poprisk.report.char_language:claims_char_language",
     "sft": "poprisk.report.sft:claims_sft",
