@@ -1,6 +1,7 @@
 """The command line: parse, run, save, draw; whatever goes wrong is one line and an exit code."""
 
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import typer
 
 from poprisk import __version__
 from poprisk.errors import PopRiskError, RunError
-from poprisk.report.reproductions import known, reproduction, require_known
+from poprisk.report.reproductions import ALL, chosen_names, known, reproduction
 
 EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
 
@@ -110,29 +111,52 @@ def _known_experiments() -> str:
 @app.command(epilog=f"Experiments by NAME:\n\n{_known_experiments()}")
 def reproduce(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help=f"One of: {', '.join(known())}.", show_default=False)
+        str | None,
+        typer.Argument(metavar="NAME", help=f"One of: {', '.join(known())}; or all, in turn.", show_default=False),
     ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A few seconds; the numbers mean nothing.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A few seconds each; the numbers mean nothing.")] = False,
     output: Annotated[
         Path | None,
         typer.Option(help="Directory for NAME.json, NAME.png and NAME.pdf; made if missing. Default: poprisk-NAME."),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Directory with the data sets an experiment needs, each in a folder of its own."),
+    ] = None,
 ) -> None:
-    """Run one of the paper's experiments again, and write what came out of it with its figure."""
-    chosen_name = require_known(name)
-    chosen = reproduction(chosen_name)  # where a package is missing, before a directory is made
+    """Run one of the paper's experiments again, and write what came out of it with its figure.
+
+    Comparisons of optimizers keep what is done in NAME.parts beside their result: started again, they go on from there.
+    """
+    names = chosen_names(name)
+    for one in names:
+        _reproduce(one, smoke, _output_of(output, one, len(names) > 1), data)
+
+
+def _output_of(output: Path | None, name: str, several: bool) -> Path:
+    """Where an experiment writes: the folder asked for, or one of its own."""
+    return (output or Path(f"poprisk-{ALL}" if several else f"poprisk-{name}")) / (name if several else "")
+
+
+def _reproduce(name: str, smoke: bool, output: Path, data: Path | None) -> None:
+    chosen = reproduction(name)  # where a package is missing, before a directory is made
     from poprisk.store import load_result, writable_directory, write_figure
 
-    directory = writable_directory(output or Path(f"poprisk-{chosen_name}"))  # before anything slow
+    config = chosen.smoke if smoke else chosen.full
+    if data is not None and not smoke and chosen.with_data is not None:
+        config = chosen.with_data(config, data.as_posix())
+    directory = writable_directory(output)  # before anything slow
     from poprisk.report.job_progress import job_progress
     from poprisk.report.progress import stdout
 
-    with job_progress(chosen_name) as progress:
-        result = chosen.run(chosen.smoke if smoke else chosen.full, progress)
-    files = [result.save(directory / f"{chosen_name}.json")]
+    parts = directory / f"{name}.parts"
+    with job_progress(name) as progress:
+        result = chosen.run(config, progress, parts) if chosen.resumable else chosen.run(config, progress)
+    files = [result.save(directory / f"{name}.json")]
+    shutil.rmtree(parts, ignore_errors=True)  # the result holds it all
     saved = load_result(files[0], chosen.kind)
     figure = chosen.draw(saved)
-    files += [write_figure(directory / f"{chosen_name}.{kind}", figure) for kind in ("png", "pdf")]
+    files += [write_figure(directory / f"{name}.{kind}", figure) for kind in ("png", "pdf")]
     console = stdout()
     for line in chosen.lines(saved):
         console.print(line)

@@ -49,7 +49,7 @@ class CharLanguageConfig:
     model: CharLanguageTask = field(default_factory=CharLanguageTask)
     noises: tuple[float, ...] = (0.0, 0.2)
     arms: tuple[str, ...] = ALL_ARMS
-    trials: int = 12
+    trials: int = 8
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 

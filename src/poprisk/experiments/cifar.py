@@ -43,18 +43,18 @@ class CifarConfig:
     """
 
     labels: tuple[str, ...] = ("clean", "random1", "worse")
-    arms: tuple[str, ...] = ("adamw", "adamw_cosine", "gate_schedule", "soft_calibrated", "snr")
-    trials: int = 6
+    arms: tuple[str, ...] = ("adamw", "adamw_cosine", "gate_schedule")
+    trials: int = 4
     tuning_seeds: tuple[int, ...] = (100,)
-    report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    report_seeds: tuple[int, ...] = (0, 1, 2)
     folder: str | None = "data"
     width: int = 32
     batch_size: int = 128
-    epochs: int = 15
-    evaluations: int = 15
+    epochs: int = 12
+    evaluations: int = 12
     flips: bool = True
     convolution: str = "im2col"
-    train_size: int = 50_000
+    train_size: int = 25_000
     members_at_once: int | None = 100
 
     def __post_init__(self) -> None:
@@ -109,6 +109,7 @@ def studies(config: CifarConfig) -> tuple[Study, ...]:
             tuning_seeds=config.tuning_seeds,
             report_seeds=config.report_seeds,
             members_at_once=config.members_at_once,
+            compiled=True,
         )
         for task in tasks
     )

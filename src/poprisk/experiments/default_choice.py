@@ -46,6 +46,10 @@ GRID: dict[str, tuple[dict[str, float], ...]] = {
     "snr": tuple({"strength": s} for s in (0.3, 1.0, 3.0, 10.0, 30.0)),
 }
 """What each gate is tried with, at every learning rate of :data:`GATE_RATES`; weight decay, β and ρ are the usual."""
+STRONG_GATES = ("soft_calibrated", "snr")
+STRENGTHS = (100.0, 300.0, 1000.0)
+RATES_PER_STRENGTH = (3e-4, 6e-4, 1e-3)
+"""Strong gates pass about signal/(strength · noise), so their learning rates grow with the strength."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class DefaultChoiceConfig:
         label_noises: Shares of wrong labels, 0 among them.
         lorenz_noises: Noise of the sensor, 0 among them.
         grid: Which candidates: those of :data:`GRID`, or fewer.
+        gate_rates: Learning rates of each of them.
+        strengths: Tried with the gates that stay open under noise, at learning rates in proportion.
         seeds: Those that hyper-parameters are chosen on everywhere.
     """
 
@@ -75,6 +81,7 @@ class DefaultChoiceConfig:
     lorenz_noises: tuple[float, ...] = (0.0, 0.1, 0.4)
     grid: Mapping[str, tuple[dict[str, float], ...]] = field(default_factory=lambda: dict(GRID))
     gate_rates: tuple[float, ...] = GATE_RATES
+    strengths: tuple[float, ...] = STRENGTHS
     seeds: tuple[int, ...] = (100, 101)
 
 
@@ -89,6 +96,7 @@ SMOKE = DefaultChoiceConfig(
     lorenz_noises=(0.0, 0.1),
     grid={"soft": ({"alpha": 1.0, "strength": 1.0},), "snr": ({"strength": 1.0},)},
     gate_rates=(1e-2,),
+    strengths=(),
     seeds=(100,),
 )
 
@@ -137,7 +145,14 @@ def candidates(config: DefaultChoiceConfig) -> tuple[Setting, ...]:
         for given in settings
         for lr in config.gate_rates
     ]
-    return (*adamw, *gated)
+    strong = [
+        Setting(_words(arm, given), arm, given)
+        for arm in STRONG_GATES
+        for strength in config.strengths
+        for rate in RATES_PER_STRENGTH
+        for given in ({"strength": strength, "lr": round(strength * rate, 9)},)
+    ]
+    return (*adamw, *gated, *strong)
 
 
 def studies(config: DefaultChoiceConfig) -> tuple[Study, ...]:

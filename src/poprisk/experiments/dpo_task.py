@@ -202,8 +202,8 @@ class DpoTask:
     noise: float = 0.3
     beta: float = 0.1
     batch: int = 8
-    steps: int = 400
-    evaluations: int = 16
+    steps: int = 200
+    evaluations: int = 5
 
     @property
     def name(self) -> str:

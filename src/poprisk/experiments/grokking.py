@@ -42,7 +42,6 @@ ARMS = (
     "snr",
     "soft_calibrated",
     "hard_calibrated",
-    "gate_schedule",
     "cautious",
     "grokfast",
     "cubed",
@@ -76,14 +75,14 @@ class GrokkingConfig:
     task: GrokkingTask = field(default_factory=GrokkingTask)
     shared_steps: int = 30_000
     shared_evaluations: int = 300
-    tuned_steps: int = 8_000
-    tuned_evaluations: int = 160
+    tuned_steps: int = 6_000
+    tuned_evaluations: int = 120
     lr: float = 1e-3
     beta2: float = 0.98
     weight_decays: tuple[float, ...] = (0.2, 1.0)
     lr_warmup: int = 10
     arms: tuple[str, ...] = ARMS
-    trials: int = 12
+    trials: int = 8
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     shared_seeds: tuple[int, ...] = (0, 1, 2)

@@ -42,7 +42,7 @@ class InrConfig:
     """
 
     task: InrTask = field(default_factory=InrTask)
-    images: tuple[str, ...] = ("astronaut", "coffee", "chelsea")
+    images: tuple[str, ...] = ("astronaut", "coffee")
     arms: tuple[str, ...] = ALL_ARMS
     other_arms: tuple[str, ...] = ("adamw", "adamw_cosine", "soft", "snr", "soft_calibrated")
     trials: int = 12

@@ -11,7 +11,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.experiments.comparison.arms import ALL_ARMS
 from poprisk.experiments.comparison.run import ComparisonResult, Progress, run_comparison
 from poprisk.experiments.comparison.study import DEFAULTS, Setting, Study
-from poprisk.experiments.label_tasks import DIGITS, FASHION, MNIST, TITLES, LabelTask
+from poprisk.experiments.label_tasks import DIGITS, FASHION, TITLES, LabelTask
 
 KIND = "labels"
 SHARED: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.01, "beta2": 0.999}
@@ -56,7 +56,7 @@ class LabelsConfig:
         HyperparameterError: nothing to run, or a seed both to tune and to report on.
     """
 
-    data: tuple[str, ...] = (DIGITS, MNIST, FASHION)
+    data: tuple[str, ...] = (DIGITS, FASHION)
     noises: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6)
     arms: tuple[str, ...] = ALL_ARMS
     trials: int = 16

@@ -40,10 +40,9 @@ class PinnConfig:
         "soft",
         "soft_calibrated",
         "snr",
-        "gate_schedule",
         "hard_calibrated",
     )
-    trials: int = 8
+    trials: int = 6
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2)
     warmup: int = 500

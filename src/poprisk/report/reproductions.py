@@ -1,16 +1,20 @@
 """The experiments that ``poprisk reproduce`` knows: each one's sizes, its run, and how its saved result is shown."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import RenderableType
 
 from poprisk.errors import HyperparameterError
-from poprisk.report.job_progress import Report
 from poprisk.store.files import Figure
+
+ALL = "all"
+"""Stands for every experiment in turn."""
 
 Saved = Mapping[str, Any]
 """What ``poprisk.store.load_result`` gives."""
@@ -34,9 +38,14 @@ class Reproduction:
     """The configuration whose numbers are reported."""
     smoke: Any
     """One of some seconds, which shows that everything works and nothing else."""
-    run: Callable[[Any, Report], Result]
+    run: Callable[..., Result]
+    """Called with a configuration, what to tell about progress and, where it is resumable, a folder for its parts."""
     draw: Callable[[Saved], Figure]
     lines: Callable[[Saved], Iterable[RenderableType]]
+    resumable: bool = False
+    """Whether what is done is kept on disk and not done again."""
+    with_data: Callable[[Any, str], Any] | None = None
+    """The full configuration with its files in another folder, where it needs files."""
 
 
 def _coupling() -> Reproduction:
@@ -99,11 +108,108 @@ def _time() -> Reproduction:
     )
 
 
+def _comparison(name: str, drawn: str, lines: str, full: Any = None, with_data: Any = None) -> Reproduction:
+    """A comparison of optimizers: ``experiments.NAME`` and the functions ``report.MODULE:function`` that show it."""
+    experiment = import_module(f"poprisk.experiments.{name}")
+    return Reproduction(
+        kind=experiment.KIND,
+        full=(full or _only_config)(experiment),
+        smoke=experiment.SMOKE,
+        run=experiment.run,
+        draw=_function(drawn),
+        lines=_function(lines),
+        resumable=True,
+        with_data=with_data,
+    )
+
+
+def _function(where: str) -> Any:
+    module, name = where.split(":")
+    return getattr(import_module(f"poprisk.report.{module}"), name)
+
+
+def _only_config(experiment: Any) -> Any:
+    """The configuration whose defaults are the full size: of the same class as the smoke's."""
+    return type(experiment.SMOKE)()
+
+
+def _in_folder(config: Any, folder: str) -> Any:
+    return replace(config, folder=folder)
+
+
+def _smollm2_in(folder: str) -> dict[str, Any]:
+    return {"folder": f"{folder}/smollm2", "data": (f"{folder}/smollm2/preferences.safetensors",)}
+
+
+def _fine_tuning(name: str, drawn: str, lines: str) -> Reproduction:
+    experiment = import_module(f"poprisk.experiments.{name}")
+    return _comparison(
+        name,
+        drawn,
+        lines,
+        full=lambda _: experiment.full_config(**_smollm2_in("data")),
+        with_data=lambda _, folder: experiment.full_config(**_smollm2_in(folder)),
+    )
+
+
+def _default_choice() -> Reproduction:
+    return _comparison(
+        "default_choice",
+        "default_choice:draw_default_choice",
+        "default_choice:default_choice_lines",
+        with_data=lambda config, folder: replace(config, labels=replace(config.labels, folder=folder)),
+    )
+
+
 _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     "coupling": ("training displacement determines test displacement while the kernel moves", _coupling),
     "signal": ("directions that dissipate most per complexity, what a test set loses without the rest", _signal),
     "capacity": ("exact risk against simulated fits across capacity, and the price of interpolated noise", _capacity),
     "time": ("which directions are fitted first, and generalization long after interpolation", _time),
+    "grokking": (
+        "steps until a transformer generalizes on modular division",
+        partial(_comparison, "grokking", "grokking:draw_grokking", "grokking:grokking_lines"),
+    ),
+    "pinn": (
+        "a physics-informed network from a noisy initial condition",
+        partial(_comparison, "pinn", "pinn:draw_pinn", "pinn:pinn_lines"),
+    ),
+    "lorenz": (
+        "chaotic dynamics from noisy states",
+        partial(_comparison, "lorenz", "lorenz:draw_lorenz", "lorenz:lorenz_lines"),
+    ),
+    "inr": (
+        "denoising photographs with a coordinate network",
+        partial(_comparison, "inr", "inr:draw_inr", "inr:inr_lines"),
+    ),
+    "dpo": (
+        "preference alignment with swapped pairs (needs --data with smollm2)",
+        partial(_fine_tuning, "dpo", "dpo:draw_dpo", "dpo:dpo_lines"),
+    ),
+    "labels": (
+        "wrong labels on digits and Fashion-MNIST (needs --data with fashion)",
+        partial(_comparison, "labels", "labels:draw_labels", "labels_page:labels_lines", with_data=_in_folder),
+    ),
+    "cifar": (
+        "CIFAR-10 with the labels people gave (needs --data with cifar10)",
+        partial(_comparison, "cifar", "labels:draw_labels", "labels_page:labels_lines", with_data=_in_folder),
+    ),
+    "teacher": (
+        "a teacher network's labels, some of them replaced",
+        partial(_comparison, "teacher", "comparison:draw_comparison", "teacher:teacher_lines"),
+    ),
+    "char_language": (
+        "a character language model, clean and with wrong targets",
+        partial(_comparison, "char_language", "char_language:draw_char_language", "char_language:char_language_lines"),
+    ),
+    "sft": (
+        "fine-tuning a language model, clean and with wrong targets (needs --data with smollm2)",
+        partial(_fine_tuning, "sft", "sft:draw_sft", "sft:sft_lines"),
+    ),
+    "default_choice": (
+        "candidates for PopRiskAdamW's defaults on noisy and clean tasks (needs --data with fashion)",
+        _default_choice,
+    ),
 }
 
 
@@ -114,6 +220,15 @@ def known() -> dict[str, str]:
     True
     """
     return {name: claim for name, (claim, _) in _KNOWN.items()}
+
+
+def chosen_names(name: str | None) -> list[str]:
+    """The experiments meant by a name: the one of that name, or every one for ``all``.
+
+    >>> len(chosen_names("all")) == len(known()), chosen_names("pinn")
+    (True, ['pinn'])
+    """
+    return list(_KNOWN) if name == ALL else [require_known(name)]
 
 
 def require_known(name: str | None) -> str:

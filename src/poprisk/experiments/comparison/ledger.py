@@ -1,60 +1,56 @@
-"""Finished parts of a long comparison on disk: interrupt it, start it again, and only what is missing is computed."""
+"""Finished rows of a long comparison on disk: interrupt it, start it again, and only what is missing is computed."""
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from poprisk.errors import DataError
 from poprisk.store import load_result, save_result
 
-KIND = "comparison part"
+KIND = "comparison rows"
 
 
-class PartLedger:
-    """Outcomes of parts, each in a file named by a digest of what was asked for.
+class RowLedger:
+    """Outcomes of rows, found again by a digest of all they depend on; each stack that is done adds a file.
 
     Args:
-        folder: Where they are kept; None keeps nothing.
+        folder: Where the files are; None keeps nothing. A file that cannot be read counts as missing: its rows will be
+            made again.
+
+    >>> ledger = RowLedger(None)
+    >>> ledger.add({}, [({"task": "x", "lr": 0.1}, {"value": 1})])
+    >>> ledger.find({"lr": 0.1, "task": "x"}), ledger.find({"task": "y"})
+    ({'value': 1}, None)
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
+        self._found: dict[str, dict[str, Any]] = {}
+        for path in sorted(folder.glob("*.json")) if folder is not None else ():
+            try:
+                self._found |= load_result(path, KIND)["result"]["rows"]
+            except (DataError, KeyError, TypeError):
+                continue
 
-    def part(
-        self,
-        asked: Mapping[str, Any],
-        compute: Callable[[], dict[str, Any]],
-        skipped: Callable[[], object] | None = None,
-    ) -> dict[str, Any]:
-        """The outcome of this part: read if it is there, else computed and written whole.
+    def find(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The outcome of a row, if there is one."""
+        return self._found.get(_digest(asked))
+
+    def add(self, stack: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], dict[str, Any]]]) -> None:
+        """Keep the rows of a stack: what each depends on, and its outcome.
 
         Args:
-            asked: All that the outcome depends on, as plain values; part of the file.
-            compute: Makes the outcome.
-            skipped: Called where nothing had to be computed, for a progress bar.
-
-        >>> PartLedger(None).part({"task": "x"}, lambda: {"value": 1})
-        {'value': 1}
+            stack: What they have in common, for a reader of the file.
+            rows: In any order.
         """
-        if self.folder is None:
-            return compute()
-        text = json.dumps(asked, sort_keys=True)
-        path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
-        found = self._read(path)
-        if found is None or found["config"] != json.loads(text):
-            outcome = compute()
+        outcomes = {_digest(asked): outcome for asked, outcome in rows}
+        self._found |= outcomes
+        if self.folder is not None and outcomes:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_result(path, KIND, asked, outcome)
-            found = load_result(path, KIND)
-        elif skipped is not None:
-            skipped()
-        return found["result"]
+            save_result(self.folder / f"{_digest(sorted(outcomes))}.json", KIND, stack, {"rows": outcomes})
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
-        """What is stored there; a file of an older format counts as missing, it will be made again."""
-        try:
-            return load_result(path, KIND) if path.exists() else None
-        except DataError:
-            return None
+
+def _digest(asked: Any) -> str:
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from poprisk.errors import HyperparameterError
-from poprisk.experiments.comparison.ledger import PartLedger
+from poprisk.experiments.comparison.ledger import RowLedger
 from poprisk.experiments.comparison.study import Study, run_study
 from poprisk.store import save_result
 
@@ -44,7 +44,7 @@ def run_comparison(
         config: The experiment's dataclass, stored beside the result.
         studies: On tasks with names of their own.
         report: Told about progress.
-        ledger: A folder for finished parts, read again when the experiment is started again; None keeps none.
+        ledger: A folder for finished rows, read again when the experiment is started again; None keeps none.
         device: Where to compute; by default a GPU if there is one.
 
     Raises:
@@ -66,10 +66,11 @@ def run_comparison(
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     finished: dict[str, Any] = {}
+    kept = RowLedger(ledger)
     upcoming = 0
     try:
         for study in studies:
-            finished[study.task.name] = run_study(study, device, look, PartLedger(ledger))
+            finished[study.task.name] = run_study(study, device, look, kept)
             upcoming += study.measurements()
             done = upcoming  # an arm may have chosen fewer trials than it could have
     finally:

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from poprisk.errors import HyperparameterError
 from poprisk.experiments.comparison.arms import ARMS, Arm, require_arm
-from poprisk.experiments.comparison.ledger import PartLedger
+from poprisk.experiments.comparison.ledger import RowLedger
 from poprisk.experiments.comparison.search import Range
 from poprisk.experiments.comparison.search import trials as draw_trials
-from poprisk.experiments.comparison.stack import Member, Stack, evaluation_steps
+from poprisk.experiments.comparison.stack import Curves, Member, Stack, evaluation_steps
 from poprisk.experiments.comparison.task import Metric, Portrayed, Task
 
 Look = Callable[[str], None]
@@ -128,7 +128,7 @@ class _Row:
     portrayed: bool = False
 
 
-def run_study(study: Study, device: torch.device, look: Look, ledger: PartLedger) -> dict[str, Any]:
+def run_study(study: Study, device: torch.device, look: Look, ledger: RowLedger) -> dict[str, Any]:
     """Tune, choose, report. What the ledger holds already is not computed again.
 
     Returns:
@@ -237,24 +237,39 @@ def _report_rows(
 
 
 def _train(
-    study: Study, rows: Sequence[_Row], device: torch.device, look: Look, ledger: PartLedger, stage: str
+    study: Study, rows: Sequence[_Row], device: torch.device, look: Look, ledger: RowLedger, stage: str
 ) -> dict[str, Any]:
-    """All rows, in stacks of at most so many members, each stack stored as soon as it is done."""
-    steps = evaluation_steps(study.task.steps, study.task.evaluations)
-    done: dict[str, Any] = {"rows": [], "portraits": {}, "seconds": 0.0, "evaluation_steps": steps}
-    outcomes: dict[int, Any] = {}
-    for part in _parts(rows, study.members_at_once):
-        words = f"{study.task.name}, {stage}, {sum(len(rows[i].seeds) for i in part)} members"
-        outcome = ledger.part(
-            {"task": describe(study.task), "rows": [_plain(rows[i]) for i in part], "device": device.type},
-            lambda part=part, words=words: _train_part(study, [rows[i] for i in part], device, lambda: look(words)),
-            skipped=lambda words=words: [look(words) for _ in steps],
-        )
-        outcomes |= dict(zip(part, outcome["rows"], strict=True))
-        done["portraits"] |= outcome["portraits"]
-        done["seconds"] += outcome["seconds"]
-    done["rows"] = [outcomes[i] for i in range(len(rows))]
-    return done
+    """All rows, in stacks of at most so many members; a stack's rows are stored as soon as it is done."""
+    began = time.perf_counter()
+    asked = [_asked(study.task, row, device) for row in rows]
+    missing = [i for i, key in enumerate(asked) if not _is_whole(ledger.find(key), rows[i])]
+    for part in _parts([rows[i] for i in missing], study.members_at_once):
+        numbers = [missing[k] for k in part]
+        words = f"{study.task.name}, {stage}, {sum(len(rows[i].seeds) for i in numbers)} members"
+        outcomes = _train_part(study, [rows[i] for i in numbers], device, lambda words=words: look(words))
+        stack = {"task": describe(study.task), "stage": stage, "rows": [_plain(rows[i]) for i in numbers]}
+        ledger.add(stack, [(asked[i], outcome) for i, outcome in zip(numbers, outcomes, strict=True)])
+    found = [outcome for key in asked if (outcome := ledger.find(key)) is not None]
+    return {
+        "rows": [_plain(row) | outcome["row"] for row, outcome in zip(rows, found, strict=True)],
+        "portraits": {
+            r.label: o["portrait"] for r, o in zip(rows, found, strict=True) if r.portrayed and o["portrait"]
+        },
+        "seconds": time.perf_counter() - began,
+        "evaluation_steps": evaluation_steps(study.task.steps, study.task.evaluations),
+    }
+
+
+def _asked(task: Task, row: _Row, device: torch.device) -> dict[str, Any]:
+    """All that a row's outcome depends on."""
+    plain = {key: value for key, value in _plain(row).items() if key != "label"}
+    followed = require_arm("defaults").hyper({}) if row.arm.control else None
+    return {"task": describe(task), **plain, "device": device.type, "followed": followed}
+
+
+def _is_whole(outcome: Mapping[str, Any] | None, row: _Row) -> bool:
+    """Whether a stored outcome has all that is wanted: a row may have been made without its portrait."""
+    return outcome is not None and (not row.portrayed or outcome["portrait"] is not None)
 
 
 def _parts(rows: Sequence[_Row], members_at_once: int | None) -> list[list[int]]:
@@ -271,37 +286,36 @@ def _parts(rows: Sequence[_Row], members_at_once: int | None) -> list[list[int]]
     return parts
 
 
-def _train_part(study: Study, rows: Sequence[_Row], device: torch.device, look: Callable[[], None]) -> dict[str, Any]:
-    began = time.perf_counter()
-    seeds = sorted({seed for row in rows for seed in row.seeds})
+def _train_part(
+    study: Study, rows: Sequence[_Row], device: torch.device, look: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Each row's curves and, where asked for, the portrait of its first seed."""
     padded = list(rows)
     library = require_arm("defaults")
     there = any(row.arm.name == "defaults" and row.hyper == library.hyper({}) for row in rows)
     if any(row.arm.control for row in rows) and not there:
-        padded.append(_Row(library.label, library, library.hyper({}), tuple(seeds)))
-    order = sorted(
-        range(len(padded)), key=lambda i: (list(ARMS).index(padded[i].arm.name), i)
-    )  # the defaults come first
+        seeds = tuple(sorted({seed for row in rows for seed in row.seeds}))
+        padded.append(_Row(library.label, library, library.hyper({}), seeds))
+    rank = list(ARMS).index  # the defaults are first, as controls need it
+    order = sorted(range(len(padded)), key=lambda i: (rank(padded[i].arm.name), i))
     members = [Member(padded[i].arm, padded[i].hyper, seed) for i in order for seed in padded[i].seeds]
     curves = Stack(study.task, members, device, study.compiled).train(lambda _: look())
     first = dict(zip(order, _starts([len(padded[i].seeds) for i in order]), strict=True))
-    outcome: dict[str, Any] = {"rows": [], "portraits": {}}
-    for i, row in enumerate(rows):
-        where = slice(first[i], first[i] + len(row.seeds))
-        values = {name: _listed(table[where]) for name, table in curves.metrics.items()}
-        primary = values[study.primary.name]
-        outcome["rows"].append(
-            _plain(row)
-            | {
-                "curves": values,
-                "gate": _listed(curves.gate[where]) if row.arm.gated else None,
-                "failures": sum(curve[-1] is None for curve in primary),
-            }
-        )
-        if row.portrayed and isinstance(study.task, Portrayed):
-            weights = {k: v.cpu() for k, v in curves.layout.member(curves.weights[first[i]]).items()}
-            outcome["portraits"][row.label] = dict(study.task.portrait(weights, row.seeds[0]))
-    return outcome | {"seconds": round(time.perf_counter() - began, 2)}
+    return [_outcome(study, row, curves, first[i]) for i, row in enumerate(rows)]
+
+
+def _outcome(study: Study, row: _Row, curves: Curves, first: int) -> dict[str, Any]:
+    where = slice(first, first + len(row.seeds))
+    values = {name: _listed(table[where]) for name, table in curves.metrics.items()}
+    found = {
+        "curves": values,
+        "gate": _listed(curves.gate[where]) if row.arm.gated else None,
+        "failures": sum(curve[-1] is None for curve in values[study.primary.name]),
+    }
+    if not (row.portrayed and isinstance(study.task, Portrayed)):
+        return {"row": found, "portrait": {} if row.portrayed else None}
+    weights = {name: tensor.cpu() for name, tensor in curves.layout.member(curves.weights[first]).items()}
+    return {"row": found, "portrait": dict(study.task.portrait(weights, row.seeds[0]))}
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -1,0 +1,177 @@
+"""The figure of the study of defaults, drawn from its saved result; its tables are in ``default_choice_page``."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from string import ascii_letters
+from typing import Any
+
+from poprisk.errors import MissingExtraError
+from poprisk.experiments.default_choice import ALLOWED_COST, Candidate
+from poprisk.report.default_choice_page import (
+    GATE_WORDS,
+    chosen,
+    default_choice_lines,
+    front,
+    library_default,
+    ranked,
+    task_words,
+    words,
+)
+from poprisk.report.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
+
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter
+except ImportError:
+    raise MissingExtraError("matplotlib", "report", "the figure of the study of defaults") from None
+
+__all__ = ["default_choice_lines", "draw_default_choice"]
+
+Saved = Mapping[str, Any]
+_GATES = dict(zip(GATE_WORDS, ((BLUE, "o"), (SKY, "s"), (ORANGE, "^"), (PURPLE, "v"), (GREEN, "D")), strict=True))
+_FAMILY_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, INK)
+_NOISE_MARKERS = "osD^"
+_CHOSEN, _DEFAULT = ORANGE, INK
+_HALF_AXIS = 2 * ALLOWED_COST  # the axis of costs is linear up to here: a default is decided within it
+
+
+def draw_default_choice(saved: Saved) -> Figure:
+    """Score against cost of every candidate, and the scores task by task of those that nothing beats in both.
+
+    Letters join the panels: a candidate on the front of panel A is the row of that letter in panel B. The one the rule
+    takes has a ring, the library's present default a square around it. What diverged on a clean task is at the right
+    edge.
+
+    Args:
+        saved: What ``poprisk.store.load_result(path, "default_choice")`` gives.
+    """
+    found = ranked(saved)
+    best, now, taken = front(found), library_default(found), chosen(found)
+    rows = best + [now] * (now is not None and now not in best)
+    letters = {candidate.label: ascii_letters[place] for place, candidate in enumerate(rows)}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(13.2, max(5.4, 2.6 + 0.36 * len(rows))), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
+        _draw_trade(left, found, best, letters)
+        _highlight(left, taken, now, _edge(found))
+        _draw_tasks(right, rows, letters, taken, now)
+        left.legend(handles=_gate_legend(found, taken, now), loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
+        handles = _task_legend(sorted(rows[0].scores))
+        right.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.3, -0.12), ncols=4, handletextpad=0.2)
+    return figure
+
+
+def _draw_trade(axes: Axes, found: Sequence[Candidate], best: Sequence[Candidate], letters: Mapping[str, str]) -> None:
+    edge = _edge(found)
+    axes.axvspan(-1, ALLOWED_COST, color="#E3EEF6", zorder=0, linewidth=0)
+    axes.axvline(ALLOWED_COST, color=INK, linewidth=1.2, linestyle="--")
+    axes.axhline(0, color=FAINT, linewidth=0.8)
+    for candidate in found:
+        colour, marker = _GATES.get(candidate.arm, (FAINT, "x"))
+        axes.plot(_place(candidate, edge), candidate.score, marker, color=colour, markersize=6.5, alpha=0.8)
+    steps = [(_place(candidate, edge), candidate.score) for candidate in best]
+    axes.plot(*zip(*steps, strict=True), color=FAINT, linewidth=1.2, drawstyle="steps-post", zorder=1)
+    for candidate in found:
+        if candidate.label in letters:
+            at = (_place(candidate, edge), candidate.score)
+            axes.annotate(letters[candidate.label], at, (-9, 6), textcoords="offset points", weight="bold")
+    axes.set_xscale("symlog", linthresh=_HALF_AXIS, linscale=1.6)
+    axes.set_xlim(min(-0.005, 1.3 * min(map(_finite_cost, found))), 1.25 * edge)
+    ticks = [-0.01, 0.0, ALLOWED_COST, _HALF_AXIS, 0.05, 0.1, 0.2, 0.5, 1.0]
+    low, high = axes.get_xlim()
+    axes.set_xticks([tick for tick in ticks if low <= tick <= high])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}"))
+    axes.minorticks_off()
+    axes.set_xlabel("cost: points of accuracy lost on the worst clean classification")
+    axes.set_ylabel("mean score on noisy tasks")
+    axes.grid(color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_title(f"A  {len(found)} candidates: help with noise against cost without")
+
+
+def _highlight(axes: Axes, taken: Candidate | None, now: Candidate | None, edge: float) -> None:
+    for candidate, colour, marker, size in ((taken, _CHOSEN, "o", 17), (now, _DEFAULT, "s", 14)):
+        if candidate is not None:
+            at = (_place(candidate, edge), candidate.score)
+            axes.plot(*at, marker, mfc="none", mec=colour, mew=1.8, markersize=size)
+
+
+def _draw_tasks(
+    axes: Axes, rows: Sequence[Candidate], letters: Mapping[str, str], taken: Candidate | None, now: Candidate | None
+) -> None:
+    looks = _task_looks(sorted(rows[0].scores))
+    for y, candidate in enumerate(rows):
+        axes.plot([candidate.score] * 2, [y - 0.36, y + 0.36], color=INK, linewidth=2.2)
+        for task, value in candidate.scores.items():
+            colour, marker = looks[task]
+            axes.plot(value, y, marker, color=colour, markersize=6, alpha=0.85)
+    axes.set_yticks(range(len(rows)), [f"{words(c)}  {letters[c.label]}" for c in rows], fontsize=9.5)
+    for label, candidate in zip(axes.get_yticklabels(), rows, strict=True):
+        if candidate in (taken, now):
+            label.set_fontweight("bold")
+            label.set_color(_CHOSEN if candidate is taken else _DEFAULT)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    for value in (0, 1):
+        axes.axvline(value, color=FAINT, linewidth=0.8, zorder=0)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("score: 0 AdamW at its usual lr, 1 its best checkpoint")
+    axes.set_title("B  Task by task, the bar their mean")
+
+
+def _gate_legend(found: Sequence[Candidate], taken: Candidate | None, now: Candidate | None) -> list[Line2D]:
+    there = {candidate.arm for candidate in found}
+    handles = [
+        Line2D([], [], linestyle="none", marker=marker, color=colour, label=GATE_WORDS[arm])
+        for arm, (colour, marker) in _GATES.items()
+        if arm in there
+    ]
+    for candidate, colour, marker, label in (
+        (taken, _CHOSEN, "o", "chosen by the rule"),
+        (now, _DEFAULT, "s", "default now"),
+    ):
+        if candidate is not None:
+            style: Any = {"mfc": "none", "mec": colour, "mew": 1.8, "markersize": 11}
+            handles.append(Line2D([], [], linestyle="none", marker=marker, label=label, **style))
+    handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.2, label="allowed cost"))
+    return handles
+
+
+def _task_legend(tasks: Sequence[str]) -> list[Line2D]:
+    return [
+        Line2D([], [], linestyle="none", marker=marker, color=colour, label=task_words(task))
+        for task, (colour, marker) in _task_looks(tasks).items()
+    ]
+
+
+def _task_looks(tasks: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """A colour for each family of tasks, a marker for each noise within it."""
+    families = sorted({_family(task) for task in tasks})
+    looks = {}
+    for task in tasks:
+        alike = [other for other in tasks if _family(other) == _family(task)]
+        colour = _FAMILY_COLOURS[families.index(_family(task)) % len(_FAMILY_COLOURS)]
+        looks[task] = (colour, _NOISE_MARKERS[alike.index(task) % len(_NOISE_MARKERS)])
+    return looks
+
+
+def _family(task: str) -> str:
+    return re.split(r"[-_]", task)[0]
+
+
+def _finite_cost(candidate: Candidate) -> float:
+    return candidate.cost if math.isfinite(candidate.cost) else 0.0
+
+
+def _edge(found: Sequence[Candidate]) -> float:
+    """Where the costs end, and where those that diverged are drawn."""
+    return max(_HALF_AXIS, *map(_finite_cost, found))
+
+
+def _place(candidate: Candidate, edge: float) -> float:
+    return candidate.cost if math.isfinite(candidate.cost) else edge
