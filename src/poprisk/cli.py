@@ -3,15 +3,16 @@
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from poprisk import __version__
-from poprisk.errors import PopRiskError, RunError
-from poprisk.report.reproductions import ALL, chosen_names, known, reproduction
+from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError
+from poprisk.report.reproductions import ALL, DATA, Reproduction, chosen_names, known, reproduction
 
 EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
 
@@ -121,47 +122,97 @@ def reproduce(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Directory with the data sets an experiment needs, each in a folder of its own."),
+        typer.Option(
+            help="Directory with the data sets that an experiment needs, each in a folder of its own; --smoke reads "
+            f"none. Default: {DATA}.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Run one of the paper's experiments again, and write what came out of it with its figure.
 
     Comparisons of optimizers keep what is done in NAME.parts beside their result: started again, they go on from there.
+    With all, each has a folder of its own, and an experiment whose data are missing is skipped.
     """
     names = chosen_names(name)
-    for one in names:
-        _reproduce(one, smoke, _output_of(output, one, len(names) > 1), data)
+    if name == ALL:
+        raise typer.Exit(_reproduce_all(names, smoke, output or Path(f"poprisk-{ALL}"), data))
+    _reproduce(names[0], smoke, output or Path(f"poprisk-{names[0]}"), data)
 
 
-def _output_of(output: Path | None, name: str, several: bool) -> Path:
-    """Where an experiment writes: the folder asked for, or one of its own."""
-    return (output or Path(f"poprisk-{ALL}" if several else f"poprisk-{name}")) / (name if several else "")
+def _reproduce_all(names: list[str], smoke: bool, output: Path, data: Path | None) -> int:
+    """Each in turn, whatever becomes of the others. Returns the exit code: missing data alone are no failure."""
+    from poprisk.store import writable_directory
+
+    writable_directory(output)  # one line for all of them
+    code, done = 0, []
+    for name in names:
+        try:
+            files = reproduction(name).files
+            missing = None if smoke or files is None else files.missing(data or DATA)
+            if missing is None:
+                _reproduce(name, smoke, output / name, data if files else None)
+                done.append(name)
+            else:
+                typer.echo(f"poprisk: skipped {name}: {missing}", err=True)
+        except (PopRiskError, OSError) as error:
+            code = _fail(f"{name}: {error}")
+        except (KeyboardInterrupt, _Interrupted) as interrupt:
+            kept = [f"{', '.join(done)} can be found in {output}"] if done else []
+            raise _Interrupted("; ".join([*kept, str(interrupt)] if str(interrupt) else kept)) from None
+    return code
 
 
 def _reproduce(name: str, smoke: bool, output: Path, data: Path | None) -> None:
     chosen = reproduction(name)  # where a package is missing, before a directory is made
     from poprisk.store import load_result, writable_directory, write_figure
 
-    config = chosen.smoke if smoke else chosen.full
-    if data is not None and not smoke and chosen.with_data is not None:
-        config = chosen.with_data(config, data.as_posix())
+    config = _configured(name, chosen, smoke, data)
     directory = writable_directory(output)  # before anything slow
     from poprisk.report.job_progress import job_progress
     from poprisk.report.progress import stdout
 
     parts = directory / f"{name}.parts"
-    with job_progress(name) as progress:
-        result = chosen.run(config, progress, parts) if chosen.resumable else chosen.run(config, progress)
-    files = [result.save(directory / f"{name}.json")]
+    with _parts_kept(parts):
+        with job_progress(name) as progress:
+            result = chosen.run(config, progress, parts) if chosen.resumable else chosen.run(config, progress)
+        files = [result.save(directory / f"{name}.json")]
+        saved = load_result(files[0], chosen.kind)
+        figure = chosen.draw(saved)
+        files += [write_figure(directory / f"{name}.{kind}", figure) for kind in ("png", "pdf")]
     shutil.rmtree(parts, ignore_errors=True)  # the result holds it all
-    saved = load_result(files[0], chosen.kind)
-    figure = chosen.draw(saved)
-    files += [write_figure(directory / f"{name}.{kind}", figure) for kind in ("png", "pdf")]
     console = stdout()
     for line in chosen.lines(saved):
         console.print(line)
     names = ", ".join(file.name for file in files)
     console.print(f"\nWrote {directory}: {names}", highlight=False, soft_wrap=True)
+
+
+def _configured(name: str, chosen: Reproduction, smoke: bool, data: Path | None) -> Any:
+    """The configuration asked for; refused at once if data are missing, or given where none are read."""
+    if data is not None and chosen.with_data is None:
+        raise HyperparameterError(f"{name} reads no data, got --data {data}: leave it out")
+    if smoke:
+        return chosen.smoke
+    missing = None if chosen.files is None else chosen.files.missing(data or DATA)
+    if missing is not None:
+        raise DataError(f"{missing}, or name another directory with --data")
+    return chosen.full if data is None or chosen.with_data is None else chosen.with_data(chosen.full, data.as_posix())
+
+
+class _Interrupted(Exception):
+    """The user stopped the command; the message says what is on disk."""
+
+
+@contextmanager
+def _parts_kept(parts: Path) -> Iterator[None]:
+    """An interrupt inside says that what is finished was kept, if it was."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not any(parts.glob("*.json")):
+            raise
+        raise _Interrupted(f"what is finished is kept in {parts} and will be used again") from None
 
 
 @app.command()
@@ -242,16 +293,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _run(arguments: list[str] | None) -> int:
+    kept = ""
     try:
         code: Any = app(arguments, standalone_mode=False)
     except _CommandLineError as error:
         return _fail(error.format_message())  # type: ignore[attr-defined]
     except (PopRiskError, OSError) as error:
         return _fail(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        code = EXIT_INTERRUPTED
+    except (KeyboardInterrupt, typer.Abort, _Interrupted) as interrupt:
+        kept, code = str(interrupt), EXIT_INTERRUPTED
     if code == EXIT_INTERRUPTED:
-        typer.echo("poprisk: interrupted; nothing was written", err=True)
+        typer.echo(f"poprisk: interrupted; {kept or 'nothing was written'}", err=True)
     return code if isinstance(code, int) else 0
 
 

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TINY = {
+    "dpo_paper": "",
     "fix_labels": "--steps 30 --seeds 1 --size 200",
     "huggingface": "--steps 6",
     "lightning": "--steps 6",

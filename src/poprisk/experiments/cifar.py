@@ -54,7 +54,7 @@ class CifarConfig:
     evaluations: int = 12
     flips: bool = True
     convolution: str = "im2col"
-    train_size: int = 25_000
+    train_size: int = 20_000
     members_at_once: int | None = 100
 
     def __post_init__(self) -> None:
@@ -109,6 +109,7 @@ def studies(config: CifarConfig) -> tuple[Study, ...]:
             tuning_seeds=config.tuning_seeds,
             report_seeds=config.report_seeds,
             members_at_once=config.members_at_once,
+            oracles=("adamw",),
             compiled=True,
         )
         for task in tasks

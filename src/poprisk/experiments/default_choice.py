@@ -75,7 +75,7 @@ class DefaultChoiceConfig:
     labels: LabelsConfig = field(default_factory=LabelsConfig)
     lorenz: LorenzConfig = field(default_factory=LorenzConfig)
     inr: InrConfig | None = field(default_factory=InrConfig)
-    language: CharLanguageConfig | None = field(default_factory=CharLanguageConfig)
+    language: CharLanguageConfig | None = None
     data: tuple[str, ...] = (DIGITS, FASHION)
     label_noises: tuple[float, ...] = (0.0, 0.2, 0.4)
     lorenz_noises: tuple[float, ...] = (0.0, 0.1, 0.4)

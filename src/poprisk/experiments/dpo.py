@@ -26,7 +26,7 @@ CALIBRATED = "calibrated α at the shared lr"
 SUGGESTED = "PopRiskAdamW at the suggested lr"
 PORTRAYED = (SHARED_ADAMW, PAPER_RULE, SUGGESTED, DEFAULTS, "adamw", "soft_calibrated", "snr")
 """Rows whose margins are kept pair by pair, for the first seed."""
-_CLEAN = (SHARED_ADAMW, PAPER_RULE, SUGGESTED, DEFAULTS)
+_CLEAN = (SHARED_ADAMW, PAPER_RULE, DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class DpoConfig:
     noises: tuple[float, ...] = (0.3, 0.0)
     lr: float = 5e-5
     lr_range: tuple[float, float] = (3e-6, 3e-3)
-    arms: tuple[str, ...] = ("adamw", "adamw_cosine", "gate_schedule")
+    arms: tuple[str, ...] = ("adamw", "adamw_cosine", "gate_schedule", "soft_calibrated")
     clean_arms: tuple[str, ...] = ()
-    trials: int = 3
+    trials: int = 4
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2)
     members_at_once: int | None = 12
@@ -124,6 +124,7 @@ def studies(config: DpoConfig) -> tuple[Study, ...]:
             portraits=PORTRAYED,
             lr_range=config.lr_range,
             members_at_once=config.members_at_once,
+            oracles=("adamw",),
         )
         for noise in config.noises
     )

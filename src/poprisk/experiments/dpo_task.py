@@ -203,7 +203,7 @@ class DpoTask:
     beta: float = 0.1
     batch: int = 8
     steps: int = 200
-    evaluations: int = 5
+    evaluations: int = 8
 
     @property
     def name(self) -> str:

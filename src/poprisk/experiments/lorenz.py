@@ -42,7 +42,7 @@ class LorenzConfig:
     """
 
     task: LorenzTask = field(default_factory=LorenzTask)
-    noises: tuple[float, ...] = (0.0, 0.1, 0.2, 0.4)
+    noises: tuple[float, ...] = (0.0, 0.1, 0.4)
     reference: float = 0.1
     arms: tuple[str, ...] = ALL_ARMS
     trials: int = 16

@@ -36,6 +36,7 @@ _GATES = dict(zip(GATE_WORDS, ((BLUE, "o"), (SKY, "s"), (ORANGE, "^"), (PURPLE, 
 _FAMILY_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, INK)
 _NOISE_MARKERS = "osD^"
 _CHOSEN, _DEFAULT = ORANGE, INK
+_LETTER_ROOM = 18.0
 _HALF_AXIS = 2 * ALLOWED_COST  # the axis of costs is linear up to here: a default is decided within it
 
 
@@ -52,12 +53,17 @@ def draw_default_choice(saved: Saved) -> Figure:
     found = ranked(saved)
     best, now, taken = front(found), library_default(found), chosen(found)
     rows = best + [now] * (now is not None and now not in best)
-    letters = {candidate.label: ascii_letters[place] for place, candidate in enumerate(rows)}
+    rows = rows or found[:1]  # all diverged
+    letters = {candidate.label: _letter(place) for place, candidate in enumerate(rows)}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13.2, max(5.4, 2.6 + 0.36 * len(rows))), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
-        _draw_trade(left, found, best, letters)
+        _draw_trade(left, found, best)
+        _write_letters(left, best, letters)
         _highlight(left, taken, now, _edge(found))
+        if now is not None and now not in best:
+            at = (_place(now, _edge(found)), now.score)
+            left.annotate(letters[now.label], at, (11, -12), textcoords="offset points", weight="bold")
         _draw_tasks(right, rows, letters, taken, now)
         left.legend(handles=_gate_legend(found, taken, now), loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
         handles = _task_legend(sorted(rows[0].scores))
@@ -65,7 +71,7 @@ def draw_default_choice(saved: Saved) -> Figure:
     return figure
 
 
-def _draw_trade(axes: Axes, found: Sequence[Candidate], best: Sequence[Candidate], letters: Mapping[str, str]) -> None:
+def _draw_trade(axes: Axes, found: Sequence[Candidate], best: Sequence[Candidate]) -> None:
     edge = _edge(found)
     axes.axvspan(-1, ALLOWED_COST, color="#E3EEF6", zorder=0, linewidth=0)
     axes.axvline(ALLOWED_COST, color=INK, linewidth=1.2, linestyle="--")
@@ -73,12 +79,8 @@ def _draw_trade(axes: Axes, found: Sequence[Candidate], best: Sequence[Candidate
     for candidate in found:
         colour, marker = _GATES.get(candidate.arm, (FAINT, "x"))
         axes.plot(_place(candidate, edge), candidate.score, marker, color=colour, markersize=6.5, alpha=0.8)
-    steps = [(_place(candidate, edge), candidate.score) for candidate in best]
-    axes.plot(*zip(*steps, strict=True), color=FAINT, linewidth=1.2, drawstyle="steps-post", zorder=1)
-    for candidate in found:
-        if candidate.label in letters:
-            at = (_place(candidate, edge), candidate.score)
-            axes.annotate(letters[candidate.label], at, (-9, 6), textcoords="offset points", weight="bold")
+    costs, scores = [candidate.cost for candidate in best], [candidate.score for candidate in best]
+    axes.plot(costs, scores, color=FAINT, linewidth=1.2, drawstyle="steps-post", zorder=1)
     axes.set_xscale("symlog", linthresh=_HALF_AXIS, linscale=1.6)
     axes.set_xlim(min(-0.005, 1.3 * min(map(_finite_cost, found))), 1.25 * edge)
     ticks = [-0.01, 0.0, ALLOWED_COST, _HALF_AXIS, 0.05, 0.1, 0.2, 0.5, 1.0]
@@ -90,7 +92,29 @@ def _draw_trade(axes: Axes, found: Sequence[Candidate], best: Sequence[Candidate
     axes.set_ylabel("mean score on noisy tasks")
     axes.grid(color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
+    axes.margins(y=0.09)
     axes.set_title(f"A  {len(found)} candidates: help with noise against cost without")
+
+
+def _write_letters(axes: Axes, best: Sequence[Candidate], letters: Mapping[str, str]) -> None:
+    """Beside each candidate of the front; one label for neighbours whose letters would lie on each other."""
+    groups: list[list[Candidate]] = []
+    for candidate in best:
+        if groups and _distance(axes, groups[-1][-1], candidate) < _LETTER_ROOM:
+            groups[-1].append(candidate)
+        else:
+            groups.append([candidate])
+    for group in groups:
+        ends = [letters[group[0].label], letters[group[-1].label]]
+        text = ends[0] if len(group) == 1 else "–".join(ends)
+        style: Any = {"textcoords": "offset points", "weight": "bold", "ha": "right"}
+        axes.annotate(text, (group[0].cost, group[0].score), (-7, 6), **style)
+
+
+def _distance(axes: Axes, one: Candidate, other: Candidate) -> float:
+    """In pixels of the figure, as far as they are known before it is laid out."""
+    ends = axes.transData.transform([(one.cost, one.score), (other.cost, other.score)])
+    return math.dist(*ends)
 
 
 def _highlight(axes: Axes, taken: Candidate | None, now: Candidate | None, edge: float) -> None:
@@ -120,7 +144,7 @@ def _draw_tasks(
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel("score: 0 AdamW at its usual lr, 1 its best checkpoint")
+    axes.set_xlabel("score (0: usual AdamW, 1: its best step)")
     axes.set_title("B  Task by task, the bar their mean")
 
 
@@ -162,6 +186,15 @@ def _task_looks(tasks: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def _family(task: str) -> str:
     return re.split(r"[-_]", task)[0]
+
+
+def _letter(place: int) -> str:
+    """The letter of a row; doubled after the last of the alphabet.
+
+    >>> _letter(0), _letter(52)
+    ('a', 'aa')
+    """
+    return ascii_letters[place % len(ascii_letters)] * (1 + place // len(ascii_letters))
 
 
 def _finite_cost(candidate: Candidate) -> float:

@@ -15,6 +15,7 @@ from poprisk.experiments.default_choice import ALLOWED_COST, USUAL_RATE, Candida
 Saved = Mapping[str, Any]
 SHOWN = 12
 """Candidates in each ranking."""
+_NAME_WIDTH = 20  # two lines a candidate, so that the tasks fit beside it
 GATE_WORDS = {
     "soft": "soft",
     "soft_calibrated": "soft calibrated",
@@ -28,9 +29,9 @@ GATE_WORDS = {
 def default_choice_lines(saved: Saved) -> Iterator[RenderableType]:
     """The best candidates within the allowed cost and regardless of it, task by task, and which one the rule takes."""
     found = ranked(saved)
-    within = [candidate for candidate in found if is_allowed(candidate)][:SHOWN]
-    regardless = sorted(found, key=lambda candidate: -candidate.score)[:SHOWN]
     marked = library_default(found)
+    within = _best([candidate for candidate in found if is_allowed(candidate)], marked)
+    regardless = _best(found, marked)
     if within:
         yield _scores(f"Best candidates that cost at most {points(ALLOWED_COST)}", within, marked)
     yield _scores("Best candidates, whatever they cost", regardless, marked)
@@ -42,6 +43,12 @@ def default_choice_lines(saved: Saved) -> Iterator[RenderableType]:
         "PopRiskAdamW's present default."
     )
     yield Text(choice_sentence(found), style="bold")
+
+
+def _best(found: Sequence[Candidate], marked: Candidate | None) -> list[Candidate]:
+    """The first by score, and the present default wherever it stands among them."""
+    order = sorted(found, key=lambda candidate: -candidate.score)
+    return [candidate for place, candidate in enumerate(order) if place < SHOWN or candidate is marked]
 
 
 def ranked(saved: Saved) -> list[Candidate]:
@@ -103,10 +110,13 @@ def task_words(name: str) -> str:
 def points(cost: float) -> str:
     """A cost in points of accuracy.
 
-    >>> points(0.01), points(-0.0035), points(float("inf"))
-    ('1.0 points', '-0.3 points', 'a diverged run')
+    >>> points(0.01), points(-0.0036), points(float("inf"))
+    ('1 point', '-0.4 points', 'a diverged run')
     """
-    return f"{100 * cost:.1f} points" if math.isfinite(cost) else "a diverged run"
+    if not math.isfinite(cost):
+        return "a diverged run"
+    number = round(100 * cost, 1) + 0.0  # no minus before a nought
+    return f"{number:g} point{'' if number == 1 else 's'}"
 
 
 def choice_sentence(found: Sequence[Candidate]) -> str:
@@ -126,7 +136,9 @@ def choice_sentence(found: Sequence[Candidate]) -> str:
 
 
 def _merits(candidate: Candidate) -> str:
-    return f"mean score {candidate.score:.2f} on {len(candidate.scores)} noisy tasks, worst cost {points(candidate.cost)}"
+    return (
+        f"mean score {candidate.score:.2f} on {len(candidate.scores)} noisy tasks, worst cost {points(candidate.cost)}"
+    )
 
 
 def _scores(title: str, shown: Sequence[Candidate], marked: Candidate | None) -> Table:
@@ -149,8 +161,8 @@ def _costs(title: str, shown: Sequence[Candidate], marked: Candidate | None) -> 
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", overflow="fold")
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("", overflow="fold", min_width=_NAME_WIDTH)
     for column in columns:
         table.add_column(column, justify="right", overflow="fold")
     return table
@@ -160,4 +172,4 @@ def _percent(cost: float) -> str:
     """Two places where they matter."""
     if not math.isfinite(cost):
         return "diverged"
-    return f"{100 * cost:.2f}%" if abs(cost) < 0.1 else f"{100 * cost:,.0f}%"
+    return f"{round(100 * cost, 2) + 0.0:.2f}%" if abs(cost) < 0.1 else f"{100 * cost:,.0f}%"

@@ -20,6 +20,35 @@ Saved = Mapping[str, Any]
 """What ``poprisk.store.load_result`` gives."""
 
 
+DATA = "data"
+"""Where data sets are looked for unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """What an experiment reads, all in one folder among the data sets.
+
+    Attributes:
+        folder: Its name.
+        wanted: Names of files with what to put there: of each entry's names, one suffices.
+    """
+
+    folder: str
+    wanted: tuple[tuple[tuple[str, ...], str], ...]
+
+    def missing(self, data: str | Path) -> str | None:
+        """What is not there, and how to get it, in a line; None if nothing is missing.
+
+        >>> Files("images", ((("a.npz", "b.pt"), "the images"),)).missing("nowhere")
+        'nowhere/images has no a.npz or b.pt: put the images there'
+        """
+        place = Path(data) / self.folder
+        for names, source in self.wanted:
+            if not any((place / name).exists() for name in names):
+                return f"{place.as_posix()} has no {' or '.join(names)}: put {source} there"
+        return None
+
+
 class Result(Protocol):
     """What an experiment returns."""
 
@@ -46,6 +75,8 @@ class Reproduction:
     """Whether what is done is kept on disk and not done again."""
     with_data: Callable[[Any, str], Any] | None = None
     """The full configuration with its files in another folder, where it needs files."""
+    files: Files | None = None
+    """Those it needs."""
 
 
 def _coupling() -> Reproduction:
@@ -108,7 +139,14 @@ def _time() -> Reproduction:
     )
 
 
-def _comparison(name: str, drawn: str, lines: str, full: Any = None, with_data: Any = None) -> Reproduction:
+def _comparison(
+    name: str,
+    drawn: str,
+    lines: str,
+    full: Any = None,
+    with_data: Any = None,
+    files: Callable[[], Files] | None = None,
+) -> Reproduction:
     """A comparison of optimizers: ``experiments.NAME`` and the functions ``report.MODULE:function`` that show it."""
     experiment = import_module(f"poprisk.experiments.{name}")
     return Reproduction(
@@ -120,6 +158,7 @@ def _comparison(name: str, drawn: str, lines: str, full: Any = None, with_data: 
         lines=_function(lines),
         resumable=True,
         with_data=with_data,
+        files=None if files is None else files(),
     )
 
 
@@ -133,8 +172,35 @@ def _only_config(experiment: Any) -> Any:
     return type(experiment.SMOKE)()
 
 
-def _in_folder(config: Any, folder: str) -> Any:
-    return replace(config, folder=folder)
+def _labelled(name: str, files: Callable[[], Files]) -> Reproduction:
+    return _comparison(
+        name,
+        "labels:draw_labels",
+        "labels_page:labels_lines",
+        with_data=lambda config, folder: replace(config, folder=folder),
+        files=files,
+    )
+
+
+def _fashion() -> Files:
+    from poprisk.experiments.label_tasks import ARCHIVES, FASHION
+
+    names = [f"{which}-{kind}-ubyte" for which in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+    return Files(FASHION, tuple(((name, f"{name}.gz"), ARCHIVES[FASHION]) for name in names))
+
+
+def _cifar10() -> Files:
+    from poprisk.problems.cifar import HUMAN_SOURCE, SOURCE
+
+    images = ("cifar10.npz", "data_batch_1", "cifar-10-batches-py/data_batch_1")
+    return Files("cifar10", ((images, SOURCE), (("cifar10n_labels.npz", "CIFAR-10_human.pt"), HUMAN_SOURCE)))
+
+
+def _smollm2() -> Files:
+    model = "the model HuggingFaceTB/SmolLM2-135M-Instruct"
+    pairs = "pairs written by poprisk.problems.preferences.save_preferences"
+    weights = ((("config.json",), model), (("model.safetensors",), model))
+    return Files("smollm2", (*weights, (("preferences.safetensors",), pairs)))
 
 
 def _smollm2_in(folder: str) -> dict[str, Any]:
@@ -147,8 +213,9 @@ def _fine_tuning(name: str, drawn: str, lines: str) -> Reproduction:
         name,
         drawn,
         lines,
-        full=lambda _: experiment.full_config(**_smollm2_in("data")),
+        full=lambda _: experiment.full_config(**_smollm2_in(DATA)),
         with_data=lambda _, folder: experiment.full_config(**_smollm2_in(folder)),
+        files=_smollm2,
     )
 
 
@@ -158,6 +225,7 @@ def _default_choice() -> Reproduction:
         "default_choice:draw_default_choice",
         "default_choice:default_choice_lines",
         with_data=lambda config, folder: replace(config, labels=replace(config.labels, folder=folder)),
+        files=_fashion,
     )
 
 
@@ -188,11 +256,11 @@ _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     ),
     "labels": (
         "wrong labels on digits and Fashion-MNIST (needs --data with fashion)",
-        partial(_comparison, "labels", "labels:draw_labels", "labels_page:labels_lines", with_data=_in_folder),
+        partial(_labelled, "labels", _fashion),
     ),
     "cifar": (
         "CIFAR-10 with the labels people gave (needs --data with cifar10)",
-        partial(_comparison, "cifar", "labels:draw_labels", "labels_page:labels_lines", with_data=_in_folder),
+        partial(_labelled, "cifar", _cifar10),
     ),
     "teacher": (
         "a teacher network's labels, some of them replaced",

@@ -6,11 +6,12 @@ run of these lengths is early stopping by another name, and ten times higher for
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from poprisk.errors import HyperparameterError
 from poprisk.experiments.comparison.search import Range
 from poprisk.optim.defaults import DEFAULTS
+from poprisk.rules.coefficients import Hyper
 
 Control = Literal["gate_mean", "random_mask", "update_norm"]
 """What a control copies, step by step, from the member with the library's defaults and the same seed."""
@@ -66,6 +67,11 @@ class Arm:
         """Whether it has a gate of its own."""
         return self.rule in ("soft", "hard", "snr")
 
+    def definition(self) -> dict[str, Any]:
+        """All that decides what the arm does with given hyper-parameters."""
+        words = {name: getattr(self, name) for name in ("rule", "calibrated", "per_tensor", "cosine", "control", "eps")}
+        return words | {"beta1": BETA1}
+
     @property
     def eps(self) -> float:
         """Added to the denominator: Adam's usual, or what AdaBelief's authors use, on which its results hinge."""
@@ -94,6 +100,15 @@ def _arm(name: str, label: str, rule: str, scale: float = 1.0, knobs: Mapping[st
 
 
 def _defaults() -> Arm:
+    """The library's defaults as an arm; what an arm cannot express must be as the rule has it."""
+    rule = Hyper()
+    unlike = [
+        name
+        for name in ("eps", "gate_eps", "centering", "signal", "normalize_gate", "gated_decay", "granularity")
+        if getattr(DEFAULTS, name) != getattr(rule, name)
+    ]
+    assert not unlike, f"arms know nothing of the defaults' {unlike}"
+    assert DEFAULTS.betas[0] == BETA1
     calibrated = isinstance(DEFAULTS.alpha, str)
     fixed = {
         "lr": DEFAULTS.lr,
@@ -125,7 +140,7 @@ ARMS: dict[str, Arm] = {
         _arm("random_mask", "AdamW, random mask of equal density", "adamw", 10, control="random_mask"),
         _arm("matched_norm", "AdamW, matched update norm", "adamw", 10, control="update_norm"),
         _arm("adabelief", "AdaBelief", "adabelief"),
-        _arm("msvag", "M-SVAG", "msvag", 1000),
+        _arm("msvag", "M-SVAG", "msvag", 1000, {"weight_decay": Range(1e-6, 2e-3)}),  # lr · decay as for AdamW
         _arm("cautious", "Cautious AdamW", "cautious"),
         _arm("grokfast", "GrokFast", "grokfast", 1, {"lamb": Range(0.5, 5.0)}),
         _arm("cubed", "|u|³ Adam", "cubed", 10),

@@ -92,6 +92,8 @@ class Stack:
         }
         self._index = {name: next(batches).clone() for name, batches in self._batches.items()}
         self._fresh = True
+        purpose = " ".join(sorted({member.arm.name for member in members}))
+        self._generator = torch.Generator(device).manual_seed(stream(self._unique[0], f"masks:{purpose}"))
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def train(self, look: Callable[[int], None] | None = None) -> Curves:
@@ -107,11 +109,18 @@ class Stack:
             with torch.no_grad():
                 values = self.cohort.measure(self.layout.views(self.weights))
                 gates.append(torch.cat([block.mean_gate(self.t, self.layout) for _, block in self._blocks]).cpu())
-            seen.append({name: value.detach().double().cpu() for name, value in values.items()})
+            seen.append(self._finite({name: value.detach().double() for name, value in values.items()}))
             if look is not None:
                 look(step)
         metrics = {name: torch.stack([values[name] for values in seen], 1) for name in seen[0]}
         return Curves(steps, metrics, torch.stack(gates, 1), self.weights.detach(), self.layout)
+
+    def _finite(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The metrics on the CPU, every one NaN for a member that diverged: an accuracy alone would not show it."""
+        whole = self.weights.detach().isfinite().all(1)
+        for value in values.values():
+            whole &= value.isfinite()
+        return {name: value.where(whole, torch.nan).cpu() for name, value in values.items()}
 
     def _make_blocks(self) -> Iterator[tuple[slice, Block]]:
         names = [member.arm.name for member in self.members]
@@ -175,6 +184,7 @@ class Stack:
             for tensor, value in zip(self._moving(), kept, strict=True):
                 tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._generator)
         with torch.cuda.graph(graph):
             self._step()
         return graph
@@ -196,7 +206,7 @@ class Stack:
                     chosen = self._sources[arm.name]
                     lockstep = Lockstep(seen.gate[chosen], seen.norm[chosen], seen.lr[chosen])
                 if arm.control == "random_mask":
-                    uniform = torch.rand_like(gradient[rows])
+                    uniform = torch.rand(gradient[rows].shape, generator=self._generator, device=self.device)
                 move = _compiled() if self.device.type == "cuda" and not arm.per_tensor else take_step
                 segments = self.layout.segments if arm.per_tensor else ()
                 move(arm, segments, self.weights[rows], gradient[rows], self.t, block, lockstep, uniform)

@@ -83,6 +83,8 @@ class Study:
     def __post_init__(self) -> None:
         for name in (*self.arms, *(setting.arm for setting in self.settings)):
             require_arm(name)
+        if fixed := [name for name in self.arms if not ARMS[name].searched]:
+            raise HyperparameterError(f"{fixed[0]!r} has nothing to search: give it as a setting, not as an arm")
         if not self.report_seeds or (self.arms and (not self.tuning_seeds or self.trials < 1)):
             raise HyperparameterError("a study needs report seeds and, to search, tuning seeds and trials; got none")
         shared = sorted(set(self.tuning_seeds) & set(self.report_seeds))
@@ -263,8 +265,9 @@ def _train(
 def _asked(task: Task, row: _Row, device: torch.device) -> dict[str, Any]:
     """All that a row's outcome depends on."""
     plain = {key: value for key, value in _plain(row).items() if key != "label"}
-    followed = require_arm("defaults").hyper({}) if row.arm.control else None
-    return {"task": describe(task), **plain, "device": device.type, "followed": followed}
+    library = require_arm("defaults")
+    followed = {"rule": library.definition(), "hyper": library.hyper({})} if row.arm.control else None
+    return {"task": describe(task), **plain, "rule": row.arm.definition(), "device": device.type, "followed": followed}
 
 
 def _is_whole(outcome: Mapping[str, Any] | None, row: _Row) -> bool:

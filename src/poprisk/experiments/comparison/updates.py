@@ -98,9 +98,9 @@ def take_step(
         lockstep: What the defaults did, for a control.
         uniform: Random numbers in [0, 1), for the random mask.
     """
-    h = block.hyper
+    h, usable = block.hyper, None
     if arm.gated:
-        u, gate, state = _gated(arm, segments, g, t, block)
+        u, gate, usable, state = _gated(arm, segments, g, t, block)
         if block.gate is not None:
             block.gate.copy_(gate)
     else:
@@ -115,17 +115,18 @@ def take_step(
         u, lr = _follow(arm, u, lr, lockstep, uniform)
     if block.step is not None:
         block.step.copy_(lr * u)
-    w.sub_(lr * u + decay * w)
+    step = lr * u + decay * w
+    w.sub_(step if usable is None else torch.where(usable, step, 0.0))  # what has no usable gradient sits out
 
 
 def _gated(
     arm: Arm, segments: tuple[int, ...], g: Tensor, t: Tensor, block: Block
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
     hyper, memory = _hyper(block), block.state
     whole = PopulationState(memory["m"], memory["v"], memory["s"], t - 1, t - 1, memory["gain"])
     if not arm.per_tensor:
         moved = population_direction(g, whole, hyper)
-        return moved.update, moved.gate, _moments(moved.state)
+        return moved.update, moved.gate, moved.usable, _moments(moved.state)
     columns = [x.split(segments, dim=1) for x in (g, memory["m"], memory["v"], memory["s"])]
     parts = [
         population_direction(g_part, replace(whole, m=m, v=v, s=s), hyper)
@@ -134,7 +135,13 @@ def _gated(
     ]
     state = {name: torch.cat([_moments(part.state)[name] for part in parts], dim=1) for name in ("m", "v", "s")}
     state["gain"] = _moments(parts[0].state)["gain"]
-    return torch.cat([part.update for part in parts], 1), torch.cat([part.gate for part in parts], 1), state
+    usable = [part.usable for part in parts if part.usable is not None]
+    return (
+        torch.cat([part.update for part in parts], 1),
+        torch.cat([part.gate for part in parts], 1),
+        torch.cat(usable, 1) if usable else None,
+        state,
+    )
 
 
 def _hyper(block: Block) -> Hyper:
