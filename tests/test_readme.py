@@ -60,3 +60,14 @@ def test_the_page_on_operators_runs_from_top_to_bottom(capsys):
     for block in blocks:
         exec(block, names)
     assert len(capsys.readouterr().out.splitlines()) > 10  # the bounds
+
+
+def test_the_page_on_comparisons_runs_from_top_to_bottom(capsys):
+    names: dict[str, object] = {"__name__": "page"}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/comparisons.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "comparisons.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "PopRiskAdamW, defaults" in printed
+    assert printed.count("AdamW, lr 1e-2") == 1

@@ -1,5 +1,6 @@
 """The character language model: stacked members against one module each, its noise, study, figure and claims."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,7 @@ from poprisk.store import load_result, write_figure
 
 pytest.importorskip("matplotlib")
 from poprisk.report.char_language import char_language_lines, claims_char_language, draw_char_language
+from poprisk.report.gate_choice import searched_gates
 
 CPU = torch.device("cpu")
 TASK = CharLanguageTask(
@@ -153,6 +155,37 @@ def test_claims_say_how_far_behind(saved) -> None:
     assert f"the paper's rule ends {abs(behind):.3f} nats {'behind' if behind >= 0 else 'ahead'}" in clean.sentence
     assert clean.paper_conditions.startswith(f"{ADAMW_INHERITED}: {sum(ends[1]) / 2:.3f}")
     assert clean.sentence in [line.plain for line in char_language_lines(saved) if isinstance(line, Text)]
+
+
+def test_the_best_of_several_gates_is_said_to_be_that(saved) -> None:
+    count = len(searched_gates(saved["result"]["studies"]["char_noisy"]))
+    assert count > 1
+    for claim in claims_char_language(saved):
+        for words in (claim.sentence, claim.equal_tuning):
+            assert f"best of {count} gates, {count} times the trials" in words
+            assert "fixed in advance" in words
+
+
+@pytest.mark.parametrize("kept", [("adamw",), ()])
+def test_the_page_works_without_a_searched_gate(saved, kept) -> None:
+    """The defaults are compared all the same, with the best given AdamW where none was searched."""
+    changed = copy.deepcopy(saved)
+    for study in changed["result"]["studies"].values():
+        study["arms"] = {name: arm for name, arm in study["arms"].items() if name in kept}
+        study["rows"] = [row for row in study["rows"] if not row["chosen_for"] or row["arm"] in kept]
+    assert draw_char_language(changed)
+    assert len(list(char_language_lines(changed))) == 5
+    for claim in claims_char_language(changed):
+        assert "PopRiskAdamW, defaults ends" in claim.sentence
+        assert ("chosen in its favour" in claim.sentence) == (not kept)
+
+
+def test_a_diverged_run_is_named(saved) -> None:
+    changed = copy.deepcopy(saved)
+    study = changed["result"]["studies"]["char_clean"]
+    row = next(row for row in study["rows"] if row["label"] == PAPER_INHERITED)
+    row["curves"][HELD_OUT][0][-1] = None
+    assert "the paper's rule ends nowhere to compare: diverged (1 of 2)" in claims_char_language(changed)[0].sentence
 
 
 def test_the_figure_has_two_panels_for_each_text(saved, tmp_path) -> None:

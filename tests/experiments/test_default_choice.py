@@ -4,6 +4,7 @@ import io
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -160,7 +161,7 @@ def test_the_figure_shows_candidates_choice_and_default(monkeypatch):
     words = [text.get_text() for text in legend.get_texts()]
     assert words == ["soft", "SNR", "chosen by the rule", "default now", "allowed cost"]
     rings = [line for line in trade.lines if line.get_markerfacecolor() == "none" and line.get_marker() == "o"]
-    assert [(ring.get_xdata()[0], ring.get_ydata()[0]) for ring in rings] == [pytest.approx((0.005, 0.4))]
+    assert [np.asarray(ring.get_xydata()).tolist() for ring in rings] == [[pytest.approx([0.005, 0.4])]]
 
 
 def test_a_diverged_run_is_said_and_drawn():

@@ -1,7 +1,9 @@
 """Noisy DPO and noisy fine-tuning: stacked members against one at a time, facts of the data, smoke studies, pages."""
 
+import copy
 import io
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -225,11 +227,11 @@ def test_a_folder_and_a_token_file_are_used(tmp_path):
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """Both experiments at their smallest, saved and read back."""
+    """Both experiments at their smallest, with a control each, saved and read back."""
     folder = tmp_path_factory.mktemp("dpo")
     found = {}
-    for module in (dpo, sft):
-        path = module.run(module.SMOKE, None).save(folder / f"{module.KIND}.json")
+    for module, config in ((dpo, replace(dpo.SMOKE, noises=(0.3, 0.0))), (sft, sft.SMOKE)):
+        path = module.run(config, None).save(folder / f"{module.KIND}.json")
         found[module.KIND] = load_result(path, module.KIND)
     return found
 
@@ -308,11 +310,91 @@ def test_verdicts_follow_the_numbers():
     assert "25 (3 of 3 reached) against not reached (0 of 3 reached)" in held.sentence
     equal = by_name["Noisy DPO: steps to sustained accuracy ≥ 0.54 (table)"]
     assert equal.sentence.startswith("Undecided"), "both hold it at once"
+    assert "gain 0 [−25, +25]" in equal.sentence, "known to an evaluation only"
+    assert "no gate searched, against the tuned AdamW" in equal.sentence
     lost = {claim.claim: claim for claim in report.claims_dpo(stored(paper=0.52, adamw=0.60, drift=(0.4, 0.1)))}
     for name in ("final reward accuracy", "mean absolute reward drift", "steps to sustained accuracy ≥ 0.58"):
         assert lost[f"Noisy DPO: {name} (table)"].sentence.startswith("Not held"), name
     assert "100 evaluation pairs" in won[-1].sentence
     assert "5.0 points" in won[-1].sentence
+
+
+def test_a_lead_of_one_evaluation_is_none_and_of_several_is_one():
+    """Equal differences in all seeds have an interval without width, but a step is known to an evaluation only."""
+
+    def verdict(ours, theirs):
+        saved = stored(paper=0.61, adamw=0.61)
+        for row in saved["result"]["studies"]["dpo_30_swapped"]["rows"]:
+            at = ours if row["label"] == dpo.PAPER_RULE else theirs
+            row["curves"][ACCURACY] = [[0.5] * at + [0.61] * (16 - at)] * 3
+        claims = {claim.claim: claim.sentence for claim in report.claims_dpo(saved)}
+        return claims["Noisy DPO: steps to sustained accuracy ≥ 0.60 (table)"]
+
+    near = verdict(2, 3)
+    assert near.startswith("Undecided")
+    assert "gain +25 [0, +50]" in near
+    far = verdict(2, 8)
+    assert far.startswith("Held with shared")
+    assert "gain +150 [+125, +175]" in far
+    assert verdict(8, 2).startswith("Not held")
+
+
+def test_the_level_to_sustain_is_each_seeds_own():
+    """AdamW ends at .5, .6 and .7; the rule at .55, .65 and .65: the mean level would be reached by two of three."""
+    study = {"evaluation_steps": [10, 20]}
+    ends = {dpo.SHARED_ADAMW: (0.5, 0.6, 0.7), dpo.PAPER_RULE: (0.55, 0.65, 0.65)}
+    study["rows"] = [
+        {"label": label, "arm": "adamw", "chosen_for": [], "curves": {ACCURACY: [[0.4, end] for end in values]}}
+        for label, values in ends.items()
+    ]
+    line = next(line for line in report.ROWS if line.name == "steps to sustain AdamW's final accuracy")
+    assert line.measure(study, study["rows"][1]) == [20.0, 20.0, None]
+    assert line.measure(study, study["rows"][0]) == [20.0, 20.0, 20.0]
+
+
+def test_a_control_with_nothing_searched_is_compared_with_the_given_adamw(smoke):
+    """``clean_arms`` is empty by default: no row of a tuned AdamW is there."""
+    assert dpo.SMOKE.clean_arms == ()
+    clean = report.clean_study(smoke["dpo"])
+    assert clean is not None
+    assert clean["arms"] == {}
+    claim = report.claims_dpo(smoke["dpo"])[-1]
+    assert claim.equal_tuning.startswith(f"nothing searched: {dpo.SHARED_ADAMW} ")
+    assert f"against {dpo.SHARED_ADAMW} (best given AdamW, chosen in its favour)" in claim.sentence
+    assert "tuned AdamW" not in claim.sentence
+
+
+@pytest.mark.parametrize("kept", [("adamw",), ()])
+def test_the_pages_work_without_a_searched_gate(smoke, kept):
+    from poprisk.report.sft import claims_sft, draw_sft, sft_lines
+
+    changed = copy.deepcopy(smoke)
+    for kind in ("dpo", "sft"):
+        for study in changed[kind]["result"]["studies"].values():
+            study["arms"] = {name: arm for name, arm in study["arms"].items() if name in kept}
+            study["rows"] = [row for row in study["rows"] if not row["chosen_for"] or row["arm"] in kept]
+    assert draw_sft(changed["sft"])
+    assert report.draw_dpo(changed["dpo"])
+    assert len(list(report.dpo_lines(changed["dpo"]))) > 3
+    assert len(list(sft_lines(changed["sft"]))) > 3
+    assert "no gate searched" in report.claims_dpo(changed["dpo"])[0].sentence
+    favour = "chosen in its favour"
+    assert all((favour in claim.sentence) == (not kept) for claim in claims_sft(changed["sft"]))
+    assert (favour in report.claims_dpo(changed["dpo"])[0].sentence) == (not kept)
+
+
+def test_the_best_of_several_gates_is_said_to_be_that():
+    saved = stored(paper=0.61, adamw=0.57)
+    study = saved["result"]["studies"]["dpo_30_swapped"]
+    study["task"]["metrics"] = [{"name": ACCURACY, "higher_is_better": True, "target": None, "spec": ".3f"}]
+    given = next(row for row in study["rows"] if row["label"] == dpo.PAPER_RULE)
+    for name in ("soft", "snr", "hard"):
+        study["rows"].append(given | {"label": f"{name} gate", "arm": name, "chosen_for": ["last"]})
+        curve = [[0.5] * 15 + [0.7 if name == "hard" else 0.6]]
+        study["arms"][name] = {"trials": [{"hyper": {}, "curve": curve}], "chosen": {"last": 0}}
+    sentence = report.claims_dpo(saved)[0].sentence
+    assert "hard gate, best of 3 gates, 3 times the trials, against the tuned AdamW" in sentence
+    assert "by the gate fixed in advance (" in sentence
 
 
 def test_figures_and_lines_are_drawn_from_the_smoke_result(smoke):

@@ -27,6 +27,7 @@ from poprisk.experiments.inr_task import (
     residual_power,
 )
 from poprisk.experiments.pixels import unpacked_pixels
+from poprisk.report.gate_choice import searched_gates
 from poprisk.report.inr import claims_inr, draw_inr, inr_lines
 from poprisk.store import load_result
 
@@ -170,7 +171,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(DataError, match="astronaut, coffee, chelsea, got 'lena'"):
         InrTask(image="lena")
     with pytest.raises(HyperparameterError, match="number of pixels, got 4096"):
-        InrTask(size=32)
+        InrTask(size=32, batch=4096)
 
 
 def test_without_scikit_image_the_message_names_the_extra(monkeypatch):
@@ -217,14 +218,16 @@ def test_the_figure_and_the_lines_are_drawn_from_the_saved_result(saved):
     assert "Without noise the last PSNR is" in console.export_text()
 
 
-def with_values(saved, label, metric, values):
-    """The saved result with one row's curve replaced in every noisy study, all seeds alike but for a small step."""
+def with_values(saved, label, metric, values, spread=1e-4):
+    """The saved result with one row's curve replaced in every noisy study, three seeds that differ by a small step."""
     changed = copy.deepcopy(saved)
     for study in changed["result"]["studies"].values():
         if study["task"]["config"]["noise"] > 0:
             for row in study["rows"]:
+                row["seeds"] = [0, 1, 2]
+                row["curves"] = {name: (curves * 2)[:3] for name, curves in row["curves"].items()}
                 if row["label"] == label:
-                    row["curves"][metric] = [[v + 1e-4 * i for v in values] for i in range(len(row["seeds"]))]
+                    row["curves"][metric] = [[v + spread * i for v in values] for i in range(3)]
     return changed
 
 
@@ -237,11 +240,68 @@ def test_the_verdicts_follow_the_numbers(saved):
     short = claims_inr(with_values(peak, inr.SHARED, CLEAN_PSNR, [10.0, 12.0, 14.0, 16.0, 18.0, 19.0]))[0]
     assert short.sentence.startswith("Not held")
     assert "astronaut −1.00" in short.paper_conditions
-    noisy = with_values(saved, inr.ADAMW, HIGH_POWER, [8.0] * 6)
-    assert claims_inr(with_values(noisy, inr.SHARED, HIGH_POWER, [1.0] * 6))[1].sentence.startswith("Held")
-    power = claims_inr(with_values(noisy, inr.SHARED, HIGH_POWER, [4.0] * 6))[1]
-    assert power.sentence.startswith("Not held")
-    assert "2.0 (astronaut), 2.0 (coffee)" in power.paper_conditions
+
+
+def test_a_mean_beyond_the_best_step_decides_nothing_where_its_interval_does_not(saved):
+    """Seeds 0.1, 0.6 and 1.1 dB beyond: on average half a dB, and an interval that holds zero."""
+    peak = with_values(saved, inr.ADAMW, CLEAN_PSNR, [10.0, 20.0, 18.0, 16.0, 15.0, 14.0])
+    wide = claims_inr(with_values(peak, inr.SHARED, CLEAN_PSNR, [10.0, 12.0, 14.0, 16.0, 18.0, 20.1], spread=0.5))[0]
+    assert wide.sentence.startswith("Undecided")
+    assert "0 of 2 photographs (2 undecided) with the paper's rule" in wide.sentence
+
+
+@pytest.mark.parametrize(
+    ("kept", "spread", "words"),
+    [
+        (1.0, 1e-4, "Held at AdamW's lr at the bar of 5×, held at the paper's 8.5×"),
+        (1.5, 1e-4, "Held at AdamW's lr at the bar of 5×, not held at the paper's 8.5×"),
+        (4.0, 1e-4, "Not held at AdamW's lr at the bar of 5×, not held at the paper's 8.5×"),
+        (1.0, 0.4, "Undecided at AdamW's lr at the bar of 5×, undecided at the paper's 8.5×"),
+    ],
+)
+def test_power_is_judged_by_the_interval_of_the_paired_ratio(saved, kept, spread, words):
+    noisy = with_values(saved, inr.ADAMW, HIGH_POWER, [10.0] * 6)
+    power = claims_inr(with_values(noisy, inr.SHARED, HIGH_POWER, [kept] * 6, spread))[1]
+    assert words in power.sentence
+    if kept == 4.0:
+        assert "2.5× [2.5, 2.5] (astronaut), 2.5× [2.5, 2.5] (coffee)" in power.paper_conditions
+
+
+def test_a_power_that_is_not_finite_is_no_ratio(saved):
+    noisy = with_values(saved, inr.SHARED, HIGH_POWER, [1.0] * 6)
+    failed = with_values(noisy, inr.ADAMW, HIGH_POWER, [10.0] * 6)
+    for study in failed["result"]["studies"].values():
+        row = next(row for row in study["rows"] if row["label"] == inr.ADAMW)
+        row["curves"][HIGH_POWER][0] = [None] * 6
+    power = claims_inr(failed)[1]
+    assert power.sentence.startswith("Undecided")
+    assert "(AdamW diverged) (astronaut)" in power.paper_conditions
+
+
+def test_the_best_of_several_gates_is_said_to_be_that(saved):
+    study = saved["result"]["studies"]["inr_astronaut"]
+    count = len(searched_gates(study))
+    assert count > 1
+    for claim in claims_inr(saved):
+        for words in (claim.equal_tuning, claim.sentence):
+            assert f"best of {count} gates, {count} times the trials" in words
+            assert "the gate fixed in advance" in words
+
+
+@pytest.mark.parametrize("kept", [("adamw",), ()])
+def test_the_page_works_without_a_searched_gate(saved, kept):
+    changed = copy.deepcopy(saved)
+    for study in changed["result"]["studies"].values():
+        study["arms"] = {name: arm for name, arm in study["arms"].items() if name in kept}
+        study["rows"] = [row for row in study["rows"] if not row["chosen_for"] or row["arm"] in kept]
+        study["portraits"] = {
+            label: portrait for label, portrait in study["portraits"].items() if kept or label != "AdamW"
+        }
+    draw_inr(changed)
+    assert len(list(inr_lines(changed))) == 7
+    for claim in claims_inr(changed):
+        assert "no gate searched" in claim.sentence
+        assert ("chosen in its favour" in claim.equal_tuning) == (not kept)
 
 
 def test_a_diverged_run_is_said_and_drawn(saved):
@@ -256,7 +316,7 @@ def test_a_diverged_run_is_said_and_drawn(saved):
     draw_inr(changed).canvas.draw()
     first, second = claims_inr(changed)
     assert first.sentence.startswith("Not held")
-    assert "astronaut –," in first.paper_conditions
+    assert "astronaut diverged (1 of 2)," in first.paper_conditions
     assert second.sentence.startswith("Not held")
 
 

@@ -44,6 +44,7 @@ def stored_study(noise, ends, best, data="digits"):
 
 
 LABELS = {DEFAULTS: "defaults", ADAMW_GIVEN: "adamw", PAPER_RULE: "soft"}
+ENDS = dict.fromkeys((*LABELS, "AdamW"), (0.7, 0.8, 0.75))
 
 
 def claim_of(defaults, best, noise=0.4, adamw=(0.80, 0.81, 0.82)):
@@ -76,8 +77,7 @@ def test_the_figure_shows_each_data_set_twice(saved):
 def test_several_data_sets_stand_side_by_side():
     from poprisk.report.labels import draw_labels
 
-    ends = dict.fromkeys((*LABELS, "AdamW"), (0.7, 0.8, 0.75))
-    made = {f"{d}-{n}": stored_study(n, ends, (0.9, 0.9, 0.9), d) for d in ("digits", "mnist") for n in (0, 0.2, 0.4)}
+    made = {f"{d}-{n}": stored_study(n, ENDS, (0.9, 0.9, 0.9), d) for d in ("digits", "mnist") for n in (0, 0.2, 0.4)}
     figure = draw_labels({"result": {"studies": made}})
     assert [axes.get_title("left").split(":")[0] for axes in figure.axes] == ["digits", "MNIST"] * 2
     oracle = figure.axes[0].containers[2].lines[0].get_ydata()
@@ -87,11 +87,14 @@ def test_several_data_sets_stand_side_by_side():
 def test_a_diverged_member_is_left_out_of_the_figure_and_named_in_the_table():
     from poprisk.report.labels import draw_labels
 
-    ends = dict.fromkeys((*LABELS, "AdamW"), (0.7, 0.8, 0.75)) | {DEFAULTS: (0.7, None, 0.75)}
+    ends = ENDS | {DEFAULTS: (0.7, None, 0.75)}
     result = {"result": {"studies": {"one": stored_study(0.4, ends, (0.9, 0.9, 0.9))}}}
     draw_labels(result)
     assert "diverged (1 of 3)" in labels_table(result)[1]
-    assert "undecided" in claims_labels(result)[0].sentence
+    assert "not held: the defaults diverged in 1 of 3 seeds" in claims_labels(result)[0].sentence
+    ends = ENDS | {"AdamW": (None, 0.9, 0.9)}
+    result = {"result": {"studies": {"one": stored_study(0.0, ends, (0.9, 0.9, 0.9))}}}
+    assert "undecided: AdamW diverged in 1 of 3 seeds" in claims_labels(result)[0].sentence
 
 
 def test_the_table_and_the_verdicts_are_printed(saved):
@@ -102,6 +105,25 @@ def test_the_table_and_the_verdicts_are_printed(saved):
     assert "digits, clean" in text
     assert "digits, 40% wrong:" in text
     assert len(claims_labels(saved)) == 2
+
+
+def test_the_table_says_what_the_best_gate_cost_and_has_the_fixed_one_beside_it(saved):
+    head, noisy, *_ = labels_table(saved)
+    cells = dict(zip(head, noisy, strict=True))
+    assert cells["best searched gate"].endswith("(SNR gate; the only gate searched)")
+    assert cells["gate fixed in advance"] == cells["best searched gate"].split(" (")[0] + " (SNR gate)"
+    bare = {"result": {"studies": {"one": stored_study(0.4, ENDS, (0.9, 0.9, 0.9))}}}
+    cells = dict(zip(head, labels_table(bare)[1], strict=True))
+    assert (cells["best searched gate"], cells["gate fixed in advance"]) == ("–", "–")
+
+
+def test_without_a_searched_adamw_the_given_one_is_compared_with():
+    study = stored_study(0.4, ENDS, (0.9, 0.9, 0.9))
+    study["arms"], study["rows"] = {}, study["rows"][:-1]
+    result = {"result": {"studies": {"one": study}}}
+    (claim,) = claims_labels(result)
+    assert f"{ADAMW_GIVEN} (best given AdamW, chosen in its favour)" in claim.sentence
+    assert any("chosen in its favour" in cell for cell in labels_table(result)[1])
 
 
 def test_a_last_step_beyond_the_best_checkpoint_holds():
@@ -138,7 +160,7 @@ def test_the_full_size_is_every_data_set_with_every_share_and_arm():
 
 def test_missing_files_are_refused_before_any_training(tmp_path):
     with pytest.raises(DataError, match=r"mnist has no train-images-idx3-ubyte.*official idx files of MNIST"):
-        studies(LabelsConfig(folder=str(tmp_path)))
+        studies(LabelsConfig(data=("digits", "mnist"), folder=str(tmp_path)))
     with pytest.raises(DataError, match=r"fashion has no .*zalandoresearch/fashion-mnist"):
         studies(LabelsConfig(data=("digits", "fashion"), folder=str(tmp_path)))
 

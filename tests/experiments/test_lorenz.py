@@ -24,6 +24,7 @@ from poprisk.experiments.lorenz_task import (
     reported_states,
     true_states,
 )
+from poprisk.report.gate_choice import searched_gates
 from poprisk.report.lorenz import claims_lorenz, draw_lorenz, lorenz_lines, noise_levels, reference_study
 from poprisk.store import load_result, write_figure
 
@@ -227,9 +228,9 @@ def test_figure_and_lines_come_from_the_result(saved, tmp_path):
 @pytest.mark.parametrize(
     ("paper", "defaults", "verdicts"),
     [
-        ((0.1, 0.21), (0.3, 0.41), ("Held with shared", "Not held with equal")),
-        ((0.3, 0.41), (0.1, 0.21), ("Not held with shared", "Held with equal")),
-        ((0.1, 0.41), (math.nan, 0.1), ("Undecided with shared", "Not held with equal")),
+        ((0.1, 0.21), (0.3, 0.41), ("Held with shared", "Not held against a tuned")),
+        ((0.3, 0.41), (0.1, 0.21), ("Not held with shared", "Held against a tuned")),
+        ((0.1, 0.41), (math.nan, 0.1), ("Undecided with shared", "Not held against a tuned")),
     ],
 )
 def test_the_verdict_compares_last_steps_with_the_best_checkpoint(saved, paper, defaults, verdicts):
@@ -244,7 +245,49 @@ def test_the_verdict_compares_last_steps_with_the_best_checkpoint(saved, paper, 
     assert draw_lorenz(shown) is not None
     if paper == (0.1, 0.21):
         assert "39% less error [-39%, -39%]" in checkpoint.sentence
-        assert "the paper's rule ends lower at noise 0.1" in levels.sentence
+        assert "lower at noise 0.1; that of PopRiskAdamW" in levels.sentence
+
+
+def with_nulls(saved):
+    """What a file holds for values that are not finite."""
+    for each in reference_study(saved)["rows"]:
+        values = each["curves"][HELD_OUT.name]
+        each["curves"][HELD_OUT.name] = [[None if v is not None and math.isnan(v) else v for v in s] for s in values]
+    return saved
+
+
+def test_who_diverged_is_said_and_adamws_divergence_is_not_our_failure(saved):
+    ends = {SHARED_ADAMW: (0.2, math.nan), "adamw": (0.2, math.nan), PAPER_RULE: (0.1, 0.2), DEFAULTS: (0.1, 0.2)}
+    checkpoint, levels, _ = claims_lorenz(with_nulls(ending(saved, ends)))
+    assert "Not held" not in checkpoint.sentence
+    assert checkpoint.sentence.startswith("Undecided with shared")
+    assert "AdamW in 1 of 2 seeds none" in checkpoint.sentence
+    assert "not known (AdamW diverged in 1 of 2 seeds) at noise 0.1" in levels.sentence
+    ours = claims_lorenz(with_nulls(ending(saved, ends | {SHARED_ADAMW: (0.2, 0.3), PAPER_RULE: (0.1, math.nan)})))
+    assert ours[0].sentence.startswith("Not held with shared")
+    assert "not known (it diverged in 1 of 2 seeds) at noise 0.1" in ours[1].sentence
+    never = ends | {SHARED_ADAMW: (math.nan, math.nan)}
+    assert claims_lorenz(with_nulls(ending(saved, never)))[0].sentence.startswith("Held with shared")
+
+
+def test_the_best_of_several_gates_is_said_to_be_that(saved):
+    checkpoint, count = claims_lorenz(saved)[0], len(searched_gates(reference_study(saved)))
+    assert count > 1
+    for words in (checkpoint.equal_tuning, checkpoint.sentence):
+        assert f"best of {count} gates, {count} times the trials" in words
+        assert "fixed in advance" in words
+
+
+@pytest.mark.parametrize("kept", [("adamw",), ()])
+def test_the_page_works_without_a_searched_gate(saved, kept):
+    changed = copy.deepcopy(saved)
+    for _, study in noise_levels(changed):
+        study["arms"] = {name: arm for name, arm in study["arms"].items() if name in kept}
+        study["rows"] = [each for each in study["rows"] if not each["chosen_for"] or each["arm"] in kept]
+    assert draw_lorenz(changed) is not None
+    assert len(list(lorenz_lines(changed))) > 3
+    assert "No gate was searched." in claims_lorenz(changed)[0].sentence
+    assert ("chosen in its favour" in claims_lorenz(changed)[0].sentence) == (not kept)
 
 
 def test_only_the_reference_level_is_pictured():

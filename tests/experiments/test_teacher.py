@@ -124,6 +124,10 @@ def test_the_smoke_study_runs_and_is_shown(tmp_path: Path) -> None:
         assert set(study["arms"]) == set(ALL_ARMS)
     assert len(claims_teacher(saved)) == len(studies)
     assert len(list(teacher_lines(saved))) == 2 * len(studies) + 1
+    for study in studies.values():  # a page without any search: the given AdamW is compared with, and it is said
+        study["arms"], study["rows"] = {}, [row for row in study["rows"] if not row["chosen_for"]]
+    assert all("chosen in its favour" in claim.sentence for claim in claims_teacher(saved))
+    assert len(list(teacher_lines(saved))) == 2 * len(studies) + 1
 
 
 def test_seeds_must_be_fresh() -> None:

@@ -13,15 +13,23 @@ from poprisk.errors import DataError
 from poprisk.experiments.teacher import SETTINGS
 from poprisk.report.claims import Claim
 from poprisk.report.comparison_page import (
+    Diverged,
     Gain,
+    adamw_reference,
+    adamw_words,
     best_gate,
     compared_rows,
     comparison_lines,
     comparison_table,
     gain,
+    gain_over_adamw,
+    gain_over_oracle,
     gain_words,
     hyper_words,
+    table_note,
 )
+from poprisk.report.default_tasks import default_tasks
+from poprisk.report.gate_choice import budget_words, fixed_gate, library_gate, tuned_gates
 from poprisk.report.teacher import claims_teacher, verdict
 from poprisk.report.verdicts import CLAIMS, TITLES, claims_table, is_clean, main, stored_results, verdicts
 from poprisk.store import load_result, save_result, write_figure
@@ -103,8 +111,9 @@ def test_the_page_has_every_experiment_and_computes_its_numbers(folder: Path) ->
     assert (
         "| 0.710 ± 0.006 | 0.610 ± 0.006 | +0.100 [+0.100, +0.100] | 0.660 ± 0.006 | +0.050 [+0.050, +0.050] |" in noisy
     )
-    assert "Noisy data: better than the tuned AdamW's last step on 1 of 1 tasks, worse on 0, undecided on 0." in lines
-    assert "Clean data: better than the tuned AdamW's last step on 0 of 1 tasks, worse on 0, undecided on 1." in lines
+    tally = "out-of-sample: better than AdamW's last step on"
+    assert f"Noisy data, {tally} 1 of 1 tasks, worse on 0, undecided on 0." in lines
+    assert f"Clean data, {tally} 0 of 1 tasks, worse on 0, undecided on 1." in lines
     assert "| soft gate | **+0.100** | **+0.100** |" in lines
     assert "| \\|u\\|³ Adam | diverged | diverged |" in lines
     assert "| AdamW | 3e-6 … 0.01 | 0.001 … 0.05 |" in lines
@@ -188,16 +197,32 @@ def test_a_loss_is_held_against_what_is_allowed() -> None:
     assert verdict(Gain(-0.004, (-0.006, -0.002), None), 0.005, "AdamW").startswith("undecided")
     assert verdict(Gain(-0.04, (-0.06, -0.006), None), 0.005, "AdamW").startswith("not held")
     assert verdict(Gain(-0.04, None, None), 0.005, "AdamW").endswith("(one seed).")
-    assert "diverged" in verdict(None, 0.005, "AdamW")
+    assert "no AdamW" in verdict(None, 0.005, "AdamW")
+
+
+def test_a_verdict_says_who_diverged() -> None:
+    """Ours is a loss; AdamW's is none of ours, and a gain only where all its seeds diverged."""
+
+    def said(ours: list[float], theirs: list[float]) -> str:
+        return verdict(gain(ours, theirs, True), 0.005, "AdamW's last step")
+
+    fine, once, never = [0.5, 0.6, 0.7], [0.5, math.nan, 0.7], [math.nan] * 3
+    assert said(once, fine) == "not held: the defaults diverged in 1 of 3 seeds, against AdamW's last step."
+    assert said(fine, once).startswith("undecided: AdamW diverged in 1 of 3 seeds, the defaults in none")
+    assert said(fine, never).startswith("held: AdamW diverged in 3 of 3 seeds")
+    assert said(once, never).startswith("undecided: the defaults diverged in 1 of 3 seeds, and AdamW in 3 of 3")
 
 
 def test_gains_point_the_same_way_for_both_kinds_of_metric() -> None:
     up, down = gain([2.0, 3.0], [1.0, 1.5], True), gain([1.0, 1.5], [2.0, 3.0], False)
     assert up == down
-    assert up is not None
     assert up.value == 1.25
     assert up.bootstrap == (1.0, 1.5)
-    assert gain([1.0, math.nan], [1.0, 1.0], True) is None
+    failed = gain([1.0, math.nan], [1.0, 1.0], True)
+    assert failed.diverged == Diverged(first=1, second=0, pairs=2)
+    assert math.isnan(failed.value)
+    assert gain_words(failed, ".2f") == "diverged (1 of 2)"
+    assert "the other side" in gain_words(gain([1.0, 1.0], [1.0, math.nan], True), ".2f")
     assert gain([1.0], [0.5], True) == Gain(0.5, None, None)
     assert gain_words(Gain(0.5, None, None), ".2f") == "+0.50"
 
@@ -225,6 +250,105 @@ def test_the_best_gate_is_chosen_by_tuning_seeds(folder: Path) -> None:
     chosen = best_gate(study)
     assert chosen is not None
     assert chosen["label"] == "SNR gate"
+
+
+def _given_only(noise: float = 0.0) -> Any:
+    """A study in which nothing was searched: two AdamWs and the defaults."""
+    study = _study(noise, [0.70, 0.71, 0.72])
+    study["arms"] = {}
+    study["rows"] = [
+        _row("AdamW, slow", "adamw", [0.50, 0.51, 0.52], chosen_for=[], peak=0.3),
+        _row("AdamW, quick", "adamw", [0.65, 0.66, 0.67], chosen_for=[], peak=0.01),
+        *(row for row in study["rows"] if row["arm"] == "defaults"),
+    ]
+    return study
+
+
+def test_without_a_searched_adamw_the_best_given_one_is_compared_with(tmp_path: Path) -> None:
+    study = _given_only()
+    reference = adamw_reference(study)
+    assert reference is not None
+    assert reference["label"] == "AdamW, quick"
+    assert adamw_words(study) == "AdamW, quick (best given AdamW, chosen in its favour)"
+    defaults = study["rows"][-1]
+    last, checkpoint = gain_over_adamw(study, defaults), gain_over_oracle(study, defaults)
+    assert last is not None
+    assert checkpoint is not None
+    assert (last.value, checkpoint.value) == (pytest.approx(0.05), pytest.approx(0.04))
+    assert "best given AdamW, chosen in its favour" in table_note({"result": {"studies": {"one": study}}})
+    save_result(tmp_path / "pinn.json", "pinn", {}, {"studies": {"pinn_clean": study}})
+    page = _page_without_claims(tmp_path)
+    assert "| pinn_clean | out-of-sample |" in page
+    assert "| 0.660 ± 0.006 * | +0.050 [+0.050, +0.050] |" in page
+    assert "| AdamW, quick | 0 |" in page
+    study["rows"] = study["rows"][-1:]
+    assert adamw_reference(study) is None
+    assert adamw_words(study) == "no AdamW"
+
+
+def _page_without_claims(folder: Path) -> str:
+    """The page of a made-up result, whose kind asks for rows that it does not have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poprisk.report.verdicts._claims_of", lambda _: lambda _: [])
+        return verdicts(folder)
+
+
+def test_tasks_that_chose_the_defaults_are_marked(folder: Path) -> None:
+    """From the stored study of candidates, by class, data and whether they are noisy; and the page says so."""
+    page = verdicts(folder)
+    assert "not tuned to any task" not in page
+    words = " ".join(page.split())
+    assert "(its result is not stored here) `default_choice` compared candidates on teacher_clean, teacher_20" in words
+    studies = {"teacher_0.4": _study(0.4, [0.7, 0.7, 0.7])}
+    save_result(folder / "default_choice.json", "default_choice", {}, {"studies": studies})
+    page = verdicts(folder)
+    words = " ".join(page.split())
+    assert "the stored study `default_choice` compared candidates on teacher_0.4, with other seeds (0, 1, 2)" in words
+    assert "but the same test metric" in words
+    assert "| teacher_0.4 | in-sample |" in page
+    assert "| teacher_clean | out-of-sample |" in page
+    assert "Noisy data, in-sample: better than AdamW's last step on 1 of 1" in page
+
+
+def test_the_library_was_chosen_on_some_kinds_of_task_and_not_on_others(tmp_path: Path) -> None:
+    chosen_on = default_tasks(tmp_path)
+
+    def inside(task: str, **config: Any) -> bool:
+        return chosen_on.includes({"task": {"name": "", "config": {"task": task, **config}}})
+
+    assert inside("TeacherTask", noise=0.6)
+    assert inside("LabelTask", data="fashion", noise=0.2)
+    assert inside("LorenzTask", noise=0.0)
+    assert inside("InrTask", noise=0.1, image="coffee")
+    for task in ("CifarTask", "DpoTask", "PinnTask", "GrokkingTask", "CharLanguageTask", "SftTask"):
+        assert not inside(task, noise=0.3), task
+
+
+def test_the_best_of_several_gates_is_said_to_be_that_and_the_fixed_one_stands_beside_it(folder: Path) -> None:
+    study = load_result(folder / "teacher.json", "teacher")["result"]["studies"]["teacher_0.4"]
+    assert budget_words(study) == "the only gate searched"
+    best = "hard" if library_gate() != "hard" else "snr"
+    for arm in ("snr", "soft_calibrated", "hard"):
+        study["arms"][arm] = _arm(arm, 0.8 if arm == best else 0.3)
+        study["rows"].append(_row(f"{arm} gate", arm, [0.1, 0.1, 0.1], chosen_for=["last"]))
+    assert budget_words(study) == "best of 4 gates, 4 times the trials"
+    fixed = fixed_gate(study, "last")
+    assert fixed is not None
+    assert fixed["arm"] == (library_gate() if library_gate() in study["arms"] else "soft")
+    words = list(tuned_gates(study, "last"))
+    assert words == [
+        f"{best} gate (best of 4 gates, 4 times the trials)",
+        f"{fixed['label']} (the gate fixed in advance)",
+    ]
+    for arm in {"snr", "soft_calibrated", "hard"} & {library_gate()}:
+        del study["arms"][arm]
+    plain = fixed_gate(study, "last")
+    assert plain is not None
+    assert plain["arm"] == "soft", "where the library's own gate was not searched"
+    assert "several times AdamW's trials" in table_note({"result": {"studies": {"one": study}}})
+    study["arms"] = {"adamw": study["arms"]["adamw"]}
+    assert tuned_gates(study, "last") == {}
+    assert best_gate(study) is None
 
 
 def test_the_figure_and_the_terminal_say_what_diverged(folder: Path, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ class CifarConfig:
     folder: str | None = "data"
     width: int = 32
     batch_size: int = 128
-    epochs: int = 12
-    evaluations: int = 12
+    epochs: int = 40
+    evaluations: int = 20
     flips: bool = True
     convolution: str = "im2col"
     train_size: int = 20_000

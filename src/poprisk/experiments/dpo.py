@@ -47,7 +47,7 @@ class DpoConfig:
     """
 
     task: DpoTask = field(default_factory=DpoTask)
-    noises: tuple[float, ...] = (0.3, 0.0)
+    noises: tuple[float, ...] = (0.3,)
     lr: float = 5e-5
     lr_range: tuple[float, float] = (3e-6, 3e-3)
     arms: tuple[str, ...] = ("adamw", "adamw_cosine", "gate_schedule", "soft_calibrated")

@@ -23,14 +23,15 @@ from poprisk.report.comparison import draw_study
 from poprisk.report.comparison_page import (
     ADAMW,
     Gain,
-    best_gate,
+    adamw_reference,
+    adamw_words,
     comparison_lines,
     gain,
-    gain_over_adamw,
     gain_words,
     mean_words,
 )
 from poprisk.report.figure_style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
+from poprisk.report.gate_choice import tuned_gates
 
 try:
     import matplotlib
@@ -109,44 +110,41 @@ def claims_char_language(saved: Saved) -> list[Claim]:
 
 def _claim(name: str, study: StoredStudy) -> Claim:
     inherited = reading.row(study, ADAMW_INHERITED)
-    unchanged = {label: _gain(study, label, inherited) for label in (PAPER_INHERITED, SNR_INHERITED, DEFAULTS)}
-    tuned = best_gate(study)
-    rows = [(tuned["label"], tuned), (DEFAULTS, reading.row(study, DEFAULTS))] if tuned else []
-    after = {label: gain_over_adamw(study, row) for label, row in rows}
+    reference = adamw_reference(study) or inherited
+    given = {label: reading.row(study, label) for label in (PAPER_INHERITED, SNR_INHERITED, DEFAULTS)}
+    unchanged = {label: _gain(study, row, inherited) for label, row in given.items()}
+    contenders = {**tuned_gates(study, "last"), DEFAULTS: reading.row(study, DEFAULTS)}
+    after = {words: _gain(study, row, reference) for words, row in contenders.items()}
     what = "Clean language model" if name == "char_clean" else "Language model with wrong answers"
     return Claim(
         claim=f"{what}: the gate as a one-line change to AdamW (Algorithm 1)",
         paper="no figure: the paper has no such experiment",
         paper_conditions=_cell(ADAMW_INHERITED, inherited, unchanged),
-        equal_tuning=_cell("AdamW", reading.row(study, ADAMW), after),
+        equal_tuning=_cell(reference["label"], reference, after),
         sentence=(
-            f"{what}: at AdamW's learning rate the paper's rule ends {_nats(unchanged[PAPER_INHERITED])}"
-            + (
-                f"; after equal tuning the best gate ({tuned['label']}) ends {_nats(after[tuned['label']])}"
-                if tuned
-                else ""
-            )
-            + (f", and the defaults {_nats(after[DEFAULTS])}." if tuned else ".")
-        ),
+            f"{what}: at AdamW's learning rate the paper's rule ends {_nats(unchanged[PAPER_INHERITED])}; against "
+            f"{adamw_words(study)} " + ", ".join(f"{words} ends {_nats(gained)}" for words, gained in after.items())
+        )
+        + ".",
     )
 
 
-def _gain(study: StoredStudy, label: str, reference: StoredRow) -> Gain | None:
+def _gain(study: StoredStudy, row: StoredRow, reference: StoredRow) -> Gain:
     metric = reading.primary(study)
-    ends = (reading.final(row, metric["name"]) for row in (reading.row(study, label), reference))
-    return gain(*ends, higher_is_better=metric["higher_is_better"])
+    ends = [reading.final(each, metric["name"]) for each in (row, reference)]
+    return gain(ends[0], ends[1], higher_is_better=metric["higher_is_better"])
 
 
-def _cell(reference: str, row: StoredRow, gains: Mapping[str, Gain | None]) -> str:
+def _cell(reference: str, row: StoredRow, gains: Mapping[str, Gain]) -> str:
     parts = [f"{reference}: {mean_words(reading.final(row, HELD_OUT), '.3f')} nats"]
     parts += [f"{label}: {gain_words(gained, '.3f', bootstrap=False)}" for label, gained in gains.items()]
     return "; ".join(parts)
 
 
-def _nats(gained: Gain | None) -> str:
+def _nats(gained: Gain) -> str:
     """Ahead or behind by how many nats, and how surely."""
-    if gained is None:
-        return "nowhere, because a run diverged"
+    if gained.diverged is not None:
+        return f"nowhere to compare: {gained.diverged.words}"
     words = f"{abs(gained.value):.3f} nats {'ahead' if gained.value > 0 else 'behind'}"
     if gained.interval is None:
         return f"{words} (one seed)"

@@ -14,15 +14,38 @@ from poprisk.experiments.comparison import reading
 from poprisk.experiments.comparison.arms import ARMS, USUAL
 from poprisk.experiments.comparison.reading import StoredMetric, StoredRow, StoredStudy
 from poprisk.experiments.statistics import bootstrap_difference, mean_over_seeds, paired_difference
+from poprisk.report.gate_choice import chosen_gate, searched_gates
 
 Saved = Mapping[str, Any]
 ADAMW = "adamw"
 DEFAULTS = "defaults"
 DEFAULTS_LABEL = ARMS[DEFAULTS].label
-GATES = ("soft", "hard", "snr", "soft_calibrated", "hard_calibrated")
-"""The arms that are PopRiskAdamW with a gate for each weight."""
+GIVEN_ADAMW = "best given AdamW, chosen in its favour"
+"""What stands in for a tuned AdamW where none was searched: of the given rows the one with the best mean last step."""
 MINUS = "−"  # as long as the plus above it
 _WORDS = {"lr": "lr", "weight_decay": "decay", "beta2": "β2", "alpha": "α", "rho": "ρ", "lamb": "lamb"}
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """How many members of each side diverged, of how many pairs."""
+
+    first: int
+    second: int
+    pairs: int
+
+    @property
+    def words(self) -> str:
+        """Which side it was.
+
+        >>> Diverged(1, 0, 3).words, Diverged(0, 2, 3).words, Diverged(1, 2, 3).words
+        ('diverged (1 of 3)', 'no gain: the other side diverged (2 of 3)', 'both diverged (1 and 2 of 3)')
+        """
+        if self.first and self.second:
+            return f"both diverged ({self.first} and {self.second} of {self.pairs})"
+        if self.first:
+            return f"diverged ({self.first} of {self.pairs})"
+        return f"no gain: the other side diverged ({self.second} of {self.pairs})"
 
 
 @dataclass(frozen=True)
@@ -30,32 +53,52 @@ class Gain:
     """How much better one list of seeds is than another, pair by pair: more is better, whichever way the metric goes.
 
     Attributes:
-        value: Mean over the pairs.
+        value: Mean over the pairs; NaN where a member diverged, which no mean should hide.
         interval: Student's, 95%; None for one pair.
         bootstrap: The percentile bootstrap's, 95%; None for one pair.
+        diverged: Which side diverged; None where none did.
     """
 
     value: float
     interval: tuple[float, float] | None
     bootstrap: tuple[float, float] | None
+    diverged: Diverged | None = None
 
     @property
     def verdict(self) -> str:
-        """``better``, ``worse``, or ``unclear`` where Student's interval holds zero or does not exist."""
+        """``better``, ``worse``, or ``unclear`` where Student's interval holds zero or does not exist.
+
+        One diverged seed makes the first side worse. The second side's makes the first better only if all its seeds
+        diverged, and none of the first: a run that failed once proves little.
+
+        >>> [Gain(math.nan, None, None, Diverged(*counts, 3)).verdict for counts in ((1, 0), (0, 3), (0, 1), (1, 1))]
+        ['worse', 'better', 'unclear', 'unclear']
+        """
+        if self.diverged is not None:
+            return _verdict_of(self.diverged)
         if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
             return "unclear"
         return "better" if self.interval[0] > 0 else "worse"
 
 
-def gain(first: Sequence[float], second: Sequence[float], higher_is_better: bool) -> Gain | None:
-    """The gain of the first over the second; None where a member diverged, which no mean should hide.
+def _verdict_of(diverged: Diverged) -> str:
+    if diverged.first:
+        return "unclear" if diverged.second else "worse"
+    return "better" if diverged.second == diverged.pairs else "unclear"
+
+
+def gain(first: Sequence[float], second: Sequence[float], higher_is_better: bool) -> Gain:
+    """The gain of the first over the second; without a number where a member diverged, and saying which side's.
 
     >>> gained = gain([0.2, 0.3], [0.4, 0.4], higher_is_better=False)
     >>> round(gained.value, 3), gained.verdict
     (0.15, 'unclear')
+    >>> gain([0.2, math.nan], [0.4, 0.4], higher_is_better=False).diverged
+    Diverged(first=1, second=0, pairs=2)
     """
-    if any(math.isnan(value) for value in (*first, *second)):
-        return None
+    failed = [sum(not math.isfinite(value) for value in side) for side in (first, second)]
+    if any(failed):
+        return Gain(math.nan, None, None, Diverged(failed[0], failed[1], len(first)))
     better, worse = (first, second) if higher_is_better else (second, first)
     student = paired_difference(better, worse)
     if student.low is None or student.high is None:
@@ -65,21 +108,49 @@ def gain(first: Sequence[float], second: Sequence[float], higher_is_better: bool
     return Gain(student.value, (student.low, student.high), ends)
 
 
+def adamw_reference(study: StoredStudy) -> StoredRow | None:
+    """The tuned AdamW; where none was searched, the given AdamW with the best mean last step on the report's seeds.
+
+    That choice is made with the answers in hand and so favours AdamW. None where there is no AdamW at all.
+    """
+    tuned = reading.find_row(study, ADAMW)
+    if tuned is not None:
+        return tuned
+    given = [row for row in compared_rows(study) if row["arm"] == ADAMW and not row["chosen_for"]]
+    return given[0] if given else None
+
+
+def adamw_checkpoints(study: StoredStudy) -> list[float] | None:
+    """Each seed's best checkpoint of the AdamW tuned for that; of the best given one where none was searched."""
+    if reading.find_row(study, ADAMW) is not None:
+        return reading.oracle(study)
+    row, metric = adamw_reference(study), reading.primary(study)
+    return None if row is None else reading.best(row, metric["name"], metric["higher_is_better"])
+
+
+def adamw_words(study: StoredStudy) -> str:
+    """Which AdamW the others are compared with, in words."""
+    row = adamw_reference(study)
+    if row is None:
+        return "no AdamW"
+    return "the tuned AdamW" if row["chosen_for"] else f"{row['label']} ({GIVEN_ADAMW})"
+
+
 def gain_over_adamw(study: StoredStudy, row: StoredRow) -> Gain | None:
-    """The last step of a row against the last step of the tuned AdamW; None where one diverged or is not there."""
-    metric, tuned = reading.primary(study), reading.find_row(study, ADAMW)
-    if tuned is None:
+    """The last step of a row against that of :func:`adamw_reference`; None where there is no AdamW."""
+    metric, reference = reading.primary(study), adamw_reference(study)
+    if reference is None:
         return None
     name = metric["name"]
-    return gain(reading.final(row, name), reading.final(tuned, name), metric["higher_is_better"])
+    return gain(reading.final(row, name), reading.final(reference, name), metric["higher_is_better"])
 
 
 def gain_over_oracle(study: StoredStudy, row: StoredRow) -> Gain | None:
-    """The last step of a row against the best checkpoint of the AdamW tuned for that."""
-    metric = reading.primary(study)
-    if reading.find_row(study, ADAMW) is None:
+    """The last step of a row against :func:`adamw_checkpoints`; None where there is no AdamW."""
+    metric, checkpoints = reading.primary(study), adamw_checkpoints(study)
+    if checkpoints is None:
         return None
-    return gain(reading.final(row, metric["name"]), reading.oracle(study), metric["higher_is_better"])
+    return gain(reading.final(row, metric["name"]), checkpoints, metric["higher_is_better"])
 
 
 def compared_rows(study: StoredStudy) -> list[StoredRow]:
@@ -96,16 +167,12 @@ def compared_rows(study: StoredStudy) -> list[StoredRow]:
 
 
 def best_gate(study: StoredStudy) -> StoredRow | None:
-    """The searched gate whose chosen trial ended best on the tuning seeds, so that the report seeds chose nothing."""
-    metric = reading.primary(study)
-    sign = -1.0 if metric["higher_is_better"] else 1.0
-    ends: dict[str, float] = {}
-    for arm in GATES:
-        row = reading.find_row(study, arm)
-        if row is not None:
-            values = reading.trial_finals(study, arm)[study["arms"][arm]["chosen"]["last"]]
-            ends[arm] = sign * math.fsum(values) / len(values)
-    return reading.row(study, min(ends, key=ends.__getitem__)) if ends else None
+    """The searched gate whose chosen trial ended best on the tuning seeds; the report seeds chose nothing.
+
+    It is the best of k gates, searched with k times AdamW's trials: say so where it is shown
+    (:func:`poprisk.report.gate_choice.budget_words`), with the gate fixed in advance beside it.
+    """
+    return chosen_gate(study, "last")
 
 
 def comparison_lines(saved: Saved) -> Iterator[RenderableType]:
@@ -128,9 +195,14 @@ def table_note(saved: Saved) -> str:
     spread = "one seed" if seeds == 1 else f"mean ± standard error over {seeds} fresh seeds"
     trials = sorted({len(arm["trials"]) for study in studies for arm in study["arms"].values()})
     searched = f"{' or '.join(str(count) for count in trials)} trials for each searched arm, " if trials else ""
+    given = [s["task"]["name"] for s in studies if ADAMW not in s["arms"]]
+    reference = f" (without a searched one, {', '.join(given)}: the {GIVEN_ADAMW})" if given else ""
+    several = any(len(searched_gates(study)) > 1 for study in studies)
+    choice = " Whoever picks the best of several gates has had several times AdamW's trials." if several else ""
     return (
-        f"Values: {spread}; {searched}chosen by the last step on other seeds. Gains are over the tuned AdamW, pair by "
-        "pair, more is better: Student's 95% interval in brackets, the bootstrap's in parentheses."
+        f"Values: {spread}; {searched}chosen by the last step on other seeds. Gains are over the tuned AdamW"
+        f"{reference}, pair by pair, more is better: Student's 95% interval in brackets, the bootstrap's in "
+        f"parentheses.{choice}"
     )
 
 
@@ -146,7 +218,7 @@ def comparison_table(study: StoredStudy) -> list[list[str]]:
 def _cells(study: StoredStudy, metric: StoredMetric, row: StoredRow) -> list[str]:
     name, spec = metric["name"], metric["spec"]
     waits = [] if metric["target"] is None else [steps_words(study, row)]
-    is_reference = row["arm"] == ADAMW and "last" in row["chosen_for"]
+    is_reference = row is adamw_reference(study)
     over_last = "–" if is_reference else gain_words(gain_over_adamw(study, row), spec)
     return [
         row["label"],
@@ -183,6 +255,8 @@ def gain_words(gained: Gain | None, spec: str, *, bootstrap: bool = True) -> str
     """
     if gained is None:
         return "–"
+    if gained.diverged is not None:
+        return gained.diverged.words
     words = signed(gained.value, spec)
     if gained.interval is not None:
         words += f" [{', '.join(signed(end, spec) for end in gained.interval)}]"

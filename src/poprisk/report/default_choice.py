@@ -52,7 +52,7 @@ def draw_default_choice(saved: Saved) -> Figure:
     """
     found = ranked(saved)
     best, now, taken = front(found), library_default(found), chosen(found)
-    rows = best + [now] * (now is not None and now not in best)
+    rows = best if now is None or now in best else [*best, now]
     rows = rows or found[:1]  # all diverged
     letters = {candidate.label: _letter(place) for place, candidate in enumerate(rows)}
     with matplotlib.rc_context(STYLE):
@@ -144,7 +144,7 @@ def _draw_tasks(
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel("score (0: usual AdamW, 1: its best step)")
+    axes.set_xlabel("score (0: usual AdamW, 1: any AdamW's best step)")
     axes.set_title("B  Task by task, the bar their mean")
 
 

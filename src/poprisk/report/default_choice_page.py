@@ -38,7 +38,7 @@ def default_choice_lines(saved: Saved) -> Iterator[RenderableType]:
     both = {candidate.label: candidate for candidate in (*within, *regardless)}
     yield _costs("Costs of these on clean tasks", list(both.values()), marked)
     yield Text(
-        f"Scores: 0 is AdamW at lr {USUAL_RATE:g}, 1 the best checkpoint of any AdamW, both with the test set in hand. "
+        f"Scores: 0 is AdamW at lr {USUAL_RATE:g}, 1 the best checkpoint of any AdamW, picked on the test set. "
         "Costs: what is lost against the best last step of AdamW, in points of accuracy or as a share (*). Bold: "
         "PopRiskAdamW's present default."
     )

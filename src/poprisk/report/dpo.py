@@ -15,8 +15,20 @@ from poprisk.experiments.dpo import DEFAULTS, PAPER_RULE, SHARED_ADAMW, SUGGESTE
 from poprisk.experiments.dpo_task import ACCURACY, DRIFT, MARGIN
 from poprisk.experiments.statistics import bootstrap_difference, first_step_reaching, median_steps
 from poprisk.report.claims import Claim
-from poprisk.report.comparison_page import best_gate, comparison_lines, gain, gain_words, mean_words, signed
+from poprisk.report.comparison_page import (
+    Gain,
+    adamw_reference,
+    adamw_words,
+    best_gate,
+    comparison_lines,
+    gain,
+    gain_words,
+    mean_words,
+    signed,
+)
 from poprisk.report.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
+from poprisk.report.gate_choice import budget_words, fixed_gate, tuned_gate_words
+from poprisk.report.paired_ratio import LEAST_PAIRS, looked_before
 from poprisk.report.seed_curves import draw_seeds, mean_and_range
 
 try:
@@ -32,7 +44,7 @@ Values = list[float | None]
 LEVELS = (0.54, 0.55, 0.56, 0.58, 0.60)
 """The accuracies of the paper's table that must be held to the end."""
 _GIVEN = {SHARED_ADAMW: (BLUE, "-"), PAPER_RULE: (ORANGE, "-"), SUGGESTED: (GREEN, "-."), DEFAULTS: (SKY, "-.")}
-_TUNED_ADAMW, _TUNED_GATE = "AdamW, tuned", "best gate, tuned"
+_TUNED_ADAMW = "AdamW, tuned"
 _HELD = {"better": "Held", "worse": "Not held", "unclear": "Undecided"}
 
 
@@ -46,6 +58,11 @@ class TableRow:
     paper: tuple[float | None, float] | None = None
     """None for AdamW is the paper's "not reached"; None for both is a row that the paper does not have."""
     spec: str = ".3f"
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether it is a time, known to the evaluation before it only."""
+        return self.spec == ".0f"
 
 
 def sustained(values: Sequence[float]) -> list[float]:
@@ -62,8 +79,14 @@ def sustained(values: Sequence[float]) -> list[float]:
 
 def steps_to_hold(study: StoredStudy, each: StoredRow, level: float) -> list[int | None]:
     """The first evaluated step from which each seed's accuracy never again falls below the level."""
+    values = curve(each, ACCURACY)
+    return _hold(study, values, [level] * len(values))
+
+
+def _hold(study: StoredStudy, values: Sequence[Sequence[float]], levels: Sequence[float]) -> list[int | None]:
+    """The same with a level for each seed."""
     steps = study["evaluation_steps"]
-    return [first_step_reaching(sustained(values), steps, level, True) for values in curve(each, ACCURACY)]
+    return [first_step_reaching(sustained(v), steps, level, True) for v, level in zip(values, levels, strict=True)]
 
 
 def _over_run(metric: str, reduce: Callable[[list[float]], float]) -> Callable[[StoredStudy, StoredRow], Values]:
@@ -77,9 +100,9 @@ def _holds(level: float) -> Callable[[StoredStudy, StoredRow], Values]:
 
 
 def _holds_adamw(study: StoredStudy, each: StoredRow) -> Values:
-    """The level is what the AdamW with shared hyper-parameters ends at, on average."""
-    ends = final(row(study, SHARED_ADAMW), ACCURACY)
-    return _holds(math.fsum(ends) / len(ends))(study, each)
+    """The level of each seed is what the AdamW with shared hyper-parameters ends at with that seed."""
+    found = _hold(study, curve(each, ACCURACY), final(row(study, SHARED_ADAMW), ACCURACY))
+    return [None if step is None else float(step) for step in found]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -139,7 +162,7 @@ def _rows(study: StoredStudy) -> dict[str, tuple[StoredRow, str, str]]:
     if tuned is not None:
         found[_TUNED_ADAMW] = (tuned, INK, "--")
     if gate is not None:
-        found[_TUNED_GATE] = (gate, PURPLE, "--")
+        found[tuned_gate_words(study)] = (gate, PURPLE, "--")
     return found
 
 
@@ -195,7 +218,7 @@ def _tally(study: StoredStudy) -> str:
     """How many rows of the paper's table held."""
     rows = [line for line in ROWS if line.paper]
     found = {
-        words: [_HELD[_verdict(line, line.measure(study, first), line.measure(study, second))[0]] for line in rows]
+        words: [_HELD[_compare(study, line, first, second)[0]] for line in rows]
         for words, first, second in _matches(study)
     }
     return " ".join(
@@ -206,12 +229,24 @@ def _tally(study: StoredStudy) -> str:
 
 
 def _matches(study: StoredStudy) -> list[tuple[str, StoredRow, StoredRow]]:
-    """Who is compared with AdamW: the paper's rule with all shared, and the best gate after equal tuning."""
-    gate = best_gate(study)
+    """Who is compared with AdamW: the paper's rule with all shared, and the best gate after tuning.
+
+    Where no gate was searched the defaults stand for it, and where no AdamW was, the given one for that.
+    """
+    adamw, gate = row(study, SHARED_ADAMW), best_gate(study)
+    reference = adamw_reference(study) or adamw
+    tuning = "With tuning" if reference["chosen_for"] else "With nothing searched"
     return [
-        ("With shared hyper-parameters", row(study, PAPER_RULE), row(study, SHARED_ADAMW)),
-        ("With equal tuning", row(study, DEFAULTS) if gate is None else gate, row(study, "adamw")),
+        ("With shared hyper-parameters", row(study, PAPER_RULE), adamw),
+        (f"{tuning} ({_contender_words(study)})", row(study, DEFAULTS) if gate is None else gate, reference),
     ]
+
+
+def _contender_words(study: StoredStudy) -> str:
+    """What stands for population-risk training in the second comparison, and against which AdamW."""
+    gate = best_gate(study)
+    what = f"{DEFAULTS}, no gate searched" if gate is None else f"{gate['label']}, {budget_words(study)}"
+    return f"{what}, against {adamw_words(study)}"
 
 
 def claims_dpo(saved: Saved) -> list[Claim]:
@@ -222,42 +257,78 @@ def claims_dpo(saved: Saved) -> list[Claim]:
 
 
 def _row_claim(study: StoredStudy, line: TableRow) -> Claim:
-    (_, paper, adamw), (_, contender, tuned) = _matches(study)
-    defaults = line.measure(study, row(study, DEFAULTS))
-    first, second, third, fourth = (line.measure(study, each) for each in (paper, adamw, contender, tuned))
-    shared, equal = _verdict(line, first, second), _verdict(line, third, fourth)
+    (_, paper, adamw), (words, contender, reference) = _matches(study)
+    shown = {each["label"]: each for each in (reference, contender, *_beside(study))}
+    shared, equal = _compare(study, line, paper, adamw), _compare(study, line, contender, reference)
     paper_adamw, paper_rule = _paper_cells(line)
     given = f"AdamW {paper_adamw}, population risk {paper_rule}" if line.paper else "not in the paper"
     return Claim(
         claim=f"Noisy DPO: {line.name}" + (" (table)" if line.paper else ""),
         paper=given + _ratio_words(line),
-        paper_conditions=f"{SHARED_ADAMW} {_words(line, second)}; {PAPER_RULE} {_words(line, first)}",
-        equal_tuning=f"AdamW {_words(line, fourth)}; {contender['label']} {_words(line, third)}; "
-        f"{DEFAULTS} {_words(line, defaults)}",
+        paper_conditions="; ".join(f"{e['label']} {_words(line, line.measure(study, e))}" for e in (adamw, paper)),
+        equal_tuning="; ".join(f"{name} {_words(line, line.measure(study, e))}" for name, e in shown.items()),
         sentence=f"{_HELD[shared[0]]} with shared hyper-parameters: {line.name}, the paper's rule against AdamW, "
-        f"{shared[1]}. {_HELD[equal[0]]} with equal tuning: {contender['label']} against AdamW, {equal[1]}.",
+        f"{shared[1]}. {_HELD[equal[0]]} {words[0].lower()}{words[1:]}: {equal[1]}.{_fixed_sentence(study, line)}",
     )
 
 
-def _verdict(line: TableRow, first: Values, second: Values) -> tuple[str, str]:
+def _beside(study: StoredStudy) -> list[StoredRow]:
+    """What is shown beside the best gate: the gate fixed in advance, where one was searched, and the defaults."""
+    fixed = fixed_gate(study, "last")
+    return [*([] if fixed is None else [fixed]), row(study, DEFAULTS)]
+
+
+def _fixed_sentence(study: StoredStudy, line: TableRow) -> str:
+    """The gate fixed in advance, which had AdamW's number of trials; nothing where it is the one chosen, or none."""
+    fixed, reference = fixed_gate(study, "last"), adamw_reference(study)
+    if fixed is None or reference is None or fixed is best_gate(study):
+        return ""
+    verdict, numbers = _compare(study, line, fixed, reference)
+    return f" {_HELD[verdict]} by the gate fixed in advance ({fixed['label']}): {numbers}."
+
+
+def _compare(study: StoredStudy, line: TableRow, ours: StoredRow, adamw: StoredRow) -> tuple[str, str]:
     """``better``, ``worse`` or ``unclear``, and the numbers in words."""
+    first, second = line.measure(study, ours), line.measure(study, adamw)
     known = [[v for v in values if v is not None] for values in (first, second)]
     words = f"{_words(line, first)} against {_words(line, second)}"
     if len(known[0]) == len(first) and len(known[1]) == len(second):
         gained = gain(known[0], known[1], line.higher_is_better)
-        if gained is None:
-            return ("worse" if any(math.isnan(v) for v in known[0]) else "better"), "one of them diverged"
+        if line.counts_steps:
+            gained = _with_the_grid(gained, known[0], known[1], study["evaluation_steps"])
         return gained.verdict, f"{words}, gain {gain_words(gained, line.spec)}"
-    if len(known[0]) == len(first) and not known[1]:
+    several = len(first) >= LEAST_PAIRS
+    if several and len(known[0]) == len(first) and not known[1]:
         return "better", words
-    if len(known[1]) == len(second) and not known[0]:
+    if several and len(known[1]) == len(second) and not known[0]:
         return "worse", words
     return "unclear", words
 
 
+def _with_the_grid(gained: Gain, first: Sequence[float], second: Sequence[float], looks: Sequence[int]) -> Gain:
+    """A gain in steps whose interval is no narrower than the evaluations allow.
+
+    What was seen at one evaluation happened somewhere after the one before, so that equal differences in all seeds,
+    whose Student interval has no width, are still known to an evaluation only.
+
+    >>> _with_the_grid(Gain(25.0, (25.0, 25.0), (25.0, 25.0)), [25, 25], [50, 50], [25, 50, 75]).interval
+    (0.0, 50.0)
+    """
+    if gained.interval is None:
+        return gained
+    earliest, latest = (
+        math.fsum(after - before for after, before in zip(afters, befores, strict=True)) / len(first)
+        for afters, befores in (
+            ([looked_before(round(step), looks) for step in second], first),
+            (second, [looked_before(round(step), looks) for step in first]),
+        )
+    )
+    return Gain(gained.value, (min(gained.interval[0], earliest), max(gained.interval[1], latest)), None)
+
+
 def _words(line: TableRow, values: Values) -> str:
     """Mean ± standard error; of steps the median, and how many seeds held the level."""
-    if line.spec == ".0f":
+    if line.counts_steps:
         return str(median_steps([None if v is None else round(v) for v in values]))
     return mean_words([math.nan if v is None else v for v in values], line.spec)
 
@@ -279,16 +350,16 @@ def _ratio_words(line: TableRow) -> str:
 
 def _pairs_claim(study: StoredStudy) -> Claim:
     """The same difference with the evaluation pairs resampled: what a few hundred pairs can tell apart."""
-    gate = best_gate(study)
-    contender = DEFAULTS if gate is None else gate["label"]
-    shared, equal = (_pair_bootstrap(study, *labels) for labels in ((PAPER_RULE, SHARED_ADAMW), (contender, "AdamW")))
+    (_, paper, adamw), (_, contender, reference) = _matches(study)
+    shared = _pair_bootstrap(study, paper["label"], adamw["label"])
+    equal = _pair_bootstrap(study, contender["label"], reference["label"])
     count = len(study["portraits"][SHARED_ADAMW]["margins"])
     error = 100 * math.sqrt(0.25 / count)
     return Claim(
         claim="Noisy DPO: final reward accuracy, evaluation pairs resampled (first seed)",
         paper="not in the paper",
         paper_conditions=shared,
-        equal_tuning=f"{contender} against AdamW: {equal}",
+        equal_tuning=f"{_contender_words(study)}: {equal}",
         sentence=f"{count} evaluation pairs alone leave a standard error of up to {error:.1f} points on any accuracy; "
         f"the paper's rule minus AdamW, pairs resampled: {shared} points with shared hyper-parameters.",
     )
@@ -306,18 +377,16 @@ def _pair_bootstrap(study: StoredStudy, first: str, second: str) -> str:
 
 
 def _clean_claim(study: StoredStudy) -> Claim:
-    (_, paper, adamw), (_, contender, tuned) = _matches(study)
-    words = {
-        each["label"]: mean_words(final(each, ACCURACY), ".3f")
-        for each in (adamw, paper, tuned, contender, row(study, DEFAULTS))
-    }
-    verdict, numbers = _verdict(ROWS[0], list(final(contender, ACCURACY)), list(final(tuned, ACCURACY)))
-    tuned_labels = (tuned["label"], contender["label"], DEFAULTS)
+    (_, paper, adamw), (words, contender, reference) = _matches(study)
+    shown = {each["label"]: each for each in (reference, contender, *_beside(study))}
+    verdict, numbers = _compare(study, ROWS[0], contender, reference)
     cost = {"better": "is better", "worse": "costs accuracy", "unclear": "is not clearly different"}[verdict]
     return Claim(
         claim="DPO without swapped pairs, the control: final reward accuracy",
         paper="not in the paper",
-        paper_conditions="; ".join(f"{each['label']} {words[each['label']]}" for each in (adamw, paper)),
-        equal_tuning="; ".join(f"{label} {words[label]}" for label in dict.fromkeys(tuned_labels)),
-        sentence=f"On clean preferences {contender['label']} {cost} after equal tuning: {numbers}.",
+        paper_conditions="; ".join(f"{e['label']} {mean_words(final(e, ACCURACY), '.3f')}" for e in (adamw, paper)),
+        equal_tuning=("" if reference["chosen_for"] else "nothing searched: ")
+        + "; ".join(f"{label} {mean_words(final(each, ACCURACY), '.3f')}" for label, each in shown.items()),
+        sentence=f"On clean preferences {contender['label']} {cost}: {words[0].lower()}{words[1:]}, {numbers}."
+        f"{_fixed_sentence(study, ROWS[0])}",
     )

@@ -11,7 +11,7 @@ from poprisk.experiments.inr import ADAMW, FASTER, SHARED, SHARED_SNR
 from poprisk.experiments.inr_task import CLEAN_PSNR
 from poprisk.experiments.pixels import unpacked_pixels
 from poprisk.report.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, STYLE
-from poprisk.report.gate_choice import chosen_gate
+from poprisk.report.gate_choice import chosen_gate, tuned_gate_words
 from poprisk.report.inr_page import claims_inr, defaults_row, inr_lines, noisy_studies
 
 try:
@@ -59,9 +59,11 @@ def _shown(study: StoredStudy) -> _Shown:
         (FASTER, reading.row(study, FASTER), ORANGE, "--"),
         (defaults_row(study)["label"], defaults_row(study), BLUE, "-"),
     ]
-    for row, colour in ((reading.find_row(study, "adamw"), GREEN), (chosen_gate(study, "last"), PURPLE)):
-        if row is not None:
-            rows.append((f"{row['label']}, tuned", row, colour, "-"))
+    tuned, gate = reading.find_row(study, "adamw"), chosen_gate(study, "last")
+    if tuned is not None:
+        rows.append((f"{tuned['label']}, tuned", tuned, GREEN, "-"))
+    if gate is not None:
+        rows.append((f"{gate['label']}:\n{tuned_gate_words(study)}", gate, PURPLE, "-"))
     return rows
 
 

@@ -18,9 +18,11 @@ from poprisk.experiments.labels import SETTINGS
 from poprisk.problems.cifar import WRONG_SHARES
 from poprisk.report.claims import Claim
 from poprisk.report.comparison_page import (
-    ADAMW,
     DEFAULTS_LABEL,
     Gain,
+    adamw_checkpoints,
+    adamw_reference,
+    adamw_words,
     best_gate,
     gain,
     gain_over_adamw,
@@ -28,6 +30,7 @@ from poprisk.report.comparison_page import (
     gain_words,
     mean_words,
 )
+from poprisk.report.gate_choice import budget_words, fixed_gate
 from poprisk.report.teacher import ALLOWED_CLEAN, ALLOWED_NOISY, verdict
 
 Saved = Mapping[str, Any]
@@ -61,28 +64,33 @@ def labels_lines(saved: Saved) -> Iterator[RenderableType]:
     for cells in rows:
         table.add_row(*cells)
     yield table
+    yield Text(
+        "The best searched gate had as many times AdamW's trials as there were gates to choose from; the gate fixed in "
+        "advance and AdamW had the same number."
+    )
     for claim in claims_labels(saved):
         yield Text(claim.sentence, style="bold")
 
 
 def labels_table(saved: Saved) -> list[list[str]]:
-    """Head, and for each task: AdamW given and tuned, its best checkpoint, the defaults, the best gate, the gain."""
-    head = ["data, wrong labels", ADAMW_GIVEN, "AdamW tuned", "AdamW, best checkpoint", DEFAULTS_LABEL, "tuned gate"]
+    """Head, and for each task: AdamW given and tuned, its best checkpoint, the defaults, two gates, the gain."""
+    head = ["data, wrong labels", ADAMW_GIVEN, "AdamW tuned", "AdamW, best checkpoint", DEFAULTS_LABEL]
     return [
-        [*head, "defaults over best checkpoint (points)"],
+        [*head, "best searched gate", "gate fixed in advance", "defaults over best checkpoint (points)"],
         *(_cells(s) for s in saved["result"]["studies"].values()),
     ]
 
 
 def _cells(study: StoredStudy) -> list[str]:
-    defaults, gate = reading.row(study, DEFAULTS_LABEL), best_gate(study)
+    defaults, gate, fixed = reading.row(study, DEFAULTS_LABEL), best_gate(study), fixed_gate(study, "last")
     return [
         what(study),
         _last(reading.row(study, ADAMW_GIVEN)),
-        _last(reading.find_row(study, ADAMW)),
-        mean_words(reading.oracle(study), _SPEC) if reading.find_row(study, ADAMW, "best") else "–",
+        _adamw_last(study),
+        _checkpoint(study),
         _last(defaults),
-        _last(gate) if gate is None else f"{_last(gate)} ({gate['label']})",
+        _last(gate) if gate is None else f"{_last(gate)} ({gate['label']}; {budget_words(study)})",
+        _last(fixed) if fixed is None else f"{_last(fixed)} ({fixed['label']})",
         _points(gain_over_oracle(study, defaults)),
     ]
 
@@ -100,10 +108,9 @@ def _claim(study: StoredStudy) -> Claim:
     noisy = data_and_share(study)[1] > 0
     defaults, given, paper = (reading.row(study, label) for label in (DEFAULTS_LABEL, ADAMW_GIVEN, PAPER_RULE))
     gained = gain_over_oracle(study, defaults) if noisy else gain_over_adamw(study, defaults)
-    against = "the best checkpoint of the tuned AdamW" if noisy else "the last step of the tuned AdamW"
+    against = f"the {'best checkpoint' if noisy else 'last step'} of {adamw_words(study)}"
     shared = gain(reading.final(paper, ACCURACY), reading.final(given, ACCURACY), higher_is_better=True)
     promise = "no worse than a checkpoint chosen with the test set in hand" if noisy else "within a point of AdamW"
-    oracle = mean_words(reading.oracle(study), _SPEC) if reading.find_row(study, ADAMW, "best") else "–"
     return Claim(
         claim=f"{what(study)}: the defaults end {promise}",
         paper="not in the paper",
@@ -111,7 +118,7 @@ def _claim(study: StoredStudy) -> Claim:
             f"{ADAMW_GIVEN}: {_last(given)}; {PAPER_RULE}: {_last(paper)}, gain {_points(shared)} points"
         ),
         equal_tuning=(
-            f"AdamW: last {_last(reading.find_row(study, ADAMW))}, best checkpoint {oracle}; {DEFAULTS_LABEL}: "
+            f"AdamW: last {_adamw_last(study)}, best checkpoint {_checkpoint(study)}; {DEFAULTS_LABEL}: "
             f"{_last(defaults)}, gain over {against.removeprefix('the ')} {_points(gained)} points"
         ),
         sentence=f"{what(study)}: {verdict(gained, ALLOWED_NOISY if noisy else ALLOWED_CLEAN, against)}",
@@ -128,12 +135,25 @@ def _last(row: StoredRow | None) -> str:
     return "–" if row is None else mean_words(reading.final(row, ACCURACY), _SPEC)
 
 
+def _adamw_last(study: StoredStudy) -> str:
+    """Of the tuned AdamW, or of the best given one, and then it is said."""
+    row = adamw_reference(study)
+    return _last(row) + ("" if row is None or row["chosen_for"] else f" ({adamw_words(study)})")
+
+
+def _checkpoint(study: StoredStudy) -> str:
+    checkpoints = adamw_checkpoints(study)
+    return "–" if checkpoints is None else mean_words(checkpoints, _SPEC)
+
+
 def _points(gained: Gain | None) -> str:
     """A gain in percentage points, with Student's interval and the bootstrap's."""
     if gained is None:
         return "–"
+    if gained.diverged is not None:
+        return gained.diverged.words
     ends = [None if pair is None else (100 * pair[0], 100 * pair[1]) for pair in (gained.interval, gained.bootstrap)]
-    return gain_words(Gain(100 * gained.value, *ends), ".1f")
+    return gain_words(Gain(100 * gained.value, ends[0], ends[1]), ".1f")
 
 
 def _seed_words(count: int) -> str:

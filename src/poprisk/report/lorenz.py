@@ -8,12 +8,21 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from poprisk.errors import MissingExtraError
-from poprisk.experiments.comparison.reading import StoredRow, StoredStudy, best, curve, final, find_row, oracle, row
+from poprisk.experiments.comparison.reading import StoredRow, StoredStudy, best, curve, final, find_row, row
 from poprisk.experiments.lorenz import DEFAULTS, PAPER_RULE, SHARED_ADAMW, SNR
 from poprisk.experiments.lorenz_task import HELD_OUT, VALID_TIME
 from poprisk.report.claims import Claim
-from poprisk.report.comparison_page import Gain, best_gate, comparison_lines, gain
+from poprisk.report.comparison_page import (
+    Gain,
+    adamw_checkpoints,
+    adamw_reference,
+    adamw_words,
+    best_gate,
+    comparison_lines,
+    gain,
+)
 from poprisk.report.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
+from poprisk.report.gate_choice import tuned_gate_words, tuned_gates
 from poprisk.report.seed_curves import draw_seeds
 from poprisk.report.wording import short
 
@@ -27,7 +36,7 @@ except ImportError:
 Saved = Mapping[str, Any]
 _MSE, _TIME = HELD_OUT.name, VALID_TIME.name
 _GIVEN = {SHARED_ADAMW: BLUE, PAPER_RULE: ORANGE, SNR: GREEN, DEFAULTS: SKY}
-_TUNED_ADAMW, _TUNED_GATE = "AdamW, tuned", "best gate, tuned"
+_TUNED_ADAMW = "AdamW, tuned"
 _HELD = {"better": "Held", "worse": "Not held", "unclear": "Undecided"}
 
 
@@ -71,13 +80,13 @@ def _rows(study: StoredStudy) -> dict[str, tuple[StoredRow, str]]:
     if tuned is not None:
         found[_TUNED_ADAMW] = (tuned, INK)
     if gate is not None:
-        found[_TUNED_GATE] = (gate, PURPLE)
+        found[tuned_gate_words(study)] = (gate, PURPLE)
     return found
 
 
 def _draw_curves(axes: Axes, study: StoredStudy, title: str) -> None:
     for words, (each, colour) in _rows(study).items():
-        line = "--" if words in (_TUNED_ADAMW, _TUNED_GATE) else "-"
+        line = "-" if words in _GIVEN else "--"
         draw_seeds(axes, study["evaluation_steps"], curve(each, _MSE), words, colour, linestyle=line, linewidth=1.8)
     axes.set_yscale("log")
     axes.set_xlim(0, study["task"]["steps"])
@@ -113,7 +122,7 @@ def _draw_levels(axes: Axes, saved: Saved) -> None:
         shown = [(noise, _rows(study).get(words)) for noise, study in levels]
         points = [(noise, final(found[0], _MSE)) for noise, found in shown if found is not None]
         means = [math.fsum(values) / len(values) for _, values in points]
-        line = "--" if words in (_TUNED_ADAMW, _TUNED_GATE) else "-"
+        line = "-" if words in _GIVEN else "--"
         axes.plot([noise for noise, _ in points], means, line, marker="o", markersize=4, color=colour)
     axes.set_yscale("log")
     axes.set_title("C  Final error across noise")
@@ -151,41 +160,52 @@ def claims_lorenz(saved: Saved) -> list[Claim]:
 def _checkpoint_claim(saved: Saved) -> Claim:
     study, noise = reference_study(saved), saved["config"]["reference"]
     adamw, paper, defaults = (row(study, label) for label in (SHARED_ADAMW, PAPER_RULE, DEFAULTS))
-    checkpoint, gate = best(adamw, _MSE, False), best_gate(study)
+    checkpoint, tuned_checkpoint = best(adamw, _MSE, False), adamw_checkpoints(study) or best(adamw, _MSE, False)
     shared = gain(final(paper, _MSE), checkpoint, higher_is_better=False)
-    tuned = gain(final(defaults, _MSE), oracle(study), higher_is_better=False)
-    tuned_words = f"AdamW's best checkpoint {_mean(oracle(study))}; {DEFAULTS} last {_mean(final(defaults, _MSE))}"
-    if gate is not None:
-        tuned_words += f"; best gate ({gate['label']}) last {_mean(final(gate, _MSE))}"
+    tuned = gain(final(defaults, _MSE), tuned_checkpoint, higher_is_better=False)
+    tuned_words = f"AdamW's best checkpoint {_mean(tuned_checkpoint)}; {DEFAULTS} last {_mean(final(defaults, _MSE))}"
     return Claim(
         claim="Lorenz '63: population-risk training finishes below AdamW's best checkpoint (figure, panel B)",
         paper="below; no number given",
         paper_conditions=f"noise {noise:g}: {SHARED_ADAMW}: best {_mean(checkpoint)}, last "
         f"{_mean(final(adamw, _MSE))}; {PAPER_RULE}: last {_mean(final(paper, _MSE))}",
-        equal_tuning=tuned_words,
+        equal_tuning="; ".join([tuned_words, *_gate_ends(study)]),
         sentence=f"{_held(shared)} with shared hyper-parameters: the last step of the paper's rule has "
-        f"{_relative(shared, checkpoint)} AdamW's best checkpoint. {_held(tuned)} with equal tuning: the last step of "
-        f"{DEFAULTS} has {_relative(tuned, oracle(study))} the tuned AdamW's best checkpoint.",
+        f"{_relative(shared, checkpoint)} AdamW's best checkpoint. {_held(tuned)} against a tuned AdamW: the last step "
+        f"of {DEFAULTS} (not tuned) has {_relative(tuned, tuned_checkpoint)} the best checkpoint of "
+        f"{adamw_words(study)}.{_gate_sentence(study, tuned_checkpoint)}",
     )
+
+
+def _gate_ends(study: StoredStudy) -> list[str]:
+    return [f"{words} last {_mean(final(each, _MSE))}" for words, each in tuned_gates(study, "last").items()]
+
+
+def _gate_sentence(study: StoredStudy, checkpoint: Sequence[float]) -> str:
+    """The tuned gates against the same checkpoint: the best of several with several times the trials."""
+    gains = {words: gain(final(each, _MSE), checkpoint, False) for words, each in tuned_gates(study, "last").items()}
+    parts = [f"{words}: {_relative(gained, checkpoint)} it" for words, gained in gains.items()]
+    return f" After tuning, {'; '.join(parts)}." if parts else " No gate was searched."
 
 
 def _levels_claim(saved: Saved) -> Claim:
     levels = noise_levels(saved)
     shared = {noise: _last_gain(study, PAPER_RULE, SHARED_ADAMW) for noise, study in levels}
-    tuned = {noise: _last_gain(study, DEFAULTS, "adamw") for noise, study in levels}
+    tuned = {noise: _gain_of_defaults(study) for noise, study in levels}
     return Claim(
         claim="Lorenz '63: lower final error across sensor-noise levels (figure, panel C)",
         paper="lower; no number given",
-        paper_conditions=_by_level(levels, (SHARED_ADAMW, PAPER_RULE)),
-        equal_tuning=_by_level(levels, ("adamw", DEFAULTS)),
-        sentence=f"With shared hyper-parameters the paper's rule ends {_counts(shared)}; {DEFAULTS} against the tuned "
-        f"AdamW {_counts(tuned)} (0 is the clean control).",
+        paper_conditions=_by_level(levels, lambda study: [row(study, SHARED_ADAMW), row(study, PAPER_RULE)]),
+        equal_tuning=_by_level(levels, lambda study: [_adamw(study), row(study, DEFAULTS)]),
+        sentence=f"Against AdamW with shared hyper-parameters the error of the paper's rule is {_counts(shared)}; that "
+        f"of {DEFAULTS} against {adamw_words(levels[0][1])} is {_counts(tuned)} (0 is the clean control).",
     )
 
 
 def _rollout_claim(saved: Saved) -> Claim:
     study, noise = reference_study(saved), saved["config"]["reference"]
-    times = {label: final(row(study, label), _TIME) for label in (SHARED_ADAMW, PAPER_RULE, "adamw", DEFAULTS)}
+    times = {label: final(row(study, label), _TIME) for label in (SHARED_ADAMW, PAPER_RULE, DEFAULTS)}
+    times["adamw"] = final(_adamw(study), _TIME)
     shared = gain(times[PAPER_RULE], times[SHARED_ADAMW], higher_is_better=True)
     tuned = gain(times[DEFAULTS], times["adamw"], higher_is_better=True)
     words = {label: f"{math.fsum(values) / len(values):.2f}" for label, values in times.items()}
@@ -196,44 +216,60 @@ def _rollout_claim(saved: Saved) -> Claim:
         f"{PAPER_RULE} {words[PAPER_RULE]}",
         equal_tuning=f"AdamW {words['adamw']}, {DEFAULTS} {words[DEFAULTS]}",
         sentence=f"{_held(shared)} with shared hyper-parameters: roll-outs of the paper's rule stay near the truth for "
-        f"{words[PAPER_RULE]} Lyapunov times, AdamW's for {words[SHARED_ADAMW]}. {_held(tuned)} with equal tuning: "
-        f"{words[DEFAULTS]} for {DEFAULTS}, {words['adamw']} for AdamW.",
+        f"{words[PAPER_RULE]} Lyapunov times, AdamW's for {words[SHARED_ADAMW]}. {_held(tuned)} against a tuned "
+        f"AdamW: {words[DEFAULTS]} for {DEFAULTS} (not tuned), {words['adamw']} for {adamw_words(study)}.",
     )
 
 
-def _last_gain(study: StoredStudy, first: str, second: str) -> Gain | None:
+def _adamw(study: StoredStudy) -> StoredRow:
+    """The tuned AdamW, or the best that was given."""
+    return adamw_reference(study) or row(study, SHARED_ADAMW)
+
+
+def _gain_of_defaults(study: StoredStudy) -> Gain:
+    return gain(final(row(study, DEFAULTS), _MSE), final(_adamw(study), _MSE), higher_is_better=False)
+
+
+def _last_gain(study: StoredStudy, first: str, second: str) -> Gain:
     return gain(final(row(study, first), _MSE), final(row(study, second), _MSE), higher_is_better=False)
 
 
-def _counts(gains: Mapping[float, Gain | None]) -> str:
-    """At which levels lower, at which higher, at which it cannot be told."""
-    names: dict[str, Callable[[Gain | None], bool]] = {
-        "lower": lambda g: g is not None and g.verdict == "better",
-        "higher": lambda g: g is None or g.verdict == "worse",
-        "not clearly different": lambda g: g is not None and g.verdict == "unclear",
-    }
-    found = {words: [noise for noise, g in gains.items() if fits(g)] for words, fits in names.items()}
+def _counts(gains: Mapping[float, Gain]) -> str:
+    """At which levels lower, at which higher, at which it cannot be told, and who diverged where."""
+    found: dict[str, list[float]] = {}
+    for noise, gained in gains.items():
+        found.setdefault(_outcome(gained), []).append(noise)
     return ", ".join(
-        f"{words} at noise {', '.join(f'{noise:g}' for noise in levels)}" for words, levels in found.items() if levels
+        f"{words} at noise {', '.join(f'{noise:g}' for noise in levels)}" for words, levels in sorted(found.items())
     )
 
 
-def _by_level(levels: Sequence[tuple[float, StoredStudy]], labels: Sequence[str]) -> str:
+def _outcome(gained: Gain) -> str:
+    if gained.diverged is not None:
+        sides = (("it", gained.diverged.first), ("AdamW", gained.diverged.second))
+        failed = " and ".join(f"{side} diverged in {count}" for side, count in sides if count)
+        return f"not known ({failed} of {gained.diverged.pairs} seeds)"
+    return {"better": "lower", "worse": "higher", "unclear": "not clearly different"}[gained.verdict]
+
+
+def _by_level(levels: Sequence[tuple[float, StoredStudy]], shown: Callable[[StoredStudy], Sequence[StoredRow]]) -> str:
     return "; ".join(
-        f"noise {noise:g}: " + ", ".join(f"{each['label']} {_mean(final(each, _MSE))}" for each in shown)
+        f"noise {noise:g}: " + ", ".join(f"{each['label']} {_mean(final(each, _MSE))}" for each in shown(study))
         for noise, study in levels
-        for shown in [[row(study, label) for label in labels]]
     )
 
 
-def _held(gained: Gain | None) -> str:
-    return "Not held" if gained is None else _HELD[gained.verdict]
+def _held(gained: Gain) -> str:
+    return _HELD[gained.verdict]
 
 
-def _relative(gained: Gain | None, reference: Sequence[float]) -> str:
+def _relative(gained: Gain, reference: Sequence[float]) -> str:
     """The error in relation to the reference's mean, with Student's interval: more or less, in percent."""
-    if gained is None:
-        return "no finite error in some seed, against"
+    if gained.diverged is not None:
+        failed = gained.diverged
+        if failed.first:
+            return f"no finite error in {failed.first} of {failed.pairs} seeds, against"
+        return f"a finite error, AdamW in {failed.second} of {failed.pairs} seeds none, against"
     scale = math.fsum(reference) / len(reference)
     change = f"{abs(gained.value) / scale:.0%} {'less' if gained.value > 0 else 'more'} error"
     if gained.interval is not None:

@@ -11,7 +11,7 @@ from poprisk.experiments.pinn import FULL, NO_WARMUP, adamw_label
 from poprisk.experiments.pinn_task import ERROR, NOISY, PERIOD
 from poprisk.report.comparison_page import DEFAULTS
 from poprisk.report.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
-from poprisk.report.gate_choice import chosen_gate
+from poprisk.report.gate_choice import chosen_gate, tuned_gate_words
 from poprisk.report.pinn_page import ADAMW_ROWS, PAPER, claims_pinn, iterations, pinn_lines
 
 try:
@@ -64,18 +64,22 @@ def _shown(study: StoredStudy) -> list[tuple[str, StoredRow, tuple[str, str]]]:
     """Words, row and line of everything that is drawn: the paper's rows, the defaults, and two tuned ones."""
     rows = [(label, reading.row(study, label), _LINES[label]) for label in (FULL, NO_WARMUP, *ADAMW_ROWS)]
     rows += [(row["label"], row, _DEFAULT_LINE) for row in reading.rows(study) if row["arm"] == DEFAULTS]
-    for row, line in ((_tuned(study), _TUNED_LINE), (_tuned_gate(study), _GATE_LINE)):
-        if row is not None:
-            rows.append((f"{row['label']}, tuned", row, line))
+    tuned, gate = _tuned(study), _tuned_gate(study)
+    if tuned is not None:
+        rows.append((f"{tuned['label']}, tuned", tuned, _TUNED_LINE))
+    if gate is not None:
+        rows.append((f"{gate['label']}:\n{tuned_gate_words(study)}", gate, _GATE_LINE))
     return rows
 
 
 def _tuned(study: StoredStudy) -> StoredRow | None:
-    return reading.find_row(study, "adamw", "target") or reading.find_row(study, "adamw", "best")
+    questions = ("target", "best", "last")  # the last where none of its trials met the target
+    return next((row for q in questions if (row := reading.find_row(study, "adamw", q)) is not None), None)
 
 
 def _tuned_gate(study: StoredStudy) -> StoredRow | None:
-    return chosen_gate(study, "target") or chosen_gate(study, "best")
+    questions = ("target", "best", "last")
+    return next((row for q in questions if (row := chosen_gate(study, q)) is not None), None)
 
 
 def _draw_curves(axes: Axes, study: StoredStudy) -> None:

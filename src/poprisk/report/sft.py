@@ -10,8 +10,17 @@ from poprisk.errors import MissingExtraError
 from poprisk.experiments.comparison.reading import StoredRow, StoredStudy, curve, final, find_row, row
 from poprisk.experiments.sft import CALIBRATED, DEFAULTS, HELD_OUT, PAPER_RULE, SHARED_ADAMW, SNR, SUGGESTED
 from poprisk.report.claims import Claim
-from poprisk.report.comparison_page import Gain, best_gate, comparison_lines, gain, gain_words, mean_words
+from poprisk.report.comparison_page import (
+    Gain,
+    adamw_reference,
+    adamw_words,
+    comparison_lines,
+    gain,
+    gain_words,
+    mean_words,
+)
 from poprisk.report.figure_style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
+from poprisk.report.gate_choice import tuned_gates
 from poprisk.report.seed_curves import draw_seeds
 
 try:
@@ -74,33 +83,35 @@ def claims_sft(saved: Saved) -> list[Claim]:
 
 
 def _claim(study: StoredStudy) -> Claim:
-    shared, tuned, gate = row(study, SHARED_ADAMW), row(study, "adamw"), best_gate(study)
+    shared = row(study, SHARED_ADAMW)
+    reference = adamw_reference(study) or shared
     inherited = {label: _gain(row(study, label), shared) for label in (PAPER_RULE, CALIBRATED, SNR, SUGGESTED)}
-    rows = {DEFAULTS: row(study, DEFAULTS)} | ({} if gate is None else {gate["label"]: gate})
-    after = {label: _gain(each, tuned) for label, each in rows.items()}
+    contenders = {**tuned_gates(study, "last"), DEFAULTS: row(study, DEFAULTS)}
+    after = {words: _gain(each, reference) for words, each in contenders.items()}
     what = f"Fine-tuning a language model, {_title(study)[0].lower()}{_title(study)[1:]}"
-    best = DEFAULTS if gate is None else gate["label"]
     return Claim(
         claim=f"{what}: the gate as a one-line change to AdamW (Algorithm 1)",
         paper="no figure: the paper has no such experiment",
         paper_conditions=_cell(SHARED_ADAMW, shared, inherited),
-        equal_tuning=_cell("AdamW", tuned, after),
+        equal_tuning=_cell(reference["label"], reference, after),
         sentence=f"{what}: at AdamW's learning rate the paper's rule ends {_nats(inherited[PAPER_RULE])}, calibrated α "
-        f"{_nats(inherited[CALIBRATED])}; after equal tuning {best} ends {_nats(after[best])}.",
+        f"{_nats(inherited[CALIBRATED])}; against {adamw_words(study)} "
+        + ", ".join(f"{words} ends {_nats(gained)}" for words, gained in after.items())
+        + ".",
     )
 
 
-def _gain(first: StoredRow, second: StoredRow) -> Gain | None:
+def _gain(first: StoredRow, second: StoredRow) -> Gain:
     return gain(final(first, HELD_OUT), final(second, HELD_OUT), higher_is_better=False)
 
 
-def _cell(reference: str, each: StoredRow, gains: Mapping[str, Gain | None]) -> str:
+def _cell(reference: str, each: StoredRow, gains: Mapping[str, Gain]) -> str:
     parts = [f"{reference}: {mean_words(final(each, HELD_OUT), '.3f')} nats"]
     return "; ".join([*parts, *(f"{label}: {gain_words(g, '.3f', bootstrap=False)}" for label, g in gains.items())])
 
 
-def _nats(gained: Gain | None) -> str:
-    if gained is None:
-        return "nowhere, because a run diverged"
+def _nats(gained: Gain) -> str:
+    if gained.diverged is not None:
+        return f"nowhere to compare: {gained.diverged.words}"
     words = f"{abs(gained.value):.3f} nats {'ahead' if gained.value > 0 else 'behind'}"
     return f"{words} (undecided)" if gained.verdict == "unclear" else words

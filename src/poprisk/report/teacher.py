@@ -10,9 +10,12 @@ from poprisk.experiments.comparison import reading
 from poprisk.experiments.comparison.reading import StoredStudy
 from poprisk.report.claims import Claim
 from poprisk.report.comparison_page import (
-    ADAMW,
     DEFAULTS_LABEL,
+    Diverged,
     Gain,
+    adamw_checkpoints,
+    adamw_reference,
+    adamw_words,
     comparison_lines,
     gain,
     gain_over_adamw,
@@ -45,11 +48,11 @@ def claims_teacher(saved: Saved) -> list[Claim]:
 
 def _claim(study: StoredStudy) -> Claim:
     noise, metric = study["task"]["config"]["noise"], reading.primary(study)["name"]
-    defaults, tuned = reading.row(study, DEFAULTS_LABEL), reading.row(study, ADAMW)
+    defaults, tuned = reading.row(study, DEFAULTS_LABEL), adamw_reference(study)
     what = f"Teacher labels, {noise:.0%} wrong" if noise else "Teacher labels, clean"
     gained = gain_over_oracle(study, defaults) if noise else gain_over_adamw(study, defaults)
     allowed = ALLOWED_NOISY if noise else ALLOWED_CLEAN
-    against = "the best checkpoint of the tuned AdamW" if noise else "the last step of the tuned AdamW"
+    against = f"the {'best checkpoint' if noise else 'last step'} of {adamw_words(study)}"
     given, paper = reading.row(study, _ADAMW_GIVEN), reading.row(study, _PAPER_RULE)
     shared = gain(reading.final(paper, metric), reading.final(given, metric), higher_is_better=True)
     return Claim(
@@ -60,7 +63,8 @@ def _claim(study: StoredStudy) -> Claim:
             f"{_percent(reading.final(paper, metric))}, gain {points(shared)}"
         ),
         equal_tuning=(
-            f"AdamW: last {_percent(reading.final(tuned, metric))}, best {_percent(reading.oracle(study))}; "
+            f"AdamW: last {_percent(reading.final(tuned, metric) if tuned else None)}, best "
+            f"{_percent(adamw_checkpoints(study))}; "
             f"{DEFAULTS_LABEL}: last {_percent(reading.final(defaults, metric))}"
         ),
         sentence=f"{what}: {verdict(gained, allowed, against)}",
@@ -68,7 +72,7 @@ def _claim(study: StoredStudy) -> Claim:
 
 
 def verdict(gained: Gain | None, allowed: float, against: str) -> str:
-    """Whether the interval excludes a loss of more than allowed.
+    """Whether the interval excludes a loss of more than allowed; who diverged has lost, ours at once.
 
     >>> verdict(Gain(0.02, (0.01, 0.03), None), 0.005, "AdamW")
     'held: the defaults end +2.0 [+1.0, +3.0] points against AdamW; a loss of more than 0.5 is excluded.'
@@ -76,7 +80,9 @@ def verdict(gained: Gain | None, allowed: float, against: str) -> str:
     'not held: the defaults end −2.0 [−3.0, −1.0] points against AdamW, more than 0.5 behind.'
     """
     if gained is None:
-        return f"undecided: a run diverged, so that there is no comparison with {against}."
+        return "undecided: there is no AdamW to compare with."
+    if gained.diverged is not None:
+        return _diverged_verdict(gained.diverged, gained.verdict, against)
     words, limit = f"the defaults end {points(gained)} against {against}", f"{100 * allowed:.1f}"
     if gained.interval is None:
         return f"undecided: {words} (one seed)."
@@ -87,6 +93,17 @@ def verdict(gained: Gain | None, allowed: float, against: str) -> str:
     return f"undecided: {words}; a loss of more than {limit} is not excluded."
 
 
+def _diverged_verdict(failed: Diverged, verdict: str, against: str) -> str:
+    """The defaults' divergence is held against them; AdamW's decides for them only if all its seeds diverged."""
+    ours, theirs = (f"{count} of {failed.pairs} seeds" for count in (failed.first, failed.second))
+    if failed.first and failed.second:
+        return f"undecided: the defaults diverged in {ours}, and AdamW in {theirs}, so that {against} is no measure."
+    if failed.first:
+        return f"not held: the defaults diverged in {ours}, against {against}."
+    held = "held" if verdict == "better" else "undecided"
+    return f"{held}: AdamW diverged in {theirs}, the defaults in none, against {against}."
+
+
 def points(gained: Gain | None) -> str:
     """A gain of accuracy in percentage points.
 
@@ -95,9 +112,11 @@ def points(gained: Gain | None) -> str:
     """
     if gained is None:
         return "–"
+    if gained.diverged is not None:
+        return gained.diverged.words
     interval = None if gained.interval is None else (100 * gained.interval[0], 100 * gained.interval[1])
     return gain_words(Gain(100 * gained.value, interval, None), ".1f") + " points"
 
 
-def _percent(values: list[float]) -> str:
-    return mean_words(values, ".1%")
+def _percent(values: list[float] | None) -> str:
+    return "–" if values is None else mean_words(values, ".1%")

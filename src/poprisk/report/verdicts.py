@@ -18,8 +18,10 @@ from poprisk.experiments.comparison import reading
 from poprisk.experiments.comparison.reading import StoredStudy
 from poprisk.report.claims import Claim
 from poprisk.report.comparison_page import (
-    ADAMW,
     DEFAULTS_LABEL,
+    GIVEN_ADAMW,
+    adamw_checkpoints,
+    adamw_reference,
     compared_rows,
     gain_over_adamw,
     gain_over_oracle,
@@ -27,6 +29,7 @@ from poprisk.report.comparison_page import (
     mean_words,
     signed,
 )
+from poprisk.report.default_tasks import DefaultTasks, default_tasks, family
 from poprisk.report.wording import bullets, table, wrapped
 from poprisk.store import load_result, write_text
 
@@ -83,13 +86,13 @@ def verdicts(folder: str | Path) -> str:
         DataError: The folder is missing, or a result in it is of a format this version does not know.
     """
     folder = Path(folder)
-    found = stored_results(folder)
-    parts = ["# Verdicts", *_introduction(found)]
+    found, chosen_on = stored_results(folder), default_tasks(folder)
+    parts = ["# Verdicts", *_introduction(found, chosen_on)]
     for kind in CLAIMS:
         parts += _experiment(kind, [stored for stored in found if stored.kind == kind], folder)
     compared = [stored for stored in found if _tasks([stored])]
     if compared:
-        parts += ["## PopRiskAdamW at its defaults against AdamW", *_defaults(compared)]
+        parts += ["## PopRiskAdamW at its defaults against AdamW", *_defaults(compared, chosen_on)]
         parts += ["## Every optimizer on every task", *_every_optimizer(compared)]
         parts += ["## What was searched", *_search_spaces(compared)]
     parts += ["## How it was made", *_origin(found)]
@@ -120,15 +123,17 @@ def _kind(path: Path) -> str | None:
     return content.get("kind") if isinstance(content, dict) else None
 
 
-def _introduction(found: Sequence[Stored]) -> Iterator[str]:
+def _introduction(found: Sequence[Stored], chosen_on: DefaultTasks) -> Iterator[str]:
     yield wrapped(
         "What the paper claims of its optimizer, beside what was measured here. *Paper's conditions*: the optimizers "
         "share their hyper-parameters, as in the paper. *Equal tuning*: every optimizer had the same number of trials "
         "over its own search space (listed below), chosen on tuning seeds and reported on others, the same for all. "
         "Metrics are of test data, in tuning too, for AdamW as for all others. *Last step* is where a run ends, *best "
-        "step* the best checkpoint, which takes an oracle to keep. Intervals are 95%, over paired seeds. "
-        "PopRiskAdamW's defaults are not tuned to any task."
+        "step* the best checkpoint, which takes an oracle to keep. Intervals are 95%, over paired seeds. Where the "
+        "best of k gates is shown, the gates together had k times AdamW's trials; beside it stands the one gate fixed "
+        "in advance, which had AdamW's number."
     )
+    yield wrapped(chosen_on.sentence)
     missing = [kind for kind in CLAIMS if kind not in {stored.kind for stored in found}]
     if missing:
         commands = (f"{TITLES[kind]}: `poprisk reproduce {kind} --output results`" for kind in missing)
@@ -173,61 +178,73 @@ def _cells(row: Sequence[str]) -> list[str]:
 
 def is_clean(study: StoredStudy) -> bool:
     """Whether no noise is in the task's data: none was put in, and labels, where one can choose, are the clean ones."""
-    config = study["task"]["config"]
-    spoiled = config.get("noise") or config.get("wrong_share")
-    return not spoiled and config.get("labels", "clean") == "clean"
+    return family(study["task"])[-1]
 
 
 def _tasks(found: Sequence[Stored], clean: bool | None = None) -> list[tuple[str, StoredStudy]]:
-    """Every study that has AdamW to compare with, by its name; of one kind of data if asked."""
+    """Every study that has an AdamW to compare with, searched or given, by its name; of one kind of data if asked."""
     return [
         (name, study)
         for stored in found
         for name, study in stored.studies.items()
-        if reading.find_row(study, ADAMW) is not None and clean in (None, is_clean(study))
+        if adamw_reference(study) is not None and clean in (None, is_clean(study))
     ]
 
 
-def _defaults(found: Sequence[Stored]) -> Iterator[str]:
+def _defaults(found: Sequence[Stored], chosen_on: DefaultTasks) -> Iterator[str]:
     yield wrapped(
-        "The last step of the untuned defaults against the tuned AdamW's last step, and against its best checkpoint. "
-        "Gains are in units of the metric, and more is better whichever way the metric goes."
+        "The last step of the defaults, the same on every task, against the tuned AdamW's last step, and against its "
+        f"best checkpoint. Where no AdamW was searched it is the {GIVEN_ADAMW} (marked *). Gains are in units of the "
+        "metric, and more is better whichever way the metric goes. In-sample: the defaults were chosen on such a task."
     )
-    head = ["task", "metric", "defaults, last", "AdamW, last", "gain", "AdamW, best step", "gain over best"]
+    head = ["task", "defaults chosen on it", "metric", "defaults, last", "AdamW, last", "gain"]
+    head += ["AdamW, best step", "gain over best"]
     for clean, words in ((False, "Noisy data"), (True, "Clean data")):
         tasks = _tasks(found, clean)
+        for inside in (False, True):
+            group = [study for _, study in tasks if chosen_on.includes(study) == inside]
+            if group:
+                yield wrapped(f"{words}, {_sample(inside)}: {_tally(group)}")
         if tasks:
-            yield wrapped(f"{words}: {_tally(study for _, study in tasks)}")
-            yield _table(head, [_defaults_row(name, study) for name, study in tasks])
+            yield _table(head, [_defaults_row(name, study, chosen_on) for name, study in tasks])
+
+
+def _sample(inside: bool) -> str:
+    return "in-sample" if inside else "out-of-sample"
 
 
 def _tally(studies: Iterable[StoredStudy]) -> str:
-    """On how many tasks the defaults' last step is better or worse than the tuned AdamW's, by Student's interval."""
+    """On how many tasks the defaults' last step is better or worse than AdamW's, by Student's interval."""
     gains = [gain_over_adamw(study, reading.row(study, DEFAULTS_LABEL)) for study in studies]
-    verdict = Counter("diverged" if gained is None else gained.verdict for gained in gains)
-    words = f"better than the tuned AdamW's last step on {verdict['better']} of {len(gains)} tasks, "
+    verdict = Counter("unclear" if gained is None else gained.verdict for gained in gains)
+    diverged = [gained.diverged for gained in gains if gained is not None and gained.diverged is not None]
+    words = f"better than AdamW's last step on {verdict['better']} of {len(gains)} tasks, "
     words += f"worse on {verdict['worse']}, undecided on {verdict['unclear']}"
-    return words + (f", diverged on {verdict['diverged']}." if verdict["diverged"] else ".")
+    sides = (("the defaults", sum(d.first > 0 for d in diverged)), ("AdamW", sum(d.second > 0 for d in diverged)))
+    return words + "".join(f"; {side} diverged on {count}" for side, count in sides if count) + "."
 
 
-def _defaults_row(name: str, study: StoredStudy) -> list[str]:
-    metric = reading.primary(study)
+def _defaults_row(name: str, study: StoredStudy, chosen_on: DefaultTasks) -> list[str]:
+    metric, adamw = reading.primary(study), adamw_reference(study)
     spec, defaults = metric["spec"], reading.row(study, DEFAULTS_LABEL)
+    mark = "" if adamw is None or adamw["chosen_for"] else " *"
     return [
         name,
+        _sample(chosen_on.includes(study)),
         metric["name"],
         mean_words(reading.final(defaults, metric["name"]), spec),
-        mean_words(reading.final(reading.row(study, ADAMW), metric["name"]), spec),
+        ("–" if adamw is None else mean_words(reading.final(adamw, metric["name"]), spec)) + mark,
         gain_words(gain_over_adamw(study, defaults), spec, bootstrap=False),
-        mean_words(reading.oracle(study), spec),
+        mean_words(adamw_checkpoints(study) or [math.nan], spec) + mark,
         gain_words(gain_over_oracle(study, defaults), spec, bootstrap=False),
     ]
 
 
 def _every_optimizer(found: Sequence[Stored]) -> Iterator[str]:
     yield wrapped(
-        "Gain of the last step over the tuned AdamW's, in units of each task's metric; bold where the interval "
-        "excludes zero. The first table has the mean rank over the tasks with all arms, 1 is best."
+        f"Gain of the last step over the tuned AdamW's (the {GIVEN_ADAMW}, where none was searched), in units of each "
+        "task's metric; bold where the interval excludes zero. The first table has the mean rank over the "
+        "tasks with all arms, 1 is best."
     )
     yield _ranks(found)
     for stored in found:
@@ -241,12 +258,12 @@ def _gain_cell(study: StoredStudy, label: str) -> str:
     row = reading.find_row(study, label)
     if row is None:
         return ""
-    if row["arm"] == ADAMW and row["chosen_for"]:
+    if row is adamw_reference(study):
         return "0"
     if reading.failed(row):
         return "diverged"
     gained = gain_over_adamw(study, row)
-    if gained is None:
+    if gained is None or gained.diverged is not None:
         return "–"
     words = signed(gained.value, reading.primary(study)["spec"])
     return words if gained.verdict == "unclear" else f"**{words}**"

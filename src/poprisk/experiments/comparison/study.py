@@ -264,7 +264,7 @@ def _train(
 
 def _asked(task: Task, row: _Row, device: torch.device) -> dict[str, Any]:
     """All that a row's outcome depends on."""
-    plain = {key: value for key, value in _plain(row).items() if key != "label"}
+    plain = {key: value for key, value in _plain(row).items() if key in ("hyper", "seeds")}  # names change nothing
     library = require_arm("defaults")
     followed = {"rule": library.definition(), "hyper": library.hyper({})} if row.arm.control else None
     return {"task": describe(task), **plain, "rule": row.arm.definition(), "device": device.type, "followed": followed}
