@@ -376,6 +376,32 @@ def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path):
     assert _timeless(run_comparison("r", Config(), wanted, None, tmp_path / "parts", CPU)) == _timeless(fresh)
 
 
+def test_twins_are_trained_once_and_pictured_if_one_of_them_is():
+    @dataclass(frozen=True)
+    class Pictured(Regression):
+        def portrait(self, weights, seed):
+            return {"seed": seed, "norm": round(float(weights["out.weight"].norm()), 4)}
+
+    usual = ARMS["defaults"].hyper({})
+    twin = Setting("twin", ARMS["defaults"].rule, {k: usual[k] for k in ("lr", "alpha", "strength")})
+    for settings in ((twin,), (Setting("PopRiskAdamW, defaults", "defaults"), twin)):
+        wanted = Study(
+            Pictured(steps=4, evaluations=1),
+            settings=settings,
+            report_seeds=(3,),
+            tuning_seeds=(),
+            portraits=("PopRiskAdamW, defaults",),
+        )
+        told = []
+        found = run_comparison("r", Config(), [wanted], lambda *x, told=told: told.append(x[2]), device=CPU)
+        stored = found.studies["regression_0.5"]
+        assert told[0].endswith("report, 1 members")
+        assert stored["portraits"]["PopRiskAdamW, defaults"]["seed"] == 3
+        curves = [row["curves"] for row in stored["rows"]]
+        assert len(curves) == 2
+        assert curves[0] == curves[1]
+
+
 def test_small_stacks_give_what_one_large_stack_gives():
     one = run_comparison("r", Config(), [study(arms=("adamw", "gate_schedule", "soft"))], device=CPU)
     many = run_comparison(
@@ -423,7 +449,8 @@ def test_gaps_in_a_row_change_nothing(monkeypatch):
 def test_a_captured_step_is_the_step():
     """On a GPU the step is compiled and recorded: every arm ends where it ends on the CPU."""
     task = Regression(steps=20)
-    crowd = [member(arm, seed, lr_warmup=3.0) for arm in ARMS for seed in (0, 1)]
+    rising = {arm: {} if arm == "defaults" else {"lr_warmup": 3.0} for arm in ARMS}
+    crowd = [member(arm, seed, **rising[arm]) for arm in ARMS for seed in (0, 1)]
     on_cpu = Stack(task, crowd, CPU).train()
     on_gpu = Stack(task, crowd, torch.device("cuda")).train()
     steady = [i for i, one in enumerate(crowd) if one.arm.control != "random_mask"]

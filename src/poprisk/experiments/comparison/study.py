@@ -10,6 +10,7 @@
 The metrics are measured on test data, also in tuning: every arm, AdamW among them, is chosen with the answers in hand.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -244,7 +245,7 @@ def _train(
     """All rows, in stacks of at most so many members; a stack's rows are stored as soon as it is done."""
     began = time.perf_counter()
     asked = [_asked(study.task, row, device) for row in rows]
-    missing = [i for i, key in enumerate(asked) if not _is_whole(ledger.find(key), rows[i])]
+    missing = [i for i in _distinct(rows, asked) if not _is_whole(ledger.find(asked[i]), rows[i])]
     for part in _parts([rows[i] for i in missing], study.members_at_once):
         numbers = [missing[k] for k in part]
         words = f"{study.task.name}, {stage}, {sum(len(rows[i].seeds) for i in numbers)} members"
@@ -268,6 +269,16 @@ def _asked(task: Task, row: _Row, device: torch.device) -> dict[str, Any]:
     library = require_arm("defaults")
     followed = {"rule": library.definition(), "hyper": library.hyper({})} if row.arm.control else None
     return {"task": describe(task), **plain, "rule": row.arm.definition(), "device": device.type, "followed": followed}
+
+
+def _distinct(rows: Sequence[_Row], asked: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of rows that differ: of twins, one with a portrait stands for both."""
+    chosen: dict[str, int] = {}
+    for i, key in enumerate(asked):
+        text = json.dumps(key, sort_keys=True)
+        if text not in chosen or (rows[i].portrayed and not rows[chosen[text]].portrayed):
+            chosen[text] = i
+    return sorted(chosen.values())
 
 
 def _is_whole(outcome: Mapping[str, Any] | None, row: _Row) -> bool:
