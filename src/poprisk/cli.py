@@ -264,6 +264,69 @@ def audit(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a recorded run.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write, one HTML file.")] = Path(
+        "poprisk-report.html"
+    ),
+    budget: Annotated[
+        float,
+        _number(0.1, 1e6, "Seconds on one CPU core, about, that each part may take; dearer ones are left out."),
+    ] = 30.0,
+    retrain: Annotated[
+        int,
+        _number(
+            0, 100, "Trainings that may be spent on the risk where the run alone cannot tell it: 0, or at least 3."
+        ),
+    ] = 0,
+    examples: Annotated[
+        bool,
+        typer.Option("--examples/--no-examples", help="Show pictures and texts of the examples, or leave them out."),
+    ] = True,
+    clean: Annotated[
+        Path | None,
+        typer.Option(
+            help="The targets without noise, for the four cells of test error: a .npz file with train and test.",
+            show_default=False,
+        ),
+    ] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(help="package.module:function that makes the problem, where the run cannot rebuild it."),
+    ] = None,
+) -> None:
+    """Write what a recorded run says about itself: one HTML page that needs no server and no network.
+
+    What was memorized, the risk on new data, labels that look wrong, gates, spectra, drift, and every example in a
+    table to sort and filter. Parts that are too dear for the budget say what they would take. Nothing is trained again
+    without --retrain.
+    """
+    from poprisk.experiments.run_window import CleanTargets
+    from poprisk.problems import Problem
+    from poprisk.report.run_report import report_command, run_report
+    from poprisk.runs import Run
+    from poprisk.store import writable_directory
+
+    if output.is_dir():
+        raise DataError(
+            f"--output must be a file, got the directory {output}: name the page, e.g. {output}/report.html"
+        )
+    writable_directory(output.parent)  # before anything slow
+    opened = Run.load(run, problem=None if problem is None else Problem.build(problem))
+    written = run_report(
+        opened,
+        output,
+        budget=budget,
+        retrain=retrain,
+        examples=examples,
+        clean=None if clean is None else CleanTargets.load(clean),
+        command=report_command(run, output, budget, retrain, examples, clean, problem),
+        progress=lambda part: typer.echo(f"poprisk: looking at: {part}", err=True),
+    )
+    typer.echo(f"Wrote {written}: open it in a browser")
+
+
+@app.command()
 def explore(
     output: Annotated[Path, typer.Option(help="The page to write, one HTML file.")] = Path("poprisk-explore.html"),
     kernel: Annotated[

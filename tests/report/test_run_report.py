@@ -1,0 +1,440 @@
+"""The report of a run: its numbers against those computed by hand, its page in a real browser, refused input."""
+
+import base64
+import html
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from report_problems import HOSTILE, WRONG, chance, curve, pictures, truth
+from torch.nn import functional as F
+
+from poprisk import PopRiskAdamW, cli
+from poprisk.errors import DataError, HyperparameterError
+from poprisk.experiments.run_analysis import analyze
+from poprisk.experiments.run_gates import gate_curve
+from poprisk.experiments.run_window import CleanTargets
+from poprisk.influence import RiskMeter, influence_on
+from poprisk.problems import Problem
+from poprisk.report.example_contents import example_contents, png
+from poprisk.report.run_report import report_page, run_report, training_call
+from poprisk.runs import Recorder, Run, train
+
+STEPS = 24
+
+
+def call(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of pictures on disk, made by the trainer."""
+    path = tmp_path_factory.mktemp("report") / "run"
+    train(Problem.build(pictures), partial(PopRiskAdamW, lr=0.1), STEPS, batch_size=7, path=path, progress=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return analyze(Run.load(folder))
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    """A regression whose clean targets are known."""
+    run = train(
+        Problem.build(curve), partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1), STEPS, batch_size=8, progress=False
+    )
+    return analyze(run, clean=CleanTargets(truth(run.problem.inputs), run.problem.test[1]))
+
+
+def outputs_at(run, k, inputs):
+    module = run.module()
+    for p, piece in zip(module.parameters(), run.layout.split(run.weights(k)), strict=True):
+        p.data.copy_(piece)
+    with torch.no_grad():
+        return module(inputs)
+
+
+def test_losses_are_those_of_the_network(found):
+    run, curves = found.run, found.curves
+    test_inputs, test_labels = run.problem.test
+    assert curves.steps[0] == 0
+    assert curves.steps[-1] == STEPS
+    for place in (0, 3, -1):
+        k = curves.steps[place]
+        train_outputs, test_outputs = (outputs_at(run, k, x) for x in (run.problem.inputs, test_inputs))
+        assert curves.train[place] == pytest.approx(
+            F.cross_entropy(train_outputs, run.problem.targets).item(), rel=1e-5
+        )
+        assert curves.test[place] == pytest.approx(F.cross_entropy(test_outputs, test_labels).item(), rel=1e-5)
+        right = (test_outputs.argmax(1) == test_labels).double().mean().item()
+        assert curves.test_accuracy[place] == pytest.approx(right)
+
+
+def test_memorization_is_the_gap_over_the_drop(noisy):
+    run, targets = noisy.run, noisy.run.problem.targets
+    risk = RiskMeter("exclusion", examples=run.num_examples).read(run, [STEPS]).readings[0].risk
+    assert risk.valid
+    first, last = (0.5 * F.mse_loss(outputs_at(run, k, run.problem.inputs), targets).item() for k in (0, STEPS))
+    share, error = (float(risk.value) - last) / (first - last), float(risk.standard_error) / (first - last)
+    assert noisy.memorization.source == "estimated population risk"
+    assert noisy.memorization.share == pytest.approx(share, rel=1e-4)
+    assert f"{100 * share:.0f} ± {100 * error:.0f}% of the drop in training loss" in report_page(noisy)
+
+
+def test_a_risk_that_may_not_be_believed_is_said_to_be_and_not_used(found):
+    assert not found.risk.valid
+    assert found.memorization is None
+    page = html.unescape(report_page(found))
+    reason = found.risk.reason.replace("retrain_budget=10", "--retrain 10")
+    assert f"(not valid: {reason})" in page
+    assert 'class="dot hollow' in page
+
+
+def test_trainings_may_be_spent_on_the_risk(folder):
+    found = analyze(Run.load(folder), budget=0.1, retrain=3)
+    assert {r.risk.method for r in found.readings} == {"k_fold"}
+    assert found.risk.valid
+    assert found.memorization.share == pytest.approx(found.risk.gap / (found.curves.train[0] - found.curves.train[-1]))
+    with pytest.raises(HyperparameterError, match="0, or at least 3 trainings, got 2"):
+        analyze(found.run, retrain=2)
+
+
+def test_a_test_set_that_is_easier_says_nothing_about_memorization(found):
+    assert found.curves.test[-1] < found.curves.train[-1]  # its labels are right
+    assert "not drawn as the training set was" in found.left_out["memorization"]
+    assert f"What share was memorized is not known: {found.left_out['memorization']}" in html.unescape(
+        report_page(found)
+    )
+
+
+def test_memorization_falls_back_on_the_test_set():
+    run = train(chance(), partial(torch.optim.SGD, lr=0.5), 30, progress=False)
+    found = analyze(run, budget=0.1)
+    assert found.readings is None
+    assert re.search(r"about \d+ s .* budget of 0.1 s: poprisk report RUN --budget \d+$", found.left_out["risk"])
+    inputs, labels = run.problem.inputs, run.problem.targets
+    first, last = (F.cross_entropy(outputs_at(run, k, inputs), labels).item() for k in (0, 30))
+    tested = F.cross_entropy(outputs_at(run, 30, run.problem.test[0]), run.problem.test[1]).item()
+    assert found.memorization.source == "test set"
+    assert found.memorization.share == pytest.approx((tested - last) / (first - last), rel=1e-5)
+    assert found.memorization.share > 2 * found.memorization.standard_error
+    page = report_page(found)
+    assert "poprisk report RUN --budget" in page
+    assert "by the test set, if that is drawn like the training set" in page
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_gates_are_those_that_the_training_had(every):
+    problem = pictures()
+    module = problem.module()
+    optimizer = PopRiskAdamW(
+        [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 3e-3, "alpha": 0.5}]
+    )
+    live = {}
+    generator = torch.Generator().manual_seed(5)
+    with Recorder(None, module, optimizer, problem=problem, every=every) as recorder:
+        for k in range(20):
+            batch = torch.randperm(len(problem), generator=generator)[:7]
+            with recorder.step(batch):
+                optimizer.zero_grad()
+                F.cross_entropy(module(problem.inputs[batch]), problem.targets[batch]).backward()
+                live[k] = optimizer.overall_diagnostics().to_floats()
+                live[k]["last bias"] = optimizer.gates()[module[2].bias].mean().item() if k else 0.0
+                optimizer.step()
+    curve = gate_curve(recorder.run, moments=5)
+    assert len(curve.steps) == 5
+    assert curve.steps[-1] == 19
+    for place, k in enumerate(curve.steps):
+        for name, values in curve.overall.items():
+            assert values[place] == pytest.approx(live[k][name], rel=1e-4), name
+        assert curve.layers["2.bias"]["mean_gate"][place] == pytest.approx(live[k]["last bias"], rel=1e-4, abs=1e-7)
+
+
+def test_cells_add_up_to_the_error_of_the_network(noisy):
+    run = noisy.run
+    inputs, clean = run.problem.test
+    error = (outputs_at(run, STEPS, inputs) - clean).square().sum().item() / len(clean)
+    assert sum(noisy.window.cells.values()) == pytest.approx(error, rel=1e-4)
+    moved = (outputs_at(run, STEPS, inputs) - outputs_at(run, 0, inputs)).flatten().tolist()
+    assert noisy.window.displacement == pytest.approx(moved, rel=1e-3, abs=1e-5)
+    assert noisy.window.predicted == pytest.approx(moved, rel=1e-3, abs=1e-5)
+    page = report_page(noisy)
+    assert "label noise in the signal channel" in page
+    assert 'id="cells"' in page
+
+
+def test_neighbours_are_the_most_influential(found):
+    example, near = next(iter(found.neighbours.items()))
+    problem = found.run.problem
+    row = influence_on(found.run, problem.inputs[example : example + 1], problem.targets[example : example + 1])[0]
+    others = [(float(v), j) for j, v in enumerate(row) if j != example]
+    assert [j for j, _ in near.supports] == [j for _, j in sorted(others, reverse=True)[:3]]
+    assert [j for j, _ in near.opposes] == [j for _, j in sorted(others)[:3]]
+
+
+def test_the_most_suspicious_are_the_wrong_ones(found):
+    assert {row["example"] for row in found.table.worst(WRONG)} == set(range(WRONG))
+
+
+def test_page_needs_nothing_else_and_is_small(found):
+    page = report_page(found)
+    assert len(page.encode()) < 300_000
+    for outside in ("http", "//cdn", 'src="', "@import", "fetch(", "XMLHttpRequest", "url("):
+        assert outside not in page
+    assert all(target.startswith("#") or target == "data:," for target in re.findall(r'href="([^"]*)"', page))
+    assert "prefers-color-scheme: dark" in page
+    assert "@media print" in page
+    targets = set(re.findall(r'href="#([^"]*)"', page))
+    assert targets <= set(re.findall(r'id="([^"]*)"', page))
+
+
+def test_every_section_has_a_chart_or_says_how_to_get_it(found):
+    page = report_page(found)
+    keys = ["curves", "gates", "operators", "cells", "drift", "displacement", "kernel"]
+    for key in keys:
+        body = re.search(rf'id="{key}">(.*?)</section>', page, re.S).group(1)
+        points = [int(n) for n in re.findall(r'data-points="(\d+)"', body)]
+        assert points or "Not here:" in body
+        assert all(points)
+    assert "Not here: they need the targets without noise" in re.search(r'id="cells">(.*?)</section>', page, re.S)[1]
+
+
+def test_contents_can_be_left_out(noisy, found):
+    assert "secret point" in report_page(noisy)
+    without = report_page(noisy, examples=False)
+    assert "secret point" not in without
+    assert '"given_target"' not in without
+    assert "contents were left out" in without
+    pictures_block = json.loads(data_of(report_page(found)))["pictures"]
+    assert len(pictures_block) == len(found.run.problem)
+    assert json.loads(data_of(report_page(found, examples=False)))["pictures"] == {}
+
+
+def data_of(page):
+    return re.search(r'id="data">(.*?)</script>', page, re.S).group(1)
+
+
+def test_names_and_texts_cannot_leave_their_place(noisy):
+    page = report_page(noisy)
+    assert HOSTILE not in page
+    assert "<" not in data_of(page)
+    assert HOSTILE in json.loads(data_of(page))["texts"]["0"]
+    assert f"<h1>{html.escape(f'curve {HOSTILE}')}</h1>" in page
+
+
+def test_pictures_are_the_inputs():
+    image = pytest.importorskip("PIL.Image")
+    problem = pictures()
+    shown = example_contents(problem, [3])
+    pixels = np.asarray(image.open(io.BytesIO(base64.b64decode(shown.pictures[3]))))
+    np.testing.assert_array_equal(pixels, (problem.inputs[3].reshape(8, 8) * 255).round().numpy().astype(np.uint8))
+    assert "drawn as 8 × 8 pixels" in shown.note
+    colours = torch.arange(2 * 3 * 3).reshape(2, 3, 3).to(torch.uint8)
+    np.testing.assert_array_equal(np.asarray(image.open(io.BytesIO(png(colours)))), colours.numpy())
+
+
+def test_large_pictures_are_made_small_and_stop_where_the_page_is_full():
+    image = pytest.importorskip("PIL.Image")
+    x = torch.randn(6, 3, 100, 60)
+    problem = Problem(torch.nn.Flatten, "squared", x, x.flatten(1))
+    shown = example_contents(problem, [5, 0, 1], most_bytes=10)
+    assert list(shown.pictures) == [5]
+    assert image.open(io.BytesIO(base64.b64decode(shown.pictures[5]))).size == (29, 48)
+    assert shown.note == "contents of the first 1 of 3 examples"
+
+
+def test_the_printed_call_trains_the_same_run(folder, tmp_path, monkeypatch):
+    run = Run.load(folder)
+    text = training_call(run)
+    assert 'Problem.build("report_problems:pictures")' in text
+    monkeypatch.chdir(tmp_path)
+    exec(text, {})
+    again = Run.load(tmp_path / "again")
+    assert torch.equal(again.weights(STEPS), run.weights(STEPS))
+
+
+def test_a_run_without_its_problem_still_has_its_losses(tmp_path):
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(6, 2)
+    with Recorder(tmp_path / "run", module, optimizer, examples=6, loss="squared") as recorder:
+        for _ in range(4):
+            with recorder.step(torch.arange(6)) as step:
+                optimizer.zero_grad()
+                step.loss = module(x).square().mean()
+                step.loss.backward()
+                optimizer.step()
+    found = analyze(Run.load(tmp_path / "run"))
+    page = report_page(found)
+    assert found.table is None
+    assert "loss of each batch" in page
+    assert page.count("--problem package.module:function") >= 5
+
+
+def test_a_network_with_batch_statistics_says_why_not():
+    x, y = torch.randn(24, 3), torch.arange(24) % 2
+    make = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))  # noqa: E731
+    run = train(Problem(make, "cross_entropy", x, y, test=(x, y)), PopRiskAdamW, 6, batch_size=8, progress=False)
+    found = analyze(run)
+    assert found.table is not None
+    for part in ("risk", "operators", "kernel", "neighbours"):
+        assert "no exact analysis of this run is possible" in found.left_out[part]
+    assert "batch statistics were recorded at checkpoints only" in found.curves.notes[0]
+    assert report_page(found).count("Not here:") >= 4
+
+
+def test_command_writes_one_file(folder, capsys, tmp_path):
+    target = tmp_path / "new" / "page.html"
+    code, out, err = call(capsys, "report", folder, "-o", target, "--budget", 0.2, "--no-examples")
+    assert code == 0, err
+    assert out == f"Wrote {target}: open it in a browser\n"
+    assert [p.name for p in target.parent.iterdir()] == ["page.html"]
+    page = html.unescape(target.read_text(encoding="utf-8"))
+    assert f"poprisk report {folder} --output {target} --budget 0.2 --no-examples" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere"),
+        (["RUN", "--budget", "0"], "expected a number from 0.1"),
+        (["RUN", "--budget", "nan"], "expected a number"),
+        (["RUN", "--problem", "nonsense"], "import path"),
+        (["RUN", "--clean", "words.npz"], "must be a .npz file with the arrays train and test"),
+        (["RUN", "--clean", "one.npz"], "must be a .npz file with the arrays train and test"),
+        (["RUN", "--clean", "both.npz"], 'loss="squared"'),
+        (["RUN", "-o", "."], "--output must be a file"),
+    ],
+)
+def test_wrong_input_is_one_line_and_nothing_is_written(arguments, message, folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.npz").write_text("not an archive")
+    np.savez(tmp_path / "one.npz", train=np.ones(3))
+    np.savez(tmp_path / "both.npz", train=np.ones(3), test=np.ones(3))
+    before = sorted(tmp_path.iterdir())
+    arguments = [str(folder) if a == "RUN" else a for a in arguments]
+    code, out, err = call(capsys, "report", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_wrong_arguments_are_refused(noisy):
+    run = noisy.run
+    with pytest.raises(HyperparameterError, match="positive number of seconds"):
+        analyze(run, budget=-1.0)
+    with pytest.raises(DataError, match=r"clean test targets must be of shape \[16, 1\]"):
+        analyze(run, clean=CleanTargets(run.problem.targets, torch.ones(3, 1)))
+
+
+def test_nothing_is_left_behind_if_the_analysis_fails(tmp_path):
+    problem = pictures()
+    run = train(problem, PopRiskAdamW, 2, progress=False)
+    with pytest.raises(HyperparameterError):
+        run_report(run, tmp_path / "page.html", budget=0.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """Opens a page in headless Chromium and gives the document as it stands after its scripts ran."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next((path for name in names if (path := shutil.which(name))), None)
+    if program is None:
+        pytest.skip("needs Chromium on the PATH")
+    home = tmp_path_factory.mktemp("browser")
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=5000"]
+
+    def opened(path):
+        command = [program, *quiet, "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={home}", "--dump-dom"]
+        environment = {**os.environ, "HOME": str(home)}
+        done = subprocess.run(
+            [*command, path.as_uri()], capture_output=True, text=True, timeout=100, check=True, env=environment
+        )
+        return done.stdout
+
+    return opened
+
+
+# Sorts, filters and looks, as a hand would, and notes what the page shows afterwards.
+WATCH = """<script>
+window.problems = [];
+window.onerror = message => { window.problems.push(String(message)); };
+for (const kind of ["error", "warn"]) console[kind] = (...words) => { window.problems.push(words.join(" ")); };
+</script>"""
+PLAY = """<script>
+const shown = () => Array.from(document.querySelectorAll("#body tr"), row => Number(row.dataset.example));
+const buttons = () => Array.from(document.querySelectorAll("#head button"));
+const pressed = title => buttons().find(b => b.title === title).click();
+const changed = (id, value) => {
+  const node = document.getElementById(id);
+  if (node.type === "checkbox") node.checked = value; else node.value = value;
+  node.dispatchEvent(new Event("input"));
+};
+const notes = {first: shown()};
+pressed("position in the training set"); notes.downwards = shown();
+pressed("position in the training set"); notes.upwards = shown();
+notes.sorted = document.querySelector("#head [aria-sort=ascending]").textContent;
+if (document.getElementById("given")) { changed("given", "1"); notes.given = shown(); changed("given", ""); }
+changed("suspects", true); notes.suspects = shown(); changed("suspects", false);
+changed("find", "7"); notes.found = shown(); changed("find", "");
+notes.all = shown(); notes.count = document.getElementById("count").textContent;
+notes.pictures = Array.from(document.querySelectorAll("#body img.thumb"), i => i.complete && i.naturalWidth);
+notes.charts = Array.from(document.querySelectorAll(".chart"), c => {
+  const box = c.querySelector("svg").getBoundingClientRect();
+  return [Number(c.dataset.points), box.width, box.height];
+});
+notes.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+notes.problems = window.problems;
+const out = document.createElement("pre");
+out.id = "notes"; out.textContent = JSON.stringify(notes);
+document.body.append(out);
+</script></body>"""
+
+
+def played(browser, page, path):
+    page = page.replace("<style>", f"{WATCH}<style>", 1).replace("</body>", PLAY)
+    path.write_text(page, encoding="utf-8")
+    seen = re.search(r'<pre id="notes">(.*?)</pre>', browser(path), re.S)
+    assert seen, "the page's scripts did not finish"
+    return json.loads(html.unescape(seen.group(1)))
+
+
+def test_table_sorts_and_filters_in_a_browser(browser, found, tmp_path):
+    notes = played(browser, report_page(found), tmp_path / "page.html")
+    table, n = found.table, len(found.table)
+    assert notes["problems"] == []
+    assert notes["first"] == table.order().tolist()
+    assert notes["downwards"] == list(range(n))[::-1]
+    assert notes["upwards"] == notes["all"] == list(range(n))
+    assert notes["sorted"].startswith("#")
+    assert notes["given"] == [i for i, label in enumerate(table["given_label"].tolist()) if label == 1]
+    assert notes["suspects"] == table.is_suspect.nonzero().squeeze(1).tolist()
+    assert notes["found"] == [7]
+    assert notes["count"] == f"{n} of {n} examples, {n} shown."
+    assert notes["pictures"] == [8] * n
+    assert len(notes["charts"]) >= 9
+    assert all(points > 0 and width > 200 and height > 50 for points, width, height in notes["charts"])
+    assert notes["wide"] <= 0  # the table scrolls by itself, not the page
+
+
+def test_texts_are_shown_as_texts_in_a_browser(browser, noisy, tmp_path):
+    notes = played(browser, report_page(noisy), tmp_path / "page.html")
+    assert notes["problems"] == []
+    assert notes["first"] == noisy.table.order().tolist()
+    assert notes["found"] == [i for i in range(24) if i == 7 or "7" in str(i)]
+    assert "given" not in notes
+    assert all(points > 0 for points, _, _ in notes["charts"])
