@@ -101,7 +101,7 @@ def bar_chart(names: Sequence[str], values: Sequence[float], title: str, unit: s
     >>> bar_chart(["a", "b"], [1.0, -2.0], "Bars").count("<rect")
     2
     """
-    left, row, height = 222, 30, 30 * len(names) + 12
+    left, row, height = 244, 30, 30 * len(names) + 12
     rounding = 1e-9 * max(map(abs, values), default=0.0)
     values = [0.0 if abs(v) <= rounding else v for v in values]
     low, high = min([0.0, *values]), max([0.0, *values])
