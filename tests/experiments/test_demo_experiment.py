@@ -8,7 +8,8 @@ import torch
 from torch.optim import AdamW
 
 from poprisk.errors import DataError, HyperparameterError, PopRiskError
-from poprisk.experiments.demo import DemoConfig, default_lr, demo_data, evaluation_steps, run_demo
+from poprisk.experiments.comparison.stack import evaluation_steps
+from poprisk.experiments.demo import DemoConfig, default_lr, demo_data, run_demo
 from poprisk.experiments.demo_summary import format_lr, summarize
 from poprisk.experiments.seeds import stream
 from poprisk.experiments.statistics import mean_over_seeds, paired_difference
@@ -74,10 +75,10 @@ def test_defaults_come_from_the_classes():
 
 
 def test_evaluations_end_at_the_last_step():
-    steps = evaluation_steps(DemoConfig(steps=1003, evaluations=40))
+    steps = evaluation_steps(1003, 40)
     assert len(steps) == 40
     assert steps[-1] == 1003
-    assert evaluation_steps(DemoConfig(steps=3)) == [1, 2, 3]
+    assert evaluation_steps(3, DemoConfig().evaluations) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,9 @@ def test_tasks_that_chose_the_defaults_are_marked(folder: Path) -> None:
     page = verdicts(folder)
     assert "not tuned to any task" not in page
     words = " ".join(page.split())
-    assert "(its result is not stored here) `default_choice` compared candidates on teacher_clean, teacher_20" in words
+    assert "may not be the choice of the study `default_choice`, whose result is not stored here" in words
+    assert "compares candidates on teacher_clean, teacher_20" in words
+    assert "chosen by experiment" not in words
     studies = {"teacher_0.4": _study(0.4, [0.7, 0.7, 0.7])}
     save_result(folder / "default_choice.json", "default_choice", {}, {"studies": studies})
     page = verdicts(folder)

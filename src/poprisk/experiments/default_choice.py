@@ -4,10 +4,11 @@ Every candidate is trained on every task with the tuning seeds, noisy tasks and 
 grid of learning rates. A candidate's *score* on a noisy task is the share it gains of the way from the usual AdamW
 (lr 1e-3) to the best AdamW checkpoint of any learning rate, both with the test set in hand: 0 is no help, 1 is as good
 as an oracle that tunes and stops AdamW; one task counts from -1 to 1.5 at most. Its *cost* on a clean task is what it
-loses there against the best last step of AdamW, as a share. The default is the candidate with the highest mean score of
+loses there against the best last step of AdamW, as a share. The rule takes the candidate with the highest mean score of
 those that cost at most a point of accuracy on every clean classification task. What it costs on other clean tasks,
-where a gate is known to be slow (a language model, a noise-free regression), is reported and does not decide: there no
-candidate is within 1%.
+where a gate is known to be slow (a language model, a noise-free regression), is reported and does not decide.
+
+The study ranks candidates; it does not set the defaults, which are in :mod:`poprisk.optim.defaults`.
 """
 
 from collections.abc import Mapping

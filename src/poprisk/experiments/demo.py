@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from poprisk.ensembles import MLPShape, StackedMLP, StackedTraining, epoch_batches, learning_rate_groups
 from poprisk.errors import BackendWarning, ClosedGateWarning, DataError, HyperparameterError
+from poprisk.experiments.comparison.stack import evaluation_steps
 from poprisk.experiments.demo_summary import Summary, summarize
 from poprisk.experiments.seeds import stream
 from poprisk.optim import PopRiskAdamW
@@ -116,7 +117,7 @@ def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult
         progress: Told after every stretch of steps; see :data:`Progress`.
     """
     data = demo_data(config)
-    steps = evaluation_steps(config)
+    steps = evaluation_steps(config.steps, config.evaluations)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ClosedGateWarning)  # on replayed wrong labels it should be all but closed
         warnings.simplefilter("ignore", BackendWarning)  # slower, with the same result
@@ -146,12 +147,6 @@ def demo_data(config: DemoConfig) -> DemoData:
         given = replace_labels(split.train_labels, config.noise, NUM_CLASSES, generator)
         columns.append((split.train_inputs, given.labels, given.wrong, split.test_inputs, split.test_labels))
     return DemoData(*(torch.stack(column) for column in zip(*columns, strict=True)))
-
-
-def evaluation_steps(config: DemoConfig) -> list[int]:
-    """Evenly spaced steps to look at, the last one among them; every step if there are fewer than looks."""
-    looks = min(config.evaluations, config.steps)
-    return [round(config.steps * (i + 1) / looks) for i in range(looks)]
 
 
 def default_lr(optimizer: type[Optimizer]) -> float:

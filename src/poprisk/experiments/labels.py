@@ -1,4 +1,4 @@
-"""Wrong labels on real images: every optimizer on digits, MNIST and Fashion-MNIST, 0 to 60% of the labels replaced.
+"""Wrong labels on real images: every optimizer on digits and Fashion-MNIST, 0 to 60% of the labels replaced.
 
 Not in the paper; the case that most users have. The question: is the *last* step of PopRiskAdamW at its defaults as
 good as the best checkpoint of a tuned AdamW, picked with the test set in hand, and what does it cost on clean labels?

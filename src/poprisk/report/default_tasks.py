@@ -38,10 +38,15 @@ class DefaultTasks:
     @property
     def sentence(self) -> str:
         """How the defaults were chosen, and what that means for the rows of a page."""
-        source = "the stored study" if self.is_stored else "the study (its result is not stored here)"
+        if self.is_stored:
+            source = f"but they were chosen by experiment: the stored study `{KIND}` compared"
+        else:  # what is not stored may not have decided anything
+            source = (
+                f"and may not be the choice of the study `{KIND}`, whose result is not stored here and which compares"
+            )
         return (
-            f"PopRiskAdamW's defaults are the same on every task, but they were chosen by experiment: {source} "
-            f"`{KIND}` compared candidates on {', '.join(self.names)}, with other seeds "
+            f"PopRiskAdamW's defaults are the same on every task, {source} "
+            f"candidates on {', '.join(self.names)}, with other seeds "
             f"({', '.join(str(seed) for seed in self.seeds)}) but the same test metric. Tasks of those families, noisy "
             "and clean apart, are marked in-sample; all others are out-of-sample."
         )
