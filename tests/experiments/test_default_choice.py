@@ -23,7 +23,8 @@ from poprisk.experiments.default_choice import (
 from poprisk.optim.defaults import DEFAULTS
 from poprisk.report import default_choice_page as page
 from poprisk.report.default_choice import default_choice_lines, draw_default_choice
-from poprisk.store import load_result
+
+pytestmark = pytest.mark.xdist_group("smoke")
 
 LABELS = {
     "good": "snr strength=3 lr=0.01",
@@ -181,20 +182,21 @@ def test_a_diverged_run_is_said_and_drawn():
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    path = tmp_path_factory.mktemp("default_choice") / "result.json"
-    return load_result(default_choice.run(SMOKE).save(path), default_choice.KIND)
+def smoke(smoke_result):
+    return smoke_result("default_choice")
 
 
 def test_the_smoke_study_runs_and_is_shown(smoke):
     kept = smoke["result"]["studies"]
-    assert list(kept) == [each.task.name for each in studies(SMOKE)]
+    finals = ["cifar10-clean", "cifar10-worse"]
+    assert list(kept) == [*(each.task.name for each in studies(SMOKE)), *finals]
     assert {default_choice.is_noisy(each) for each in kept.values()} == {True, False}
     found = rank(kept)
     wanted = {setting.label for setting in candidates(SMOKE) if setting.arm != "adamw"}
     assert {candidate.label for candidate in found} == wanted
     assert all(-1 <= value <= 1.5 for candidate in found for value in candidate.scores.values())
     assert found[0].classified == {"digits-0", "teacher_clean"}
+    assert [set(finals) <= {*each.scores, *each.costs} for each in found] == [True, False]  # one goes on, and is first
     assert page.chosen(found) is (found[0] if found[0].cost <= ALLOWED_COST else None)
     draw_default_choice(smoke).canvas.draw()
     assert "The rule, the highest mean score" in " ".join(text_of(smoke).split())

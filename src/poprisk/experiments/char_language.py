@@ -9,7 +9,6 @@ from pathlib import Path
 
 from poprisk.errors import HyperparameterError
 from poprisk.experiments.char_language_task import CharLanguageTask
-from poprisk.experiments.comparison.arms import ALL_ARMS
 from poprisk.experiments.comparison.run import ComparisonResult, Progress, run_comparison
 from poprisk.experiments.comparison.study import Setting, Study
 
@@ -48,8 +47,8 @@ class CharLanguageConfig:
 
     model: CharLanguageTask = field(default_factory=CharLanguageTask)
     noises: tuple[float, ...] = (0.0, 0.2)
-    arms: tuple[str, ...] = ALL_ARMS
-    trials: int = 8
+    arms: tuple[str, ...] = ("adamw", "adamw_cosine", "soft", "soft_calibrated", "snr", "gate_schedule")
+    trials: int = 4
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 

@@ -50,7 +50,7 @@ class CifarConfig:
     folder: str | None = "data"
     width: int = 32
     batch_size: int = 128
-    epochs: int = 40
+    epochs: int = 30
     evaluations: int = 20
     flips: bool = True
     convolution: str = "im2col"

@@ -8,6 +8,10 @@ loses there against the best last step of AdamW, as a share. The rule takes the 
 those that cost at most a point of accuracy on every clean classification task. What it costs on other clean tasks,
 where a gate is known to be slow (a language model, a noise-free regression), is reported and does not decide.
 
+All candidates meet on small tasks; the first of that ranking, *finalists*, go on to a convolutional network on CIFAR-10
+with human labels, whose worst set counts as one more noisy task. Thirty epochs are short for that network, and gates
+are behind AdamW on its clean labels: that cost is reported, and does not decide either.
+
 The study ranks candidates; it does not set the defaults, which are in :mod:`poprisk.optim.defaults`.
 """
 
@@ -19,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from poprisk.experiments.char_language import CharLanguageConfig
+from poprisk.experiments.cifar import SMOKE as CIFAR_SMOKE
+from poprisk.experiments.cifar import CifarConfig
 from poprisk.experiments.comparison import reading
 from poprisk.experiments.comparison.run import ComparisonResult, Progress, run_comparison
 from poprisk.experiments.comparison.study import Setting, Study
@@ -48,9 +54,14 @@ GRID: dict[str, tuple[dict[str, float], ...]] = {
 }
 """What each gate is tried with, at every learning rate of :data:`GATE_RATES`; weight decay, β and ρ are the usual."""
 STRONG_GATES = ("soft_calibrated", "snr")
-STRENGTHS = (100.0, 300.0, 1000.0)
-RATES_PER_STRENGTH = (3e-4, 6e-4, 1e-3)
+STRENGTHS = (10.0, 30.0, 100.0, 300.0)
+RATES_PER_STRENGTH = (2e-4, 4e-4, 6e-4, 1e-3)
 """Strong gates pass about signal/(strength · noise), so their learning rates grow with the strength."""
+ADAMW_DECAY = 1e-5
+"""Weight decay per step of the usual AdamW, lr · weight decay: strong gates are tried with it too, not only with the
+usual weight decay times their own learning rate."""
+BETWEEN = {30.0: ((0.02, 0.03, 0.06, 0.1), (2e-3, 5e-3, 1e-2)), 100.0: ((0.06, 0.1, 0.2, 0.3), (1e-3, 2e-3, 5e-3))}
+"""Of the strong SNR gate, learning rates and weight decays by strength, for what lies between these two decays."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ class DefaultChoiceConfig:
         gate_rates: Learning rates of each of them.
         strengths: Tried with the gates that stay open under noise, at learning rates in proportion.
         seeds: Those that hyper-parameters are chosen on everywhere.
+        cifar: Size of the convolutional network for the finalists; None leaves it out.
+        finalists: How many go on to it.
     """
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -84,6 +97,8 @@ class DefaultChoiceConfig:
     gate_rates: tuple[float, ...] = GATE_RATES
     strengths: tuple[float, ...] = STRENGTHS
     seeds: tuple[int, ...] = (100, 101)
+    cifar: CifarConfig | None = field(default_factory=lambda: CifarConfig(labels=("clean", "worse")))
+    finalists: int = 8
 
 
 SMOKE = DefaultChoiceConfig(
@@ -99,6 +114,8 @@ SMOKE = DefaultChoiceConfig(
     gate_rates=(1e-2,),
     strengths=(),
     seeds=(100,),
+    cifar=CIFAR_SMOKE,
+    finalists=1,
 )
 
 
@@ -112,7 +129,7 @@ class Candidate:
         hyper: What it was given.
         scores: Of each noisy task.
         costs: Of each clean task, as a share.
-        classified: Which clean tasks are measured by an accuracy.
+        classified: Which clean tasks decide: the small ones that are measured by an accuracy.
     """
 
     label: str
@@ -128,8 +145,13 @@ class Candidate:
         return sum(self.scores.values()) / len(self.scores)
 
     @property
+    def tasks(self) -> int:
+        """On how many tasks it was tried."""
+        return len(self.scores) + len(self.costs)
+
+    @property
     def cost(self) -> float:
-        """At the worst of the clean classification tasks."""
+        """At the worst of the small clean classification tasks."""
         return max(value for name, value in self.costs.items() if name in self.classified)
 
 
@@ -151,13 +173,38 @@ def candidates(config: DefaultChoiceConfig) -> tuple[Setting, ...]:
         for arm in STRONG_GATES
         for strength in config.strengths
         for rate in RATES_PER_STRENGTH
-        for given in ({"strength": strength, "lr": round(strength * rate, 9)},)
+        for given in _decays(strength, round(strength * rate, 9))
     ]
-    return (*adamw, *gated, *strong)
+    between = [
+        Setting(_words("snr", given), "snr", given)
+        for strength, (rates, decays) in BETWEEN.items()
+        for given in ({"strength": strength, "lr": lr, "weight_decay": decay} for lr in rates for decay in decays)
+        if strength in config.strengths
+    ]
+    unlike = {setting.label: setting for setting in (*adamw, *gated, *strong, *between)}  # grids meet
+    return tuple(unlike.values())
+
+
+def _decays(strength: float, lr: float) -> tuple[dict[str, float], ...]:
+    """With the usual weight decay, and with the one that shrinks weights as the usual AdamW does."""
+    given = {"strength": strength, "lr": lr}
+    return given, {**given, "weight_decay": round(ADAMW_DECAY / lr, 9)}
+
+
+def finals(config: DefaultChoiceConfig, finalists: tuple[str, ...]) -> tuple[Study, ...]:
+    """One study for each set of CIFAR-10's labels, with AdamW's grid and the finalists, by their labels."""
+    if config.cifar is None:
+        return ()
+    settings = tuple(each for each in candidates(config) if each.arm == "adamw" or each.label in finalists)
+    cifar, seeds = config.cifar, config.cifar.tuning_seeds
+    return tuple(
+        Study(cifar.task(labels), settings=settings, report_seeds=seeds, tuning_seeds=(), compiled=True)
+        for labels in cifar.labels
+    )
 
 
 def studies(config: DefaultChoiceConfig) -> tuple[Study, ...]:
-    """One study a task, all candidates in each; nothing is searched."""
+    """One study for each small task, all candidates in each; nothing is searched."""
     tasks: list[Task] = [replace(config.teacher.student, noise=noise) for noise in config.label_noises]
     tasks += [config.labels.task(data, noise) for data in config.data for noise in config.label_noises]
     tasks += [task_at(config.lorenz, noise) for noise in config.lorenz_noises]
@@ -170,12 +217,33 @@ def studies(config: DefaultChoiceConfig) -> tuple[Study, ...]:
 
 
 def run(config: DefaultChoiceConfig, report: Progress | None = None, ledger: Path | None = None) -> ComparisonResult:
-    """All tasks in turn; what the ledger's folder holds already is not computed again."""
-    return run_comparison(KIND, config, studies(config), report, ledger)
+    """All tasks in turn, then the finals; what the ledger's folder holds already is not computed again."""
+    first = run_comparison(KIND, config, studies(config), report, ledger)
+    best = tuple(candidate.label for candidate in rank(first.studies)[: config.finalists])
+    last = finals(config, best)
+    ended = run_comparison(KIND, config, last, report, ledger).studies if last else {}
+    kept = {name: what_decides(study) for name, study in {**first.studies, **ended}.items()}
+    return ComparisonResult(KIND, first.config, kept)
+
+
+def what_decides(study: Mapping[str, Any]) -> dict[str, Any]:
+    """A study with no more than the ranking reads: AdamW's curves of the primary metric, everybody's last value.
+
+    >>> rows = [{"arm": "snr", "gate": [[0.5]], "curves": {"loss": [[3.0, 2.0]], "other": [[1.0, 1.0]]}}]
+    >>> what_decides({"task": {"metrics": [{"name": "loss"}]}, "rows": rows})["rows"]
+    [{'arm': 'snr', 'gate': None, 'curves': {'loss': [[2.0]]}}]
+    """
+    name = reading.primary(study)["name"]
+
+    def kept(row: Mapping[str, Any]) -> dict[str, Any]:
+        curves = row["curves"][name]
+        return {**row, "gate": None, "curves": {name: curves if row["arm"] == "adamw" else [c[-1:] for c in curves]}}
+
+    return {**study, "rows": [kept(row) for row in study["rows"]]}
 
 
 def rank(stored: Mapping[str, Any]) -> list[Candidate]:
-    """The candidates of a stored result, the one to choose first.
+    """The candidates of a stored result, the one to choose first; those that went through all tasks before others.
 
     Args:
         stored: The studies of a saved result, by name.
@@ -188,23 +256,33 @@ def rank(stored: Mapping[str, Any]) -> list[Candidate]:
             row["label"],
             row["arm"],
             row["hyper"],
-            {name: score(study, row["label"]) for name, study in noisy.items()},
-            {name: cost(study, row["label"]) for name, study in clean.items()},
-            frozenset(name for name, study in clean.items() if is_accuracy(study)),
+            {name: score(study, row["label"]) for name, study in noisy.items() if _has(study, row["label"])},
+            {name: cost(study, row["label"]) for name, study in clean.items() if _has(study, row["label"])},
+            frozenset(name for name, study in clean.items() if is_accuracy(study) and "noise" in _config(study)),
         )
         for row in first["rows"]
         if row["arm"] not in ("adamw", "defaults")
     ]
-    return sorted(found, key=lambda candidate: (candidate.cost > ALLOWED_COST, -candidate.score))
+    tasks = len(stored)
+    return sorted(found, key=lambda each: (each.tasks < tasks, each.cost > ALLOWED_COST, -each.score))
+
+
+def _has(study: Mapping[str, Any], label: str) -> bool:
+    return any(row["label"] == label for row in study["rows"])
 
 
 def is_noisy(study: Mapping[str, Any]) -> bool:
-    """Whether the task's data are noisy.
+    """Whether the task's data are noisy: a share of noise, or other people's labels.
 
-    >>> is_noisy({"task": {"config": {"noise": 0.2}}})
-    True
+    >>> is_noisy({"task": {"config": {"noise": 0.2}}}), is_noisy({"task": {"config": {"labels": "clean"}}})
+    (True, False)
     """
-    return study["task"]["config"]["noise"] > 0
+    config = _config(study)
+    return config["noise"] > 0 if "noise" in config else config["labels"] != "clean"
+
+
+def _config(study: Mapping[str, Any]) -> Mapping[str, Any]:
+    return study["task"]["config"]
 
 
 def is_accuracy(study: Mapping[str, Any]) -> bool:

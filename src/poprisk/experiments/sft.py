@@ -46,8 +46,8 @@ class SftTask:
     model: FineTuning = field(default_factory=FineTuning)
     noise: float = 0.2
     batch: int = 8
-    steps: int = 300
-    evaluations: int = 12
+    steps: int = 150
+    evaluations: int = 6
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise <= 1:
@@ -142,8 +142,8 @@ class SftConfig:
     noises: tuple[float, ...] = (0.0, 0.2)
     lr: float = 2e-4
     lr_range: tuple[float, float] = (3e-6, 3e-3)
-    arms: tuple[str, ...] = ("adamw", "soft", "soft_calibrated", "snr")
-    trials: int = 6
+    arms: tuple[str, ...] = ("adamw", "soft_calibrated")
+    trials: int = 4
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2)
     members_at_once: int | None = 24
@@ -170,7 +170,7 @@ def full_config(
     """The experiment at full size, with the files of the DPO experiment.
 
     >>> full_config("model", ("pairs.jsonl",)).task.steps
-    300
+    150
     """
     return SftConfig(task=SftTask(FineTuning(folder, data, compiled=compiled)))
 

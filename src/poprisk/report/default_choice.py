@@ -16,6 +16,7 @@ from poprisk.report.default_choice_page import (
     library_default,
     ranked,
     task_words,
+    tasks_of,
     words,
 )
 from poprisk.report.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
@@ -65,9 +66,8 @@ def draw_default_choice(saved: Saved) -> Figure:
             at = (_place(now, _edge(found)), now.score)
             left.annotate(letters[now.label], at, (11, -12), textcoords="offset points", weight="bold")
         _draw_tasks(right, rows, letters, taken, now)
-        left.legend(handles=_gate_legend(found, taken, now), loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
-        handles = _task_legend(sorted(rows[0].scores))
-        right.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.3, -0.12), ncols=4, handletextpad=0.2)
+        left.legend(handles=_gate_legend(found, taken, now), loc="lower right", fontsize=9.5)
+        figure.legend(handles=_task_legend(tasks_of(rows)), loc="outside lower right", ncols=6, handletextpad=0.2)
     return figure
 
 
@@ -88,7 +88,7 @@ def _draw_trade(axes: Axes, found: Sequence[Candidate], best: Sequence[Candidate
     axes.set_xticks([tick for tick in ticks if low <= tick <= high])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}"))
     axes.minorticks_off()
-    axes.set_xlabel("cost: points of accuracy lost on the worst clean classification")
+    axes.set_xlabel("cost: points lost on the worst clean classification")
     axes.set_ylabel("mean score on noisy tasks")
     axes.grid(color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -127,7 +127,7 @@ def _highlight(axes: Axes, taken: Candidate | None, now: Candidate | None, edge:
 def _draw_tasks(
     axes: Axes, rows: Sequence[Candidate], letters: Mapping[str, str], taken: Candidate | None, now: Candidate | None
 ) -> None:
-    looks = _task_looks(sorted(rows[0].scores))
+    looks = _task_looks(tasks_of(rows))
     for y, candidate in enumerate(rows):
         axes.plot([candidate.score] * 2, [y - 0.36, y + 0.36], color=INK, linewidth=2.2)
         for task, value in candidate.scores.items():
@@ -144,7 +144,7 @@ def _draw_tasks(
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel("score (0: usual AdamW, 1: any AdamW's best step)")
+    axes.set_xlabel("score (0: usual AdamW, 1: AdamW's best step)", loc="right")
     axes.set_title("B  Task by task, the bar their mean")
 
 

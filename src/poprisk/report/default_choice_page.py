@@ -39,8 +39,8 @@ def default_choice_lines(saved: Saved) -> Iterator[RenderableType]:
     yield _costs("Costs of these on clean tasks", list(both.values()), marked)
     yield Text(
         f"Scores: 0 is AdamW at lr {USUAL_RATE:g}, 1 the best checkpoint of any AdamW, picked on the test set. "
-        "Costs: what is lost against the best last step of AdamW, in points of accuracy or as a share (*). Bold: "
-        "PopRiskAdamW's present default."
+        "Costs: what is lost against the best last step of AdamW, in points of accuracy or as a share; those with * do "
+        "not decide. A dash: not a finalist. Bold: PopRiskAdamW's present default."
     )
     yield Text(choice_sentence(found), style="bold")
 
@@ -98,6 +98,11 @@ def words(candidate: Candidate) -> str:
     return GATE_WORDS.get(candidate.arm, candidate.arm) + candidate.label.removeprefix(candidate.arm)
 
 
+def tasks_of(shown: Sequence[Candidate]) -> list[str]:
+    """The noisy tasks that any of them was scored on: finalists have more than others."""
+    return sorted({task for candidate in shown for task in candidate.scores})
+
+
 def task_words(name: str) -> str:
     """The name of a task with places where a narrow column can break it.
 
@@ -121,7 +126,9 @@ def points(cost: float) -> str:
 
 def choice_sentence(found: Sequence[Candidate]) -> str:
     """Which candidate the rule takes, and how the library's present default compares."""
-    rule = f"the highest mean score of those that cost at most {points(ALLOWED_COST)} on every clean classification"
+    rule = (
+        f"the highest mean score of those that cost at most {points(ALLOWED_COST)} on every small clean classification"
+    )
     first, now = chosen(found), library_default(found)
     if first is None:
         cheapest = min(found, key=lambda candidate: candidate.cost)
@@ -142,20 +149,21 @@ def _merits(candidate: Candidate) -> str:
 
 
 def _scores(title: str, shown: Sequence[Candidate], marked: Candidate | None) -> Table:
-    tasks = sorted(shown[0].scores)
+    tasks = tasks_of(shown)
     table = _table(title, ["mean", *map(task_words, tasks), "worst cost"])
     for candidate in shown:
-        scores = [f"{candidate.scores[task]:.2f}" for task in tasks]
+        scores = [f"{candidate.scores[task]:.2f}" if task in candidate.scores else "–" for task in tasks]
         cells = [words(candidate), f"{candidate.score:.2f}", *scores, _percent(candidate.cost)]
         table.add_row(*cells, style="bold" if candidate is marked else "")
     return table
 
 
 def _costs(title: str, shown: Sequence[Candidate], marked: Candidate | None) -> Table:
-    tasks = sorted(shown[0].costs, key=lambda task: (task not in shown[0].classified, task))
+    every = {task for candidate in shown for task in candidate.costs}
+    tasks = sorted(every, key=lambda task: (task not in shown[0].classified, task))
     table = _table(title, [task_words(task) + "*" * (task not in shown[0].classified) for task in tasks])
     for candidate in shown:
-        cells = [words(candidate), *(_percent(candidate.costs[task]) for task in tasks)]
+        cells = [words(candidate), *(_percent(candidate.costs[t]) if t in candidate.costs else "–" for t in tasks)]
         table.add_row(*cells, style="bold" if candidate is marked else "")
     return table
 

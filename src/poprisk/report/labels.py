@@ -54,7 +54,8 @@ def draw_labels(saved: Saved) -> Figure:
         for (name, studies), ends, curves in zip(groups.items(), *panels, strict=True):
             _draw_ends(ends, name, sorted(studies, key=lambda study: data_and_share(study)[1]))
             _draw_curves(curves, name, min(studies, key=lambda study: abs(data_and_share(study)[1] - _SHOWN_SHARE)))
-        figure.legend(handles=_legend(), loc="outside lower center", ncols=3)
+        there = {words for words in _LOOKS for study in saved["result"]["studies"].values() if _row(study, words)}
+        figure.legend(handles=_legend(there), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -125,8 +126,9 @@ def _draw_curves(axes: Axes, name: str, study: StoredStudy) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend() -> list[Line2D]:
+def _legend(there: set[str]) -> list[Line2D]:
     return [
         Line2D([], [], mfc="none" if words == _BEST else look["color"], label=words, **look)
         for words, look in _LOOKS.items()
+        if words in there
     ]
