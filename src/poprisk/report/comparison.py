@@ -72,6 +72,7 @@ def draw_study(axes: Axes, study: StoredStudy, title: str | None = None) -> None
         if row["arm"] == DEFAULTS:
             label.set_color(BLUE)
     axes.tick_params(axis="y", length=0)
+    axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="x", color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
     direction = "more is better" if metric["higher_is_better"] else "less is better"
