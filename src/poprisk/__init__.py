@@ -4,6 +4,7 @@ Public names are imported on first use (PEP 562), so that ``import poprisk`` cos
 beside this file tells the type checker where they live.
 """
 
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +27,7 @@ _NAMES_BY_ROOM = {
 }
 _ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
 __version__ = "0.1.0"
+logging.getLogger("poprisk").addHandler(logging.NullHandler())  # who listens is the application's choice
 
 
 def __getattr__(name: str) -> Any:

@@ -50,3 +50,11 @@ class BackendWarning(PopRiskWarning):
 
 class RunError(PopRiskError, RuntimeError):
     """A training run cannot be recorded, resumed, reopened or replayed as asked."""
+
+
+class JobError(PopRiskError, RuntimeError):
+    """Jobs cannot be planned, done or assembled as asked."""
+
+
+class MixedNumericsWarning(PopRiskWarning):
+    """Parts of one result were computed on machines that round differently."""

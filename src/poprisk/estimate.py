@@ -1,12 +1,13 @@
 """The common form of everything estimated: a value, its standard error, whether to trust it, why not, and the price."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from poprisk._html import card, short
 from poprisk.errors import DataError
 
 
@@ -67,6 +68,13 @@ class Estimate:
     def __str__(self) -> str:
         verdict = "valid" if self.valid else "not valid"
         return f"{_text(self.value, self.standard_error)} ({verdict}{': ' if self.reason else ''}{self.reason})"
+
+    def _repr_html_(self) -> str:
+        own = {f.name for f in fields(Estimate)}
+        more = {f.name.replace("_", " "): short(getattr(self, f.name)) for f in fields(self) if f.name not in own}
+        verdict = ("valid" if self.valid else "not valid") + (f": {self.reason}" if self.reason else "")
+        rows = {"value": _text(self.value, self.standard_error), "verdict": verdict, **more}
+        return card(type(self).__name__, {**rows, "cost": f"{self.cost:g}" if self.cost else ""})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: tensors as nested lists, numbers that are not finite as None.

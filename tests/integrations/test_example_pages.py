@@ -15,6 +15,7 @@ TINY = {
     "dpo_paper": "",
     "fix_labels": "--steps 30 --seeds 1 --size 200",
     "huggingface": "--steps 6",
+    "kernel_jobs": "--examples 60 --workers 0",
     "lightning": "--steps 6",
     "loggers": "--steps 60",
     "optax": "--steps 25 --seeds 2",

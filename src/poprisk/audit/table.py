@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from poprisk._html import card, table
 from poprisk.errors import DataError, MissingExtraError
 from poprisk.estimate import Estimate
 from poprisk.spectral.example_groups import ExampleGroups
@@ -48,6 +49,13 @@ DESCRIPTIONS = {
     "tail_norm": "how much of its output gradient lies outside the signal directions (with_groups)",
 }
 """What each column says."""
+_SHOWN = (
+    *("example", "suspicion", "is_suspect", "given_label", "suggested_label", "label_quality"),
+    *("given_target", "suggested_target", "loss", "mean_loss", "residual_z", "self_influence", "loo_loss", "group"),
+)
+"""Those of a notebook's table."""
+_ROWS = 10
+"""And how many rows it has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +199,22 @@ class AuditTable:
     def __str__(self) -> str:
         suspects = int(self.is_suspect.sum())
         return f"audit of {len(self)} examples: {suspects} suspects; wrong labels: {self.wrong_labels}"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def _repr_html_(self) -> str:
+        shown = [name for name in _SHOWN if name in self.columns]
+        worst = self.worst(_ROWS)
+        rows = {
+            "examples": len(self),
+            "suspects": int(self.is_suspect.sum()),
+            "wrong labels": self.wrong_labels,
+            "evaluated at": f"{len(self.moments)} moments of the training, the last after step {self.moments[-1]}",
+        }
+        picture = table({name: DESCRIPTIONS[name] for name in shown}, [[row[name] for name in shown] for row in worst])
+        rest = [f"The {len(worst)} most suspicious of {len(self)}; all: worst(k), to_pandas(), save(path)."]
+        return card("Audit of training labels", rows, picture=picture, notes=[*rest, *self.notes])
 
 
 def check_format(path: Path) -> None:

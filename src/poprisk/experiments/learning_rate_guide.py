@@ -3,7 +3,6 @@
 import argparse
 import math
 import random
-import sys
 import tempfile
 import time
 import warnings
@@ -31,18 +30,28 @@ from poprisk.experiments.learning_rate_tasks import (
 from poprisk.experiments.ledger import Ledger
 from poprisk.experiments.statistics import mean_over_seeds
 from poprisk.optim import PopRiskAdamW
+from poprisk.optim.defaults import DEFAULTS
 from poprisk.problems.char_lm import CharText, help_topics
+from poprisk.runs.progress import write_line
 
 KIND = "learning_rate_guide"
 ADAMW = "AdamW"
+DEFAULT = "default"
 SETTINGS: dict[str, dict[str, Any]] = {
-    "soft": {},
-    "calibrated": {"alpha": "calibrated"},
-    "snr": {"gate": "snr"},
+    "soft": {"gate": "soft", "strength": 1.0},
+    "calibrated": {"gate": "soft", "strength": 1.0, "alpha": "calibrated"},
+    "snr": {"gate": "snr", "strength": 1.0},
+    DEFAULT: {},
 }
-"""PopRiskAdamW's options beside its learning rate; ``soft`` is the default."""
+"""PopRiskAdamW's options beside its learning rate. ``soft`` is Algorithm 1; ``default`` has the default weight decay as
+well, every other setting that of the Trainer."""
 STRICT = "soft"
 LANGUAGE_MODEL = "clean text"
+_DEFAULT_LRS = (
+    (1e-3, 3e-3, 6e-3, 1e-2, 3e-2, 6e-2),
+    (1e-2, 3e-2, 6e-2, 1e-1, 3e-1),
+    (3e-2, 1e-1, 3e-1, 6e-1, 1.0),
+)
 Cell = tuple[str, str, float]
 """Task, optimizer, learning rate."""
 
@@ -68,7 +77,9 @@ class Sweep:
     adamw_lrs: tuple[float, ...]
     poprisk_lrs: tuple[float, ...]
     strict_lrs: tuple[float, ...] = ()
-    """More of them for the strict default gate, which may want a higher one."""
+    """More of them for Algorithm 1's strict gate, which may want a higher one."""
+    default_lrs: tuple[float, ...] = ()
+    """Those of the default, whose strong gate wants a much higher one."""
 
     @property
     def task(self) -> str:
@@ -81,6 +92,8 @@ class Sweep:
         """The learning rates of an optimizer."""
         if optimizer == ADAMW:
             return self.adamw_lrs
+        if optimizer == DEFAULT:
+            return self.default_lrs
         return self.poprisk_lrs + (self.strict_lrs if optimizer == STRICT else ())
 
 
@@ -92,11 +105,12 @@ class GuideConfig:
     digits: DigitsConfig = field(default_factory=DigitsConfig)
     language_model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
     sweeps: tuple[Sweep, ...] = (
-        Sweep(0.4, (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), (3e-2, 1e-1)),
-        Sweep(0.0, (1e-4, 3e-4, 1e-3, 3e-3), (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (1e-1,)),
-        Sweep(None, (1e-3, 3e-3, 1e-2, 3e-2), (3e-3, 1e-2, 3e-2, 1e-1, 3e-1), (1.0,)),
+        Sweep(0.4, (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), (3e-2, 1e-1), _DEFAULT_LRS[0]),
+        Sweep(0.0, (1e-4, 3e-4, 1e-3, 3e-3), (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (1e-1,), _DEFAULT_LRS[1]),
+        Sweep(None, (1e-3, 3e-3, 1e-2, 3e-2), (3e-3, 1e-2, 3e-2, 1e-1, 3e-1), (1.0,), _DEFAULT_LRS[2]),
     )
-    """Grids that reach from AdamW's best learning rate to 30 times it, and 100 times for the strict gate."""
+    """Grids that reach from AdamW's best learning rate to 30 times it, to 100 times for the strict gate, and from 10 or
+    less to 100 times or more for the default."""
     seeds: int = 3
     settings: tuple[str, ...] = tuple(SETTINGS)
 
@@ -197,6 +211,8 @@ def train(task: Task, config: TrainerConfig, optimizer: str, lr: float, seed: in
         options: dict[str, Any] = {}
         if optimizer != ADAMW:
             options["optimizer_cls_and_kwargs"] = (PopRiskAdamW, {"lr": lr, "fused": True, **SETTINGS[optimizer]})
+        if optimizer == DEFAULT:  # the Trainer sets its own in every group
+            config = replace(config, weight_decay=DEFAULTS.weight_decay)
         trainer = transformers.Trainer(
             model=model,
             args=_arguments(transformers, task, config, lr, seed, scratch),
@@ -304,7 +320,7 @@ def _time_left(total: int) -> Callable[[], None]:
         nonlocal done
         done += 1
         left = (time.perf_counter() - start) / done * (total - done)
-        print(f"{done} of {total}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
+        write_line(f"{done} of {total}, about {left / 60:.0f} min left")
 
     return tell
 

@@ -1,13 +1,13 @@
 """A result file that grows run by run: interrupt it, start it again, and it goes on where it was."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from poprisk.errors import DataError
+from poprisk.runs.progress import write_line
 from poprisk.store import load_result, save_result
 
 
@@ -43,7 +43,7 @@ class Ledger:
         self.runs.append({**key, **outcome, "seconds": seconds})
         save_result(self.path, self.kind, self.config, {"complete": False, "runs": self.runs})
         words = ", ".join(f"{name} {value}" for name, value in {**key, **outcome}.items())
-        print(f"{words} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        write_line(f"{words} ({seconds:.0f} s)")
 
     def select(self, **key: Any) -> list[dict[str, Any]]:
         """The runs whose entries have these values, in the order they were made."""

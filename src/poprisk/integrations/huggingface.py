@@ -83,9 +83,9 @@ class PopRiskFactory:
 
     Example:
         >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)})
-        >>> optimizer = PopRiskFactory()(model, ungated=("embed",), lr=1e-2)
+        >>> optimizer = PopRiskFactory()(model, ungated=("embed",), lr=0.06)
         >>> [(g["gate"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
-        [('soft', 0.01, 0.01), ('soft', 0.01, 0.0), (None, 0.001, 0.01)]
+        [('snr', 0.06, 0.005), ('snr', 0.06, 0.0), (None, 0.001, 0.005)]
     """
 
     def __call__(

@@ -52,7 +52,7 @@ class GateDiagnostics(NamedTuple):
     mean_gate: jax.Array
     """Mean of q."""
     noise_scale: jax.Array
-    """Gradient noise scale in batches, tr Cov(g_B) / |E g|², both debiased; infinite where no signal stands out."""
+    """Gradient noise scale in batches, ``tr Cov(g_B) / |E g|²``, both debiased; infinite where no signal stands out."""
 
 
 def population_risk_gate(
@@ -169,11 +169,11 @@ def population_risk_gate(
 
 
 def poprisk_adamw(
-    learning_rate: optax.ScalarOrSchedule = 1e-2,
+    learning_rate: optax.ScalarOrSchedule = 0.06,
     b1: Number = DEFAULTS.b1,
     b2: Number = DEFAULTS.b2,
     eps: Number = DEFAULTS.eps,
-    weight_decay: Number = 1e-2,
+    weight_decay: Number = 5e-3,
     mask: Tree | Callable[[Tree], Tree] | None = None,
     mu_dtype: Any = DEFAULTS.mu_dtype,
     *,
@@ -196,7 +196,9 @@ def poprisk_adamw(
     A chain of :func:`population_risk_gate`, ``optax.add_decayed_weights`` and ``optax.scale_by_learning_rate``. The
     decay is not gated: a closed gate still decays. A coordinate whose gradient is not finite sits the whole step out.
 
-    The gate shrinks most steps, so start with **ten times the learning rate of AdamW**; the default is 1e-2.
+    The gate shrinks most steps, and the default one by far: start with **60 times the learning rate of AdamW** (the
+    default is 0.06), or with less in proportion at a smaller ``strength``. What the defaults gain and cost is in the
+    docstring of :class:`poprisk.PopRiskAdamW`; ``gate="soft", strength=1.0`` is Algorithm 1.
 
     Args:
         learning_rate: η, a number or an optax schedule.
@@ -225,7 +227,7 @@ def poprisk_adamw(
         HyperparameterError: an option is out of range.
 
     Example:
-        >>> optimizer = poprisk_adamw(0.1, weight_decay=0.0)
+        >>> optimizer = poprisk_adamw(0.1, weight_decay=0.0, gate="soft", strength=1.0)
         >>> w = jnp.array([1.0])
         >>> state, update = optimizer.init(w), jax.jit(optimizer.update)
         >>> for g in (2.0, 2.0):

@@ -50,9 +50,9 @@ class Options:
     b1: Number = 0.9
     b2: Number = 0.999
     eps: Number = 1e-8
-    gate: "GateName | None" = "soft"
+    gate: "GateName | None" = "snr"
     alpha: Number | Literal["calibrated"] = 1.0
-    strength: Number = 1.0
+    strength: Number = 100.0
     rho: Number = 0.99
     gate_eps: Number = 0.0
     centering: "Centering" = "paper"

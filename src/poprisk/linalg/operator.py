@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from poprisk._html import card
 from poprisk.errors import DataError, DeviceError
 
 # Numbers in one block of the identity that `to_dense` holds: 128 MiB in float64.
@@ -177,6 +178,20 @@ class LinearOperator(ABC):
         name = type(self).__name__.lstrip("_")
         return f"<{name} {rows}x{columns} {str(self.dtype).removeprefix('torch.')} on {self.device}>"
 
+    def _repr_html_(self) -> str:
+        rows, columns = self.shape
+        about = {
+            "shape": f"{rows} × {columns}",
+            "numbers": f"{str(self.dtype).removeprefix('torch.')} on {self.device}",
+            "symmetric": "yes" if self.symmetric else "not known to be",
+            "made of": self._made_of(),
+        }
+        return card(type(self).__name__.lstrip("_"), about, notes=["known by its products: A @ X, X @ A, to_dense()"])
+
+    def _made_of(self) -> str:
+        """The operators behind this one, for looking at."""
+        return ""
+
 
 def require_real(dtype: torch.dtype, what: str) -> None:
     """Refuses what the algebra does not cover.
@@ -248,6 +263,9 @@ class _Adjoint(LinearOperator):
     def device(self) -> torch.device:
         return self.of.device
 
+    def _made_of(self) -> str:
+        return f"adjoint of {self.of!r}"
+
     def _matmat(self, X: Tensor) -> Tensor:
         return self.of._rmatmat(X)
 
@@ -279,6 +297,9 @@ class _Scaled(LinearOperator):
     def symmetric(self) -> bool:
         return self.of.symmetric
 
+    def _made_of(self) -> str:
+        return f"{self.factor:g} · {self.of!r}"
+
     def _matmat(self, X: Tensor) -> Tensor:
         return self.factor * self.of.matmat(X)
 
@@ -308,6 +329,9 @@ class _Sum(LinearOperator):
     @property
     def symmetric(self) -> bool:
         return all(term.symmetric for term in self.terms)
+
+    def _made_of(self) -> str:
+        return " + ".join(map(repr, self.terms))
 
     def _matmat(self, X: Tensor) -> Tensor:
         total = self.terms[0].matmat(X)
@@ -343,6 +367,9 @@ class _Chain(LinearOperator):
         half = (len(self.links) + 1) // 2
         pairs = zip(self.links[:half], reversed(self.links), strict=False)
         return all(left.adjoint() is right or right.adjoint() is left for left, right in pairs)
+
+    def _made_of(self) -> str:
+        return " · ".join(map(repr, self.links))
 
     def _matmat(self, X: Tensor) -> Tensor:
         for link in reversed(self.links):

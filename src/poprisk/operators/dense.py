@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from poprisk._html import card
 from poprisk.operators.realized import Discretization, RealizedWindow
 
 
@@ -43,6 +44,24 @@ class Operators:
     num_examples: int
     discretization: Discretization = field(default_factory=Discretization)
     """How far the operators of a flow are from it; nothing for steps, whose operators are exact."""
+
+    def __repr__(self) -> str:
+        M, N = self.test_transfer.shape
+        return f"<Operators of {self.num_examples} examples, N = {N} training and M = {M} test outputs>"
+
+    def _repr_html_(self) -> str:
+        M, N = self.test_transfer.shape
+        missed = [self.predicted_train - self.train_displacement, self.predicted_test - self.test_displacement]
+        rows = {
+            "propagator, P": f"{N} × {N}",
+            "train_transfer, D": f"{N} × {N}",
+            "test_transfer, G": f"{M} × {N}",
+            "factor of W": f"{len(self.factor)} × {N}",
+            "training loss": f"{self.losses[0]:.4g} → {self.losses[1]:.4g}",
+            "first-order dissipation, gᵀWg": f"{self.first_order_dissipation:.4g}",
+            "displacement missed by": f"{max((x.abs().max().item() for x in missed if len(x)), default=0.0):.1g}",
+        }
+        return card("Operators", rows)
 
     @property
     def dissipation_gramian(self) -> Float[Tensor, "N N"]:

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from poprisk._html import card
 from poprisk.autodiff import FlatModel, SegmentCurvature, SegmentJacobian
 from poprisk.autodiff.flat import Inputs, take_examples
 from poprisk.errors import DataError, PopRiskError
@@ -179,6 +180,26 @@ class Window:
         coarse = copy(self)
         coarse.steps = [_with_nodes(maps, nodes) for maps in self.steps]
         return coarse
+
+    def __repr__(self) -> str:
+        how = "matrix-free" if isinstance(self.steps[0], MatrixFreeStep) else "dense"
+        return f"<Window of steps {self.start} … {self.stop}, {self.num_examples} examples, {how}>"
+
+    def _repr_html_(self) -> str:
+        N, M = self.num_outputs, self.num_test_outputs
+        how = "products only" if isinstance(self.steps[0], MatrixFreeStep) else "with every step's Jacobians at hand"
+        rows = {
+            "steps": f"{self.start} … {self.stop}, {how}",
+            "weights": self.model.size,
+            "examples": f"{self.num_examples}, {N} outputs in all",
+            "test outputs": M or "none: pass test_inputs=…",
+            "numbers": f"{str(self.dtype).removeprefix('torch.')} on {self.device}",
+            "propagator, P": f"{N} × {N}",
+            "train_transfer, D": f"{N} × {N}",
+            "test_transfer, G": f"{M} × {N}",
+            "dissipation_gramian, W": f"{N} × {N}",
+        }
+        return card("Window", rows, notes=["dense_operators() forms all four; window.test_transfer @ h is a product"])
 
     @property
     def num_examples(self) -> int:

@@ -2,11 +2,12 @@
 
 import logging
 import shutil
+import warnings
 from pathlib import Path
 
 from torch.optim import SGD, Optimizer
 
-from poprisk.errors import RunError
+from poprisk.errors import PopRiskWarning, RunError
 from poprisk.runs.layout import Layout
 
 _LOG = logging.getLogger("poprisk.runs")
@@ -34,14 +35,16 @@ def bytes_per_step(optimizer: Optimizer, layout: Layout, every: int, segment_ste
 
 
 def announce(path: Path, total: int, steps: int | None) -> None:
-    """Log the estimate: a warning if it is over a gibibyte, else information.
+    """Log the estimate, and warn if it is over a gibibyte.
 
     Raises:
         RunError: the planned steps do not fit on the disk.
     """
     planned = f"{steps} steps" if steps else "1000 steps (their number was not given)"
     text = f"recording into {path}: about {readable_size(total)} for {planned}"
-    _LOG.log(logging.WARNING if total > _LARGE else logging.INFO, text)
+    _LOG.info(text)
+    if total > _LARGE:
+        warnings.warn(f"{text}: a higher every= keeps less", PopRiskWarning, stacklevel=2)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     free = shutil.disk_usage(there).free
     if steps and total > free:

@@ -13,9 +13,9 @@ from poprisk.errors import RunError
 from poprisk.problems import Problem
 from poprisk.runs.checkpoint import frozen_fingerprint
 from poprisk.runs.execute import randomness_of
+from poprisk.runs.formats import FORMAT_VERSION
 from poprisk.runs.layout import Layout
 from poprisk.runs.rebuild import modes_of
-from poprisk.runs.storage import FORMAT_VERSION
 from poprisk.store import environment
 from poprisk.store.importable import importable
 

@@ -1,6 +1,7 @@
-"""How far a training is: a bar on a terminal, elsewhere a line at each tenth of the way."""
+"""How far a training is, and how long it still takes: a bar on a terminal or in a notebook, else ten lines."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,10 +11,17 @@ Report = Callable[[int, Tensor], None]
 
 
 @contextmanager
-def training_progress(name: str, start: int, steps: int, *, shown: bool) -> Iterator[Report]:
-    """What to call with (steps so far, loss) after each step; writes to stderr, and reads the loss only to show it."""
+def training_progress(name: str, start: int, steps: int, shown: bool = True) -> Iterator[Report]:
+    """What to call with (steps so far, loss) after each step; reads the loss only to show it.
+
+    In a notebook one output is replaced again and again, elsewhere stderr is written to.
+    """
+    from poprisk.runs.notebook import in_notebook
+
     if not shown:
         yield lambda step, loss: None
+    elif in_notebook():
+        yield from _display(name, start, steps)
     elif sys.stderr.isatty():
         yield from _bar(name, start, steps)
     else:
@@ -37,14 +45,48 @@ def _bar(name: str, start: int, steps: int) -> Iterator[Report]:
         yield report
 
 
+def _display(name: str, start: int, steps: int) -> Iterator[Report]:
+    from poprisk.runs.notebook import NotebookBar
+
+    bar = NotebookBar(name, start, steps)
+
+    def report(step: int, loss: Tensor) -> None:
+        if bar.is_due(step):
+            bar.update(step, f"loss {float(loss):.3g}")
+
+    try:
+        yield report
+    except BaseException:
+        bar.stop()
+        raise
+    bar.finish()
+
+
 def _lines(name: str, start: int, steps: int) -> Report:
-    told = 10 * start // steps
+    told, began = 10 * start // steps, time.perf_counter()
 
     def report(step: int, loss: Tensor) -> None:
         nonlocal told
         tenth = 10 * step // steps
         if tenth > told:
             told = tenth
-            print(f"{name}: step {step} of {steps}, loss {float(loss):.3g}", file=sys.stderr, flush=True)
+            left = (time.perf_counter() - began) / max(step - start, 1) * (steps - step)
+            ahead = f", {time_left(left)}" if step < steps else ""
+            write_line(f"{name}: step {step} of {steps}, loss {float(loss):.3g}{ahead}")
 
     return report
+
+
+def write_line(text: str) -> None:
+    """A line of progress that was asked for; what the library has to say unasked goes to the logger ``poprisk``."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def time_left(seconds: float) -> str:
+    """In words.
+
+    >>> time_left(7.2), time_left(400.0)
+    ('about 7 s left', 'about 7 min left')
+    """
+    return f"about {seconds / 60:.0f} min left" if seconds >= 100 else f"about {seconds:.0f} s left"

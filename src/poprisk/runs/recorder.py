@@ -23,7 +23,7 @@ from poprisk.runs.manifest import check_same_run, describe_training, obstacles, 
 from poprisk.runs.recorded_step import Indices, RecordedStep, micro_batches, unexplained
 from poprisk.runs.run import Run
 from poprisk.runs.segment import StepRecord
-from poprisk.runs.storage import DirectoryStorage, MemoryStorage
+from poprisk.runs.storage import DirectoryStorage, MemoryStorage, relocate
 from poprisk.runs.writer import RunWriter
 
 _CAREFUL = 10
@@ -353,6 +353,7 @@ class Recorder:
             indices = 8 * sum(len(index) for index, _ in step.parts) * (self.steps or 1000)
             announce(self._writer.storage.path, self.estimated_bytes + indices, self.steps)
         about = describe_training(self._model, self.problem, self._loss)
+        relocate(about, None, self._writer.storage.path)
         obstacle = obstacles(self._model, self.layout, self._augmentation)
         self._writer.begin({**about, **self._about(), "obstacles": obstacle})
 

@@ -8,15 +8,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from poprisk._html import card, sparkline
 from poprisk.autodiff import FlatModel
-from poprisk.errors import DataError, RunError
+from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.problems import Problem
 from poprisk.runs import checkpoint
 from poprisk.runs.layout import Layout
 from poprisk.runs.rebuild import rebuild_module
 from poprisk.runs.segment import SegmentReader
 from poprisk.runs.step import Step
-from poprisk.runs.storage import DirectoryStorage, Storage, file_records
+from poprisk.runs.storage import DirectoryStorage, Storage, file_records, relocate
+
+_QUICK = 64 * 2**20
+"""A notebook's summary reads the losses where the files are not larger."""
 
 
 class Run:
@@ -81,6 +85,7 @@ class Run:
         target.check_is_free()
         target.prepare()
         manifest = self.manifest
+        relocate(manifest, self.path, target.path)
         manifest["start"] = target.write("start", *self._storage.read(manifest["start"]))
         for segment in manifest["segments"]:
             name = f"segment-{segment['start']:08d}"
@@ -140,7 +145,7 @@ class Run:
                 f"the run was recorded without a problem: Run.load(path, problem=…) with {self.num_examples} examples"
             )
         try:
-            return Problem.from_description(description)
+            return Problem.from_description(description, self.path)
         except DataError as error:
             raise RunError(f"Run.load(path, problem=…) is needed: {error}") from None
 
@@ -245,6 +250,36 @@ class Run:
         kind = "dense" if self.is_dense else f"checkpoints every {self._manifest['every']}"
         where = "in memory" if self.path is None else str(self.path)
         return f"Run({self.num_steps} steps, {self.num_weights} weights, {kind}, {where})"
+
+    def _repr_html_(self) -> str:
+        about, optimizer = self._manifest, self._manifest["optimizer"]
+        rates = sorted({f"{group['lr']:g}" for group in optimizer["groups"] if "lr" in group})
+        rows = {
+            "steps": f"{self.num_steps}" + ("" if about["closed"] else ", not closed: it goes on, or was interrupted"),
+            "examples": self.num_examples,
+            "weights": self.num_weights,
+            "optimizer": optimizer["name"] + (f", first lr {' and '.join(rates)}" if rates else ""),
+            "recorded": "every step" if self.is_dense else f"a checkpoint every {about['every']} steps",
+            "where": "in memory" if self.path is None else self.path,
+            "begun": about["created"],
+            "with": f"poprisk {about['environment']['poprisk']}, torch {about['environment']['torch']}",
+            "exact analyses": f"no: {self.obstacles[0]}" if self.obstacles else "possible",
+        }
+        losses, notes = self._losses_to_show()
+        if losses:
+            rows["loss of a batch"] = f"{losses[0]:.4g} → {losses[-1]:.4g}"
+        name = (about["problem"] or {}).get("name", "no problem was recorded")
+        return card(f"Run: {name}", rows, picture=sparkline(losses, "loss of each step's batch"), notes=notes)
+
+    def _losses_to_show(self) -> tuple[list[float], list[str]]:
+        """The finite losses, unless that means reading much; and why not, where files are damaged."""
+        files = [segment["file"] for segment in self._manifest["segments"]]
+        if "losses" not in vars(self) and sum(file.get("size", 0) for file in files) > _QUICK:
+            return [], ["the files are large: run.losses reads them"]
+        try:
+            return self.losses[self.losses.isfinite()].tolist(), []
+        except PopRiskError as error:
+            return [], [f"the losses cannot be read: {error}"]
 
     def _check(self, k: int, last: int) -> None:
         if not 0 <= k <= last:

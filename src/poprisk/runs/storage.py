@@ -1,7 +1,6 @@
 """Where a run's files are: a directory, or memory; both with the same two kinds of content, tensors and a manifest."""
 
 import copy
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,16 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
-import poprisk
 from poprisk.errors import DataError, RunError
+from poprisk.runs.formats import (
+    FORMAT_VERSION,
+    Content,
+    checked,
+    digest,
+    migrated_content,
+    migrated_manifest,
+    require_present,
+)
 from poprisk.store import writable_directory, write_json, write_text
+from poprisk.store.importable import located
 from poprisk.store.tensors import TensorFile, check_size, read_tensors, write_tensors
 
-FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _LEFTOVERS = ("start.safetensors", "segment-*.safetensors", ".*.tmp")
-
-Content = tuple[dict[str, Tensor], Any]
 
 
 class MemoryStorage:
@@ -58,6 +63,7 @@ class DirectoryStorage:
     def __init__(self, path: str | Path) -> None:
         self.path: Path | None = Path(path)
         self._folder = Path(path)
+        self._version = FORMAT_VERSION
 
     def check_is_free(self) -> None:
         """Refuses a directory in which something else lives.
@@ -75,9 +81,14 @@ class DirectoryStorage:
                 raise RunError(f"{self._folder} holds other files ({strange.name}): record into an empty directory")
 
     def prepare(self) -> None:
-        """Make the directory, and clear what a killed recorder left before its first manifest."""
+        """Make the directory, and clear what a killed recorder left before its first manifest.
+
+        Raises:
+            RunError: it holds a run of an older format.
+        """
         writable_directory(self._folder)
         named = self._named_files()
+        require_present(self._version, self._folder)
         for pattern in _LEFTOVERS:
             for file in self._folder.glob(pattern):
                 if file.name not in named:
@@ -88,8 +99,8 @@ class DirectoryStorage:
         return asdict(write_tensors(self._folder / f"{name}.safetensors", tensors, notes))
 
     def read(self, record: dict[str, Any]) -> Content:
-        """Read a file back, its size and hash checked."""
-        return read_tensors(self._folder, TensorFile(**record))
+        """Read a file back, its size and hash checked, in the present format."""
+        return migrated_content(read_tensors(self._folder, TensorFile(**record)), self._version)
 
     def check_sizes(self, records: list[dict[str, Any]]) -> None:
         """Refuses a run with missing or truncated files, without reading them."""
@@ -98,14 +109,14 @@ class DirectoryStorage:
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the manifest, with a hash of itself; laid out for reading when the run is closed."""
-        signed = {**manifest, "sha256": _digest(manifest)}
+        signed = {**manifest, "sha256": digest(manifest)}
         if manifest["closed"]:
             write_json(self._folder / MANIFEST, signed)
         else:
             write_text(self._folder / MANIFEST, json.dumps(signed, ensure_ascii=False))
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """The manifest, checked.
+        """The manifest, checked, in the present format.
 
         Raises:
             DataError: it is damaged, of another kind, or of a format this version does not know.
@@ -119,17 +130,9 @@ class DirectoryStorage:
             raise DataError(f"{path} is damaged: it is not JSON ({error}); restore it from a copy") from None
         if not isinstance(manifest, dict) or manifest.get("kind") != "run":
             raise DataError(f"{path} is not the manifest of a run")
-        version = manifest.get("format_version")
-        if version != FORMAT_VERSION:
-            raise DataError(
-                f"{path} has format_version {version!r}, and poprisk {poprisk.__version__} reads {FORMAT_VERSION}: "
-                "read it with the version that wrote it"
-            )
-        if manifest.pop("sha256", None) != _digest(manifest):
-            raise DataError(
-                f"{path} is damaged: its content does not have the SHA-256 it names; restore it from a copy"
-            )
-        return manifest
+        manifest = checked(manifest, path)
+        self._version = manifest["format_version"]
+        return migrated_manifest(manifest)
 
     def _named_files(self) -> set[str]:
         manifest = self.read_manifest()
@@ -145,5 +148,8 @@ def file_records(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [manifest["start"], *(segment["file"] for segment in manifest["segments"])]
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def relocate(manifest: dict[str, Any], old: Path | None, new: Path | None) -> None:
+    """Let the manifest of a run in directory ``old`` lead to its problem's script from directory ``new``."""
+    source = manifest["problem"] and manifest["problem"]["source"]
+    if source:
+        manifest["problem"]["source"] = located(source, old, new)

@@ -1,6 +1,7 @@
 """Training a problem with a recorder around it, for those who have no loop of their own."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def train(
     dtype: torch.dtype | None = None,
     segment_steps: int | None = None,
     resume: bool = False,
-    progress: bool = True,
+    progress: bool | Callable[[int, Tensor], None] = True,
 ) -> Run:
     """Train a problem's model and record the run.
 
@@ -56,7 +57,7 @@ def train(
         dtype: Of the weights; default: as the factory makes them.
         segment_steps: Steps in one file of a dense run.
         resume: Go on with the run in ``path``; one with all its steps is only opened.
-        progress: Show how far it is, on stderr.
+        progress: Show how far it is, on stderr; or what to call with (steps so far, loss) between steps.
 
     Returns:
         The run, with this problem.
@@ -94,7 +95,8 @@ def train(
         training=set_up,
     )
     start = recorder.num_steps
-    with recorder, training_progress(problem.name, start, steps, shown=progress) as report:
+    shown = nullcontext(progress) if callable(progress) else training_progress(problem.name, start, steps, progress)
+    with recorder, shown as report:
         for k in range(start, steps):
             if schedule is not None:
                 _set_rates(made, base, schedule(k))

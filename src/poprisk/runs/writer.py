@@ -71,11 +71,11 @@ class RunWriter:
 
     def resume(self, manifest: dict[str, Any]) -> None:
         """Put module and optimizer where the run's last checkpoint was, and go on from there."""
+        if isinstance(self.storage, DirectoryStorage):
+            self.storage.prepare()
         run = Run(self.storage)
         last, options = run.checkpoint(run.num_steps), run.options(run.num_steps)
         checkpoint.restore(last, self._layout, self._module, self._parameters, self._optimizer, options)
-        if isinstance(self.storage, DirectoryStorage):
-            self.storage.prepare()
         self._manifest, self._options, self.num_steps = manifest, options, run.num_steps
         self._note_buffers()
         changed = [key for key in last if key.startswith(checkpoint.MODULE_BUFFER)]

@@ -1,0 +1,186 @@
+"""Recording in the real Trainer, offline: the run is the training that happened, and the rest is refused."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_classifier import classifier, problem, sentences
+from torch.testing import assert_close
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from poprisk import Problem, Run, replay
+from poprisk.audit import audit
+from poprisk.errors import DataError, RunError
+from poprisk.integrations.huggingface import use_poprisk
+from poprisk.integrations.huggingface_record import RecordRun, classification_problem
+
+STEPS = 20
+QUIET = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1, "seed": 3}
+QUIET |= {"learning_rate": 3e-2, "max_steps": STEPS, "per_device_train_batch_size": 8}
+
+
+def padded(rows):
+    """What a collator with padding does."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    batch = {
+        name: torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
+        for name in ("input_ids", "attention_mask")
+    }
+    return {**batch, "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def trainer(folder, *callbacks, model=None, data=None, **options):
+    args = TrainingArguments(str(folder), **(QUIET | options))
+    made = classifier() if model is None else model
+    rows = sentences() if data is None else data
+    return Trainer(made, args, train_dataset=rows, data_collator=padded, callbacks=list(callbacks))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trainer")
+    record = RecordRun(path / "run", Problem.build(problem))
+    made = trainer(path, record)
+    made.train()
+    return made, path / "run"
+
+
+def test_the_run_is_the_training(recorded, tmp_path):
+    made, path = recorded
+    run = Run.load(path)
+    assert run.manifest["closed"]
+    assert run.num_steps == STEPS
+    logged = [line["loss"] for line in made.state.log_history if "loss" in line]
+    assert_close(run.losses, torch.tensor(logged, dtype=torch.float64), rtol=1e-6, atol=1e-7)
+    for epoch in range(4):
+        drawn = torch.cat([run.batch(k) for k in range(5 * epoch, 5 * epoch + 5)])
+        assert drawn.sort().values.tolist() == list(range(40))
+    assert_close(run.weights(STEPS), torch.cat([p.detach().flatten() for p in made.model.parameters()]), rtol=0, atol=0)
+    alone = trainer(tmp_path)
+    alone.train()
+    assert_close(alone.model.state_dict(), made.model.state_dict(), rtol=0, atol=0)  # as without the callback
+
+
+def test_replay_verifies_and_the_audit_finds_the_wrong_labels(recorded):
+    run = Run.load(recorded[1])
+    assert replay(run).exact
+    table = audit(run, tier="any", progress=False)
+    assert {row["example"] for row in table.worst(2)} == {0, 1}
+
+
+def test_padded_batches_and_the_gate_and_sparse_recording(tmp_path):
+    record = RecordRun(None, problem(ragged=True), every=6)
+    made = use_poprisk(trainer(tmp_path, record, data=sentences(ragged=True), max_steps=13))
+    made.train()
+    run = record.run
+    assert run.manifest["optimizer"]["name"].endswith("PopRiskAdamW")
+    assert run.checkpoints == [0, 6, 12, 13]
+    assert max(replay(run, tolerate=True).deviations.values()) < 1e-4  # batches are padded to other lengths
+    assert len(audit(run, tier="any", progress=False)) == 40
+
+
+def test_an_interrupted_training_keeps_whole_steps(tmp_path):
+    class Interrupting(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise KeyError("enough")
+
+    record = RecordRun(tmp_path / "run", problem())
+    made = trainer(tmp_path / "out", record, Interrupting(), save_strategy="steps", save_steps=3, save_only_model=True)
+    with pytest.raises(KeyError, match="enough"):
+        made.train()
+    assert Run.load(tmp_path / "run").num_steps == 3  # up to the Trainer's last checkpoint
+    record.close()
+    run = Run.load(tmp_path / "run", problem=problem())
+    assert run.num_steps == 5
+    assert replay(run).exact
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_exact_tier_takes_eager_attention(tmp_path, attention):
+    """The masks of the other kind look at their own numbers, which no derivative by examples can follow."""
+    rows = sentences(12)
+    record = RecordRun(None, classification_problem(classifier, rows, arguments={"attention": attention}))
+    trainer(tmp_path, record, model=classifier(attention=attention), data=rows, max_steps=2).train()
+    table = audit(record.run, progress=False)
+    assert ("loo_loss" in table.columns) == (attention == "eager")
+    assert any("no exact columns: vmap" in note for note in table.notes) == (attention == "sdpa")
+
+
+def test_without_a_problem_there_are_batches_and_losses(tmp_path):
+    record = RecordRun(tmp_path / "run")
+    trainer(tmp_path / "out", record, max_steps=3).train()
+    run = Run.load(tmp_path / "run")
+    assert bool(run.losses.isfinite().all())
+    assert [len(run.batch(k)) for k in range(3)] == [8, 8, 8]
+    with pytest.raises(RunError, match="recorded without a problem"):
+        audit(run, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+        ({"bf16": True}, "bf16=True computes other gradients"),
+        ({"label_smoothing_factor": 0.1}, "label smoothing"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_the_first_step(tmp_path, options, message):
+    made = trainer(tmp_path, RecordRun(None, problem()), **options)
+    with pytest.raises(RunError, match=message):
+        made.train()
+    assert made.state.global_step == 0
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(sentences())
+
+
+def test_more_that_is_refused(tmp_path):
+    rows = sentences()
+    swapped = [{**row, "labels": 1 - row["labels"]} for row in rows]
+    turned = [{**row, "input_ids": row["input_ids"][::-1]} for row in rows]
+    cases = [
+        ({"data": Stream()}, problem(), "Stream does not say which examples"),
+        ({}, classification_problem(classifier, rows[:30]), "30 examples, .* dataset 40"),
+        ({}, classification_problem(classifier, swapped), "does not have their targets"),
+        ({}, classification_problem(classifier, turned), "gradient of step 0 is not that"),
+        ({"model": classifier(dropout=0.1)}, problem(), r"attention_dropout=0.1 .*draws at random"),
+    ]
+    for options, given, message in cases:
+        made = trainer(tmp_path, RecordRun(None, given), **options)
+        with pytest.raises(RunError, match=message):
+            made.train()
+        assert made.state.global_step == 0
+    record = RecordRun(None, problem(), augmentation="unseeded")
+    trainer(tmp_path, record, model=classifier(dropout=0.1), max_steps=2).train()
+    assert record.run.obstacles
+    with pytest.raises(RunError, match="nothing has been recorded yet"):
+        RecordRun(None).run
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"input_ids": [1]}], "mappings with labels or label, got"),
+        ([(1, 2)], "mappings with labels or label, got tuple"),
+        ([], "got"),
+        ([{"input_ids": [1], "label": 0}, {"label": 1}], "example 1 has"),
+        ([{"input_ids": [1], "label": 0}, {"input_ids": [1, 2], "label": 1}], "needs an attention_mask"),
+        ([{"input_ids": [1], "label": -100}], "classes from 0, got -100"),
+    ],
+)
+def test_data_that_are_no_classification_are_refused(rows, message):
+    with pytest.raises(DataError, match=message):
+        classification_problem(classifier, rows)
+
+
+def test_the_example_runs(capsys):
+    script = Path(__file__).parents[2] / "examples/huggingface/record_run.py"
+    runpy.run_path(str(script))["main"](["--steps", "12"])
+    said = capsys.readouterr().out
+    assert "Run(12 steps" in said
+    assert "wrong labels" in said
