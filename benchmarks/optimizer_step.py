@@ -9,14 +9,13 @@ The last line printed is one JSON object; its ``ratio`` maps each case to the me
 import argparse
 import json
 import statistics
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from poprisk.experiments.step_time import interleaved, step_parameters, timed
 from poprisk.optim import PopRiskAdamW
 from poprisk.store import environment, write_json
 
@@ -62,38 +61,15 @@ def cases(device: str) -> dict[str, tuple[list[tuple[int, ...]], dict]]:
     }
 
 
-def timed(function: Callable[[], object], repeats: int, device: str) -> float:
-    """Seconds per call."""
-    if device == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(repeats):
-            function()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1000 / repeats
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        function()
-    return (time.perf_counter() - begin) / repeats
-
-
-def parameters(shapes: list[tuple[int, ...]], device: str) -> list[Tensor]:
-    params = [torch.randn(s, device=device).mul_(0.02).requires_grad_() for s in shapes]
-    for p in params:
-        p.grad = torch.randn_like(p).mul_(1e-3)
-    return params
-
-
 def compare(shapes: list[tuple[int, ...]], options: dict, device: str, rounds: int, repeats: int) -> dict:
     """Interleaved rounds of both optimizers on the same parameters and gradients."""
-    params = parameters(shapes, device)
+    params = step_parameters(shapes, device)
     baseline = torch.optim.AdamW(params, fused=True)
     ours = PopRiskAdamW(params, fused=True, **options)
     for optimizer in (baseline, ours, baseline, ours):
         optimizer.step()
-    pairs = [(timed(baseline.step, repeats, device), timed(ours.step, repeats, device)) for _ in range(rounds)]
+    rows = interleaved({"adamw": baseline.step, "ours": ours.step}, rounds, repeats, device)
+    pairs = [(row["adamw"], row["ours"]) for row in rows]
     result = {
         "adamw_ms": 1e3 * statistics.median(a for a, _ in pairs),
         "ours_ms": 1e3 * statistics.median(b for _, b in pairs),

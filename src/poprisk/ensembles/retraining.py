@@ -14,6 +14,7 @@ from poprisk.autodiff.blocks import slices
 from poprisk.autodiff.flat import Inputs
 from poprisk.autodiff.precision import exact_kernels
 from poprisk.autodiff.probe import probe
+from poprisk.autodiff.replayed import Replayed
 from poprisk.ensembles.members import MemberExamples, Members, cast, check_members, moved, parts
 from poprisk.errors import DataError, RunError
 from poprisk.problems import Problem
@@ -176,6 +177,7 @@ class _Trainer:
                 "an augmented run cannot be trained again with other examples: its changes are of the recorded ones"
             )
         self._gradient = grad_and_value(self._loss)
+        self._stacked: dict[tuple[int, ...], Replayed[tuple[Tensor, Tensor]]] = {}
         self._reader: SegmentReader | None = None
 
     @property
@@ -224,13 +226,30 @@ class _Trainer:
             omega = (recorded * factor).to(self.device, self.dtype)
             inputs, targets, axes = data.batch(index, generator)
             weights = omega * data.weights[:, index.to(self.device)]
-            added, losses = vmap(self._gradient, in_dims=(0, 0, *axes))(w, weights, inputs, targets)
+            added, losses = self._member_gradients(w, weights, inputs, targets, axes)
+            if len(batches) > 1 and g is None:
+                added = added.clone()  # the next part's gradient is written over this one
             g, loss = added if g is None else g + added, loss + losses.mean()
         assert g is not None
         if self.clip_norm is not None:
             norm = torch.linalg.vector_norm(g, dim=1, keepdim=True)
             g = g * (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
         return g, loss
+
+    def _member_gradients(
+        self, w: Tensor, weights: Tensor, inputs: Inputs, targets: Tensor, axes: tuple[int | None, int | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Each member's gradient and loss; on a GPU replayed, and overwritten by the next step's."""
+        several = isinstance(inputs, tuple)
+
+        def gradients(w: Tensor, weights: Tensor, targets: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
+            return vmap(self._gradient, in_dims=(0, 0, *axes))(w, weights, batch if several else batch[0], targets)
+
+        form = tuple(-1 if axis is None else axis for axis in axes)
+        if form not in self._stacked:
+            on_gpu = self.device.type == "cuda"
+            self._stacked[form] = Replayed(gradients, capture=on_gpu, only=lambda _: on_gpu)
+        return self._stacked[form](w, weights, targets, *parts(inputs))
 
     def _factor(self, k: int) -> float:
         """What the recorded gradient was multiplied by, beside a clipping that is done again."""

@@ -14,7 +14,8 @@ Automatic differentiation of many directions at once does the same arithmetic in
 temporaries; on two CPU cores this is several times faster. Columns are examples here: h is [features, b].
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ _ACTIVATIONS = (
     nn.Hardtanh,
 )
 """Modules that act on every number alone; their derivatives come from automatic differentiation."""
+_STRAIGHT = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.ReLU6, nn.Hardtanh)
+"""Those made of straight lines, which have no curvature anywhere."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,22 @@ class StackBatch(BatchDerivatives):
                 self.gradient[layer.bias] = delta.sum(1)
             back = self._weights[i].T @ delta
 
+    def tensors(self) -> list[Tensor | None]:
+        """All that :meth:`push` reads, in a fixed order."""
+        fixed = [self.w, self.shares, self.residuals, self._curvature]
+        return [*fixed, *self._hidden, *self._deltas, *self._slopes, *self._bent]
+
+    def on(self, tensors: Sequence[Tensor | None]) -> "StackBatch":
+        """The same sweeps over other numbers, given as :meth:`tensors` gives them; only for :meth:`push`."""
+        made, count = copy.copy(self), len(self._layers)
+        given = list(tensors)
+        made.w, made.shares, made.residuals, made._curvature = (_there(x) for x in given[:4])
+        made._weights = [made.w[layer.weight].view(layer.shape) for layer in self._layers]
+        made._hidden = [_there(x) for x in given[4 : 5 + count]]
+        made._deltas = [_there(x) for x in given[5 + count : 5 + 2 * count]]
+        made._slopes, made._bent = given[5 + 2 * count : 5 + 3 * count], given[5 + 3 * count :]
+        return made
+
     def push(
         self, V: Float[Tensor, "q d"], source: Float[Tensor, "q b p"] | None = None
     ) -> tuple[Float[Tensor, "q d"], Float[Tensor, "q b p"]]:
@@ -251,9 +270,15 @@ def _activate(layer: Layer, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | 
         h = at
         for activation in layer.activations:
             h = activation(h.clone())  # which an activation may write over
-        slope = torch.autograd.grad(h.sum(), at, create_graph=True)[0]
+        straight = all(type(activation) in _STRAIGHT for activation in layer.activations)
+        slope = torch.autograd.grad(h.sum(), at, create_graph=not straight)[0]
         bend = torch.autograd.grad(slope.sum(), at)[0] if slope.requires_grad else None
-    return h.detach(), slope.detach(), bend if bend is not None and bool(bend.any()) else None
+    return h.detach(), slope.detach(), bend
+
+
+def _there(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
 
 
 def _flat_children(module: nn.Module) -> Iterator[nn.Module]:

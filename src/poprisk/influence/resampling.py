@@ -119,15 +119,53 @@ def k_fold(
     ('a learner on 16 of 20 points', 5.0, True, True)
     """
     n = run.num_examples
-    if not 2 <= folds <= n or (nested and folds < 3):
-        raise DataError(f"folds must lie between {3 if nested else 2} and the {n} examples, got {folds}")
+    if nested and folds < 3:
+        raise DataError(f"folds must lie between 3 and the {n} examples, got {folds}")
+    held = _held_by_fold(n, folds, seed)
     if nested < 0:
         raise DataError(f"nested must be 0 or a number of repetitions, got {nested}")
     if nested:
         return _nested(run, folds, seed, nested, renormalize, options)
-    fold = _partition(n, folds, seed)
-    held = [(fold == f).nonzero().squeeze(1) for f in range(folds)]
     return by_example(_resample(run, f"{folds}-fold", held, renormalize, options, partition=True))
+
+
+def k_fold_members(run: Run, folds: int = 10, seed: int = 0, *, renormalize: bool = True) -> Members:
+    """The trainings of :func:`k_fold`, for whoever carries them out elsewhere, some here and some there.
+
+    Raises:
+        DataError: folds is out of range.
+    """
+    n = run.num_examples
+    held = _held_by_fold(n, folds, seed)
+    return Members(torch.stack([holdout_weights(n, index, renormalize=renormalize) for index in held]))
+
+
+def k_fold_of_weights(
+    run: Run, weights: Float[Tensor, "members d"], seed: int = 0, *, notes: tuple[str, ...] = ()
+) -> Resampled:
+    """What :func:`k_fold` returns, where the trainings of :func:`k_fold_members` have been carried out.
+
+    Args:
+        run: What was recorded.
+        weights: Where each member ended, in the run's precision.
+        seed: Of the partition.
+        notes: What was taken over from the run, as :func:`poprisk.ensembles.retrain` says it.
+
+    Raises:
+        DataError: there are fewer than two members, or more than examples.
+    """
+    folds, n = len(weights), run.num_examples
+    held = _held_by_fold(n, folds, seed)
+    own = run.weights(run.num_steps).to(weights)
+    found = _scored(run, f"{folds}-fold", _holdout_target(n, held), held, (weights, own, notes, float(folds)), True)
+    return by_example(found)
+
+
+def _held_by_fold(n: int, folds: int, seed: int) -> list[Tensor]:
+    if not 2 <= folds <= n:
+        raise DataError(f"folds must lie between 2 and the {n} examples, got {folds}")
+    fold = _partition(n, folds, seed)
+    return [(fold == f).nonzero().squeeze(1) for f in range(folds)]
 
 
 def cross_validation_risk(run: Run, k: int, *, seed: int = 0, **options: Unpack[RetrainOptions]) -> Estimate:
@@ -246,11 +284,13 @@ def _resample(
 ) -> Resampled:
     n = run.num_examples
     members = Members(torch.stack([holdout_weights(n, index, renormalize=renormalize) for index in held]))
+    return _run_members(run, method, _holdout_target(n, held), members, held, options, partition=partition)
+
+
+def _holdout_target(n: int, held: list[Tensor]) -> str:
     sizes = sorted({n - len(index) for index in held})
     points = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    return _run_members(
-        run, method, f"a learner on {points} of {n} points", members, held, options, partition=partition
-    )
+    return f"a learner on {points} of {n} points"
 
 
 def _run_members(
@@ -263,7 +303,19 @@ def _run_members(
     *,
     partition: bool = False,
 ) -> Resampled:
-    trained, own_weights, notes, cost = _train(run, members, options)
+    return _scored(run, method, target, held, _train(run, members, options), partition)
+
+
+def _scored(
+    run: Run,
+    method: str,
+    target: str,
+    held: list[Tensor],
+    training: tuple[Tensor, Tensor, tuple[str, ...], float],
+    partition: bool,
+) -> Resampled:
+    """The held-out losses of members, given their weights, those of the run, notes and cost."""
+    trained, own_weights, notes, cost = training
     own = member_outputs(run, own_weights.unsqueeze(0), run.problem.inputs)[0]
     own_losses = losses_of(run, own, run.problem.targets)
     member = torch.cat([torch.full((len(index),), k) for k, index in enumerate(held)])

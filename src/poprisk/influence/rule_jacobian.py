@@ -5,6 +5,7 @@ small table of vectors :math:`\partial\,\mathrm{out}/\partial\,\mathrm{in}`, and
 multiplying and adding. A gate pooled over rows or tensors couples coordinates; those steps are differentiated whole.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -78,6 +79,16 @@ class DiagonalJacobian:
                 [None if entry is None else _cleaned(entry, point[1:], k) for entry in _diagonals(out, point)]
                 for out in (moved, *after)
             ]
+
+    def entries(self) -> list[Entry]:
+        """The table, row by row."""
+        return [entry for row in self._table for entry in row]
+
+    def on(self, entries: Sequence[Entry]) -> "DiagonalJacobian":
+        """The same table with other entries, in the order of :meth:`entries`."""
+        made, width = copy.copy(self), len(self._table[0])
+        made._table = [list(entries[i : i + width]) for i in range(0, len(entries), width)]
+        return made
 
     def push(self, blocks: Blocks, dg: Float[Tensor, "q d"]) -> Blocks:
         """See :class:`RuleJacobian`."""

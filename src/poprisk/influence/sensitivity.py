@@ -28,6 +28,7 @@ from poprisk.influence.batch_derivatives import BatchDerivatives
 from poprisk.influence.linear_stack import batch_derivatives, linear_layers
 from poprisk.influence.linear_step import LinearStep, clip_direction
 from poprisk.influence.replayed_states import ReplayedStates
+from poprisk.influence.replayed_steps import ReplayedSteps, Work
 from poprisk.influence.rule_jacobian import GateMode, rule_jacobian
 from poprisk.runs import Run
 from poprisk.runs.first_steps import check_first_steps
@@ -39,6 +40,8 @@ By = Literal["weights", "labels", "inputs", "initial"]
 _CACHE_BYTES = 2**23
 _FEWEST_ROWS = 8
 _BLOCK_BYTES = 2**29
+# A GPU has room and wants long operations.
+_GPU_BYTES = 2**30
 
 _KINKED = (
     nn.ReLU,
@@ -62,7 +65,7 @@ class Adjoint:
     labels: Float[Tensor, "q n p"] | None = None
     """By a shift of each example's label: its residual r becomes r - δ."""
     inputs: Tensor | None = None
-    """By each example's input, [q, n, *input]."""
+    """By each example's input, ``[q, n, *input]``."""
     initial: Float[Tensor, "q d"] | None = None
     """By the weights before the first step."""
 
@@ -97,6 +100,8 @@ class Unrolled:
         stop: Weights before this step are the last; default: the run's end.
         memory: Bytes for kept optimizer states and directions; past it states are computed again, directions taken
             in turns.
+        graphs: Whether the work on steps of one form is captured as a CUDA graph and replayed, for stacks of linear
+            layers and rules that act on every weight alone. Default: on a GPU.
 
     Raises:
         RunError: no exact analysis of the run is possible, it was augmented, its problem is not known or another than
@@ -124,12 +129,13 @@ class Unrolled:
         start: int = 0,
         stop: int | None = None,
         memory: int = 2**31,
+        graphs: bool | None = None,
     ) -> None:
         _check_run(run, dtype, gate)
         stop = run.num_steps if stop is None else stop
         if not 0 <= start < stop <= run.num_steps:
             raise DataError(f"a run to differentiate needs 0 ≤ start < stop ≤ {run.num_steps}, got {start} and {stop}")
-        self.run, self.start, self.stop, self.memory = run, start, stop, memory
+        self.run, self.start, self.stop, self.memory, self.graphs = run, start, stop, memory, graphs
         self.gate: GateMode = gate
         """Whether the gate answers to the change."""
         self.dtype = run.layout.dtype if dtype is None else dtype
@@ -232,7 +238,7 @@ class Unrolled:
         Args:
             weights: Changes of the examples' weights α.
             labels: Changes of their labels.
-            inputs: Changes of their inputs, [n, *input, k].
+            inputs: Changes of their inputs, ``[n, *input, k]``.
             initial: Changes of the first weights.
 
         Raises:
@@ -312,11 +318,13 @@ class Unrolled:
         return (self.step(k) for k in (reversed(numbers) if backward else numbers))
 
     def rows_at_a_time(self, rows: int) -> Iterator[slice]:
-        """Blocks of directions whose numbers stay in a CPU's cache."""
+        """Blocks of directions whose numbers stay in a CPU's cache, or fill a GPU."""
         per_row = self.num_weights * self.dtype.itemsize
+        on_gpu = self.device.type == "cuda"
         if self._layers is None:  # automatic differentiation holds the activations of every direction
-            return slices(rows, max(1, _BLOCK_BYTES // (8 * per_row + self._activation_bytes)))
-        return slices(rows, max(_FEWEST_ROWS, _CACHE_BYTES // per_row))
+            room = 8 * _GPU_BYTES if on_gpu else _BLOCK_BYTES
+            return slices(rows, max(1, room // (8 * per_row + self._activation_bytes)))
+        return slices(rows, max(_FEWEST_ROWS, (_GPU_BYTES if on_gpu else _CACHE_BYTES) // per_row))
 
     def _forward(self, kinds: dict[str, Tensor]) -> Float[Tensor, "d k"]:
         columns = next(iter(kinds.values())).shape[-1]
@@ -324,7 +332,8 @@ class Unrolled:
         blocks = [zero.clone() for _ in range(1 + len(self.rule.state_names))]
         if "initial" in kinds:
             blocks[0] += kinds["initial"].T
-        for step in self.steps():
+
+        def push(step: LinearStep) -> None:
             source = _source(step, kinds)
             for rows in self.rows_at_a_time(columns):
                 part = [x[rows] for x in blocks]
@@ -334,7 +343,16 @@ class Unrolled:
                     dg = dg + step.batch.push_inputs(torch.zeros_like(part[0]), dx)[0]
                 for block, after in zip(blocks, step.rule.push(part, step.clipped(dg)), strict=True):
                     block[rows] = after
+
+        take = self._worker(push, replay="inputs" not in kinds)
+        for step in self.steps():
+            take(step)
         return blocks[0].T.contiguous()
+
+    def _worker(self, work: Work, *, replay: bool) -> Work:
+        """The work itself, or one that replays it as a CUDA graph."""
+        wanted = self.device.type == "cuda" if self.graphs is None else self.graphs
+        return ReplayedSteps(work, capture=self.device.type == "cuda").take if wanted and replay else work
 
     def _adjoint(
         self, covectors: Tensor, wrt: tuple[By, ...], on_step: Callable[[LinearStep, Tensor], None] | None
@@ -343,7 +361,8 @@ class Unrolled:
         blocks = [covectors.T.contiguous()]
         blocks += [torch.zeros_like(blocks[0]) for _ in self.rule.state_names]
         found = _Gathered(q, n, self.num_outputs, self.inputs, covectors, wrt)
-        for step in self.steps(backward=True):
+
+        def pull(step: LinearStep) -> Tensor | None:
             seen = []
             for rows in self.rows_at_a_time(q):
                 before, a, du = step.pull([x[rows] for x in blocks])
@@ -352,8 +371,13 @@ class Unrolled:
                 found.add(step, rows, a, du)
                 if on_step is not None:
                     seen.append(-step.batch.shares[:, None] * du)
-            if on_step is not None:
-                on_step(step, torch.cat(seen))
+            return None if on_step is None else torch.cat(seen)
+
+        take = self._worker(pull, replay="inputs" not in wrt)
+        for step in self.steps(backward=True):
+            by_labels = take(step)
+            if on_step is not None and by_labels is not None:
+                on_step(step, by_labels.clone())
         return found.adjoint(blocks[0])
 
     def _factor(self, k: int) -> float:

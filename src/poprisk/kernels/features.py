@@ -48,6 +48,13 @@ class Factors:
         scales = (self.weight_scale, self.bias_scale, self.padding)
         return Factors(self.signals[rows], self.cotangents[rows], *scales)
 
+    @staticmethod
+    def joined(parts: "tuple[Factors, ...]") -> "Factors":
+        """Those of stretches of examples as those of all."""
+        signals = torch.cat([part.signals for part in parts])
+        cotangents = torch.cat([part.cotangents for part in parts])
+        return Factors(signals, cotangents, parts[0].weight_scale, parts[0].bias_scale, parts[0].padding)
+
     def similarity(self, other: "Factors") -> Float[Tensor, "bT cT"]:
         r""":math:`m_A \langle a, a' \rangle + m_c` for all pairs of positions."""
         a, c = self.signals.flatten(0, 1), other.signals.flatten(0, 1)
@@ -145,11 +152,17 @@ def factored_flops(layer: Layer, p: int) -> float:
     return layer.positions**2 * (2 * layer.outputs + 2 * layer.inputs / p**2 + PASS_FLOPS)
 
 
-def make_recipe(structure: Structure, scales: Mapping[str, Tensor]) -> Recipe:
-    """Decides layer by layer: factors where they are cheaper and M allows, Jacobian rows otherwise."""
+def make_recipe(structure: Structure, scales: Mapping[str, Tensor], *, row_speed: float = 1.0) -> Recipe:
+    """Decides layer by layer: factors where they are cheaper and M allows, Jacobian rows otherwise.
+
+    Args:
+        structure: Of the model.
+        scales: The root of M by parameter; empty for none.
+        row_speed: How many times faster products of rows are than those of factors, where rows are rounded.
+    """
     factored, unfolded = [], []
     for layer in structure.layers:
-        cheaper = factored_flops(layer, structure.p) < 2 * layer.size
+        cheaper = factored_flops(layer, structure.p) < 2 * layer.size / row_speed
         uniform = all(_is_uniform(scales[name]) for name in (layer.weight, layer.bias) if name) if scales else True
         (factored if cheaper and uniform else unfolded).append(layer)
     return Recipe(structure, tuple(factored), tuple(unfolded), scales)
@@ -172,24 +185,25 @@ def compute_features(model: FlatModel, w: Tensor, recipe: Recipe, inputs: Inputs
         rows[part] = made.rows
         factors.append(made.factors)
     assert rows is not None
-    return Features(rows, tuple(_join(parts) for parts in zip(*factors, strict=True)))
-
-
-def _join(parts: tuple[Factors, ...]) -> Factors:
-    signals = torch.cat([part.signals for part in parts])
-    cotangents = torch.cat([part.cotangents for part in parts])
-    return Factors(signals, cotangents, parts[0].weight_scale, parts[0].bias_scale, parts[0].padding)
+    return Features(rows, tuple(Factors.joined(parts) for parts in zip(*factors, strict=True)))
 
 
 def _chunk_features(model: FlatModel, w: Tensor, recipe: Recipe, inputs: Inputs) -> Features:
+    pieces, factors = feature_pieces(model, w, recipe, inputs)
+    return Features(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2), factors)
+
+
+def feature_pieces(
+    model: FlatModel, w: Tensor, recipe: Recipe, inputs: Inputs
+) -> tuple[list[Float[Tensor, "b p _"]], tuple[Factors, ...]]:
+    """The rows of some examples in pieces side by side, parameter by parameter, and the factors of the other layers."""
     by_output, by_weight, signals = _differentiate(model, w, recipe.structure, inputs)
     b, p = (next(iter({**by_output, **by_weight}.values()))).shape[:2]
     pieces = [_scaled(J, recipe.scales.get(name)).reshape(b, p, -1) for name, J in by_weight.items()]
     for layer in recipe.unfolded:
         pieces += _unfold(layer, signals.pop(layer.name), by_output.pop(layer.name), recipe)
-    rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2) if pieces else w.new_empty(b, p, 0)
     factors = tuple(_factors(layer, signals[layer.name], by_output[layer.name], recipe) for layer in recipe.factored)
-    return Features(rows, factors)
+    return pieces or [w.new_empty(b, p, 0)], factors
 
 
 def _differentiate(
@@ -265,6 +279,32 @@ def _signals(layer: Layer, signal: Tensor) -> Float[Tensor, "b T m"]:
     if module.kernel_size == (1, 1) and module.stride == (1, 1) and module.padding == (0, 0):
         patches = signal.reshape(-1, layer.inputs, prod(signal.shape[-2:]))
     else:
-        images = signal.reshape(-1, *signal.shape[-3:])
-        patches = F.unfold(images, module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
+        patches = _patches(module, signal.reshape(-1, *signal.shape[-3:]))
     return patches.mT if patches.shape[0] == b else patches.mT.reshape(b, layer.positions, layer.inputs)
+
+
+def _patches(module: nn.Conv2d, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b m T"]:
+    """What every position of a convolution sees, as ``F.unfold`` has it, which on a GPU takes a launch per image."""
+    if not images.is_cuda:
+        return F.unfold(images, module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
+    return strided_patches(module, images)
+
+
+def strided_patches(module: nn.Conv2d, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b m T"]:
+    """The same as one copy out of an overlapping view.
+
+    >>> convolution = nn.Conv2d(2, 1, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))
+    >>> x = torch.arange(2 * 2 * 5 * 6.0).reshape(2, 2, 5, 6)
+    >>> expected = F.unfold(x, (3, 2), (1, 2), (1, 0), (2, 1))
+    >>> torch.equal(strided_patches(convolution, x), expected)
+    True
+    """
+    (kh, kw), (sh, sw), (dh, dw) = module.kernel_size, module.stride, module.dilation
+    assert not isinstance(module.padding, str)
+    ph, pw = module.padding
+    padded = F.pad(images, (pw, pw, ph, ph)) if ph or pw else images.contiguous()
+    b, c, h, w = padded.shape
+    tall, wide = (h - dh * (kh - 1) - 1) // sh + 1, (w - dw * (kw - 1) - 1) // sw + 1
+    image, channel, row, column = padded.stride()
+    strides = (image, channel, dh * row, dw * column, sh * row, sw * column)
+    return padded.as_strided((b, c, kh, kw, tall, wide), strides).reshape(b, c * kh * kw, tall * wide)

@@ -13,6 +13,8 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.kernels.features import Features, compute_features, make_recipe
 from poprisk.kernels.layers import Structure, find_structure
 from poprisk.kernels.method import Method, check_request, choose_method, costs_of, product_numbers
+from poprisk.kernels.precision import Precision
+from poprisk.kernels.rounded_tiles import prepare_rounded
 from poprisk.kernels.tiles import Tile, free_memory, plan_tiles, rectangular_tiles, symmetric_tiles
 from poprisk.kernels.validation import Diagonal, preconditioner_diagonal, preconditioner_roots
 
@@ -120,6 +122,7 @@ def kernel_tiles(
     preconditioner: Diagonal | None = None,
     method: Method | str = Method.AUTO,
     memory: int | None = None,
+    precision: Precision | str | None = None,
 ) -> Iterator[Tile]:
     r"""The blocks of a kernel one after the other, for kernels larger than memory.
 
@@ -132,19 +135,26 @@ def kernel_tiles(
         preconditioner: The diagonal of M: a number, or a vector like w.
         method: The algorithm, or its name; see ``Method`` for costs.
         memory: Limit in bytes for the work on tiles; half of what is free if not given.
+        precision: Multiply rows in lower precision, see :class:`~poprisk.kernels.Precision`: blocks are float32 and
+            carry a bound on their error; rows and factors are then the only method. Default: in w's own.
 
     Returns:
         Tiles with their place, in outputs (i·p + j); together they cover the kernel, none twice.
 
     Raises:
         DataError: weights, inputs or preconditioner that do not fit, or weights of low precision.
-        HyperparameterError: the memory limit is too small; the message says what is needed.
+        HyperparameterError: the memory limit is too small (the message says what is needed), or an unknown precision.
 
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False), "squared")
     >>> sum(tile.block.numel() for tile in kernel_tiles(model, model.weights, torch.ones(5, 2)))
     25
     """
-    return _tiles(model, w, inputs, other_inputs, preconditioner, method, memory, held=False)
+    if precision is None:
+        return _tiles(model, w, inputs, other_inputs, preconditioner, method, memory, held=False)
+    if _checked_method(method) not in (Method.AUTO, Method.LAYER_FACTORS):
+        raise HyperparameterError(f"precision={precision!r} needs method 'auto' or 'layer factors', got {method!r}")
+    arguments = (model, w, inputs, other_inputs, precision, preconditioner, memory)
+    return prepare_rounded(*arguments, held_result=False).tiles()
 
 
 def _assemble(model: FlatModel, w: Tensor, inputs: Inputs, others: Inputs | None, **options) -> Tensor:
@@ -187,7 +197,7 @@ def _tiles(
     if method is Method.JACOBIAN_CONTRACTION:
         structure = structure.without_layers(model)
     recipe = make_recipe(structure, scales)
-    plan = plan_tiles(recipe, n, m, itemsize, memory, result=result)
+    plan = plan_tiles(recipe, n, m, itemsize, memory, result=result, device=w.device)
 
     def make(examples: Inputs, chunk: int) -> Features:
         return compute_features(model, w, recipe, examples, chunk)

@@ -21,8 +21,8 @@ from poprisk.kernels.features import Features, Recipe, contract
 
 # Rows of a tile when memory is plentiful: enough for fast matrix products, few enough to skip most mirrored tiles.
 _TILE_ROWS = 512
-# Differentiating more examples than fill this many bytes at once is no faster.
-_CHUNK_BYTES = 2**27
+# Differentiating more examples than fill this many bytes at once is no faster; a GPU wants hundreds in each launch.
+_CHUNK_BYTES = {"cpu": 2**27, "cuda": 5 * 2**32}
 # Where the system does not tell how much memory is free.
 _FALLBACK_MEMORY = 2**32
 
@@ -38,6 +38,8 @@ class Tile:
     """Where it stands, in outputs (i·p + j)."""
     columns: slice
     block: Tensor
+    bound: float | None = None
+    r"""On :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}`, where products were made in lower precision."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,16 @@ class TilePlan:
     """Peak of memory in use by the work and the result, as estimated."""
 
 
-def plan_tiles(recipe: Recipe, n: int, others: int | None, itemsize: int, memory: int, *, result: int = 0) -> TilePlan:
+def plan_tiles(
+    recipe: Recipe,
+    n: int,
+    others: int | None,
+    itemsize: int,
+    memory: int,
+    *,
+    result: int = 0,
+    device: torch.device | None = None,
+) -> TilePlan:
     """The plan that makes features fewest times within a memory limit.
 
     Args:
@@ -64,6 +75,7 @@ def plan_tiles(recipe: Recipe, n: int, others: int | None, itemsize: int, memory
         itemsize: Bytes of a number.
         memory: Limit in bytes.
         result: Bytes of the result, held all along.
+        device: Where it is done; default: the CPU.
 
     Raises:
         HyperparameterError: not even a tile of one example by one fits; the message says what would.
@@ -73,7 +85,7 @@ def plan_tiles(recipe: Recipe, n: int, others: int | None, itemsize: int, memory
 
     def fitting(side: int, keep: bool) -> TilePlan | None:
         side = min(side, longest)
-        chunk = min(side, max(1, _CHUNK_BYTES // max(1, itemsize * _work(recipe))))
+        chunk = min(side, max(1, chunk_bytes(device) // max(1, itemsize * features_work(recipe))))
         while True:
             kept = n + (others or 0) if keep else 2 * side
             total = result + itemsize * _peak(recipe, kept, side, chunk)
@@ -102,7 +114,16 @@ def least_bytes(recipe: Recipe, itemsize: int) -> int:
     return itemsize * _peak(recipe, 2, 1, 1)
 
 
-def _work(recipe: Recipe) -> int:
+def chunk_bytes(device: torch.device | None) -> int:
+    """What the work on examples that are differentiated together may take.
+
+    >>> chunk_bytes(torch.device("cpu")) < chunk_bytes(torch.device("cuda"))
+    True
+    """
+    return _CHUNK_BYTES.get("cpu" if device is None else device.type, _CHUNK_BYTES["cpu"])
+
+
+def features_work(recipe: Recipe) -> int:
     """Numbers held per example while features are made."""
     s = recipe.structure
     by_output = sum(layer.positions * layer.outputs for layer in s.layers)
@@ -117,7 +138,7 @@ def _peak(recipe: Recipe, kept: int, side: int, chunk: int) -> int:
     products = (p * positions) ** 2 * side if positions > 1 else (p * side) ** 2
     feature = p * recipe.row_length + recipe.factor_length
     contracting = 2 * products + (p * side) ** 2 + (positions * side) ** 2
-    return kept * feature + max(contracting, chunk * _work(recipe)) + (p * side) ** 2
+    return kept * feature + max(contracting, chunk * features_work(recipe)) + (p * side) ** 2
 
 
 def free_memory(device: torch.device) -> int:

@@ -1,0 +1,193 @@
+r"""Kernels from rounded rows, in tiles.
+
+Of a kernel too large for memory one block of rows is held, and columns go past it a few at a time: with R rows held,
+the features of the n' columns are made n/R times.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from torch import Tensor
+
+from poprisk.autodiff import FlatModel
+from poprisk.autodiff.blocks import slices
+from poprisk.autodiff.flat import Inputs, take_examples
+from poprisk.autodiff.replayed import Replayed
+from poprisk.errors import HyperparameterError
+from poprisk.kernels.features import Factors, Recipe, feature_pieces, make_recipe
+from poprisk.kernels.layers import find_structure
+from poprisk.kernels.method import check_request
+from poprisk.kernels.precision import Precision, checked_precision, error_bound, float32_products
+from poprisk.kernels.rounded import PanelLayout, RoundedRows, contract_rounded, panel_layout
+from poprisk.kernels.tiles import Tile, chunk_bytes, features_work, free_memory
+from poprisk.kernels.validation import Diagonal, preconditioner_roots
+
+# Rows of some examples in pieces, and the factors of the other layers.
+Pieces = tuple[list[Tensor], tuple[Factors, ...]]
+# Rows held and columns that go past them, in outputs: with these a product of two panels fills one H200.
+_HELD, _PASSING = 3840, 1024
+# Factors of layers with several positions are multiplied one example at a time, at about half the speed of a product.
+_LOOPS = 2.0
+# Examples of a chunk below which making it smaller costs time.
+_FEW = 128
+
+
+@dataclass(frozen=True)
+class RoundedPlan:
+    """How many examples are worked on."""
+
+    held: int
+    """Rows of a tile."""
+    passing: int
+    """Columns of a tile."""
+    chunk: int
+    """Differentiated at a time."""
+    bytes: int
+    """Peak of memory in use, as estimated."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedJob:
+    """A kernel to make: all that its tiles need."""
+
+    model: FlatModel
+    w: Tensor
+    inputs: Inputs
+    others: Inputs | None
+    counts: tuple[int, int | None]
+    recipe: Recipe
+    layout: PanelLayout
+    precision: Precision
+    plan: RoundedPlan
+    pieces: Callable[..., Pieces]
+    """The features of a chunk, given as the parts of its inputs; overwritten by the next ones."""
+
+    @property
+    def rows(self) -> int:
+        """Outputs of the kernel's rows."""
+        return self.counts[0] * self.recipe.structure.p
+
+    @property
+    def columns(self) -> int:
+        """Outputs of its columns."""
+        return (self.counts[1] or self.counts[0]) * self.recipe.structure.p
+
+    @property
+    def bound(self) -> float:
+        """On the error of every entry."""
+        return error_bound(self.precision, self.recipe.row_length, self.layout.width)
+
+    def tiles(self) -> Iterator[Tile]:
+        """One block of rows after the other, past which all columns go."""
+        n, m = self.counts
+        for first in slices(n, self.plan.held):
+            left = self.features(self.inputs, first)
+            if m is None:
+                block = contract_rounded(left, left)
+                yield self._tile(first, first, block.triu() + block.triu(1).T)
+            columns, start = (self.inputs, first.stop) if self.others is None else (self.others, 0)
+            for begin in range(start, m or n, self.plan.passing):
+                second = slice(begin, min(begin + self.plan.passing, m or n))
+                yield self._tile(first, second, contract_rounded(left, self.features(columns, second)))
+            del left
+
+    def _tile(self, first: slice, second: slice, block: Tensor) -> Tile:
+        p = self.recipe.structure.p
+        places = [slice(part.start * p, part.stop * p) for part in (first, second)]
+        return Tile(places[0], places[1], block, self.bound)
+
+    def features(self, inputs: Inputs, part: slice) -> RoundedRows:
+        """Of some examples, a few differentiated at a time."""
+        p = self.recipe.structure.p
+        made = RoundedRows.empty(self.precision, self.layout, (part.stop - part.start) * p, self.w.device)
+        for chunk in slices(part.stop - part.start, self.plan.chunk):
+            examples = take_examples(inputs, slice(part.start + chunk.start, part.start + chunk.stop))
+            with float32_products("ieee"):  # a unit that falls on the other side of its kink is no rounding error
+                pieces, factors = self.pieces(*(examples if isinstance(examples, tuple) else (examples,)))
+            made.fill(chunk.start * p, pieces, factors)
+        return made
+
+
+def prepare_rounded(
+    model: FlatModel,
+    w: Tensor,
+    inputs: Inputs,
+    others: Inputs | None,
+    precision: Precision | str,
+    preconditioner: Diagonal | None,
+    memory: int | None,
+    *,
+    held_result: bool,
+    graphs: bool | None = None,
+) -> RoundedJob:
+    """Checks what is asked for, and plans it; chunks are replayed as CUDA graphs on a GPU, or where asked for."""
+    precision = checked_precision(precision)
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
+        raise HyperparameterError(f"memory must be a positive number of bytes, got {memory!r}: try 2**30")
+    n, m = check_request(model, w, inputs, others)
+    w = w.detach()
+    structure = find_structure(model, w, inputs)
+    recipe = make_recipe(structure, preconditioner_roots(model, w, preconditioner), row_speed=_LOOPS * precision.speed)
+    layout = panel_layout(_piece_sizes(model, recipe))
+    result = 4 * n * (m or n) * structure.p**2 if held_result else 0
+    limit = free_memory(w.device) if memory is None else memory
+    plan = plan_rounded(recipe, layout, precision, (n, m), limit - result, w)
+    several = isinstance(inputs, tuple)
+
+    def pieces(*parts: Tensor) -> Pieces:
+        return feature_pieces(model, w, recipe, parts if several else parts[0])
+
+    if w.is_cuda if graphs is None else graphs:
+        whole = lambda parts: parts[0].shape[0] == plan.chunk  # noqa: E731
+        pieces = Replayed(pieces, capture=w.is_cuda, only=whole)
+    return RoundedJob(model, w, inputs, others, (n, m), recipe, layout, precision, plan, pieces)
+
+
+def _piece_sizes(model: FlatModel, recipe: Recipe) -> list[int]:
+    """Columns of the pieces in the order of ``feature_pieces``."""
+    sizes = [model.parameters[name].numel() for name in recipe.structure.plain]
+    for layer in recipe.unfolded:
+        sizes += [layer.inputs * layer.outputs, *([layer.outputs] if layer.bias else [])]
+    return sizes or [0]
+
+
+def plan_rounded(
+    recipe: Recipe, layout: PanelLayout, precision: Precision, counts: tuple[int, int | None], memory: int, w: Tensor
+) -> RoundedPlan:
+    """Tiles of the preferred size, smaller where memory is short, larger rows first.
+
+    Raises:
+        HyperparameterError: not even one example by one fits; the message says what would.
+    """
+    p, (n, m) = recipe.structure.p, counts
+    feature = p * (layout.columns * precision.itemsize + 4) + w.element_size() * recipe.factor_length
+    work = w.element_size() * features_work(recipe)
+    wanted = chunk_bytes(w.device) // max(1, work)
+    held, passing = min(n, ceil(_HELD / p)), min(m or n, ceil(_PASSING / p))
+    chunk = _power_of_two(max(1, min(held, passing, wanted)))
+
+    def total() -> int:
+        return (held + passing) * feature + chunk * work + 2 * 4 * p * p * held * max(passing, 0 if m else held)
+
+    while total() > memory and (held > 1 or passing > 1 or chunk > 1):
+        if chunk > _FEW or (chunk * work > (held + passing) * feature and chunk > 1):
+            chunk //= 2
+        elif passing > 1 and 4 * passing >= held:
+            passing = ceil(passing / 2)
+        elif held > 1:
+            held = ceil(held / 2)
+        else:
+            chunk //= 2
+    if total() > memory:
+        raise HyperparameterError(
+            f"memory leaves {memory} bytes beside the result, too little: {total()} bytes are the smallest that work "
+            "here; raise the limit, or use kernel_operator"
+        )
+    held, passing = held - held % chunk or held, passing - passing % chunk or passing  # chunks of one size
+    return RoundedPlan(held, passing, chunk, total())
+
+
+def _power_of_two(count: int) -> int:
+    """The largest that is not above."""
+    return 1 << (count.bit_length() - 1)

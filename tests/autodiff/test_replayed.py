@@ -1,0 +1,44 @@
+"""A function replayed on still copies of its arguments gives what it gives on the arguments themselves."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from poprisk.autodiff.replayed import Replayed
+
+
+def test_still_copies_by_shape_and_only_where_asked():
+    calls: list[tuple] = []
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((a.data_ptr(), tuple(a.shape)))
+        return a @ b, a.sum()
+
+    replayed = Replayed(function, capture=False, only=lambda arguments: arguments[0].shape[0] != 5)
+    generator = torch.Generator().manual_seed(0)
+    kept = []
+    for rows in (2, 3, 2, 3, 2, 3, 5, 2, 5):
+        a, b = torch.randn(rows, 4, generator=generator), torch.randn(4, 2, generator=generator)
+        kept.append(a)  # so that no address comes twice
+        product, total = replayed(a, b)
+        assert_close(product, a @ b)
+        assert_close(total, a.sum())
+    twos = [place for place, shape in calls if shape[0] == 2]
+    assert twos[2] == twos[3]  # the third and the fourth ran on one still copy
+    assert len({*twos[:3]}) == 3
+    assert len({place for place, shape in calls if shape[0] == 5}) == 2
+
+
+@pytest.mark.gpu
+def test_captured_and_refused():
+    weight = torch.randn(6, 6, device="cuda")
+    replayed = Replayed(torch.func.vmap(torch.func.grad(lambda v: (weight @ v).tanh().sum())), capture=True)
+    waiting = Replayed(lambda x: x * float(x.sum()), capture=True)
+    for _ in range(5):
+        x = torch.randn(3, 6, device="cuda")
+        expected = (1 - (x @ weight.T).tanh().square()) @ weight
+        assert_close(replayed(x), expected, rtol=1e-4, atol=1e-5)
+        assert_close(waiting(x), x * x.sum(), rtol=1e-4, atol=1e-5)
+    assert replayed.refused is None
+    assert waiting.refused is not None
+    assert_close(weight @ weight, torch.mm(weight, weight))  # and the stream works on
