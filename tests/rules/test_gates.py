@@ -56,3 +56,13 @@ def test_no_gradient_ever_means_closed_and_no_noise_means_open(kind, dtype):
 def test_limits_connect_the_gates(m, s):
     assert q("soft", m, s, alpha=1.0, strength=0.0) == q("hard", m, s, alpha=1.0)
     assert q("soft", m, s, alpha=0.0, strength=2.0) == q("snr", m, s, strength=2.0)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_moments_of_two_shapes_are_refused_by_the_hints(kind):
+    """So the hints are executed here: torch alone would broadcast."""
+    pytest.importorskip("beartype")
+    from jaxtyping import TypeCheckError
+
+    with pytest.raises(TypeCheckError):
+        evaluate_gate(kind, torch.ones(3), torch.ones(1), 1.0, 1.0)

@@ -229,6 +229,18 @@ def _default_choice() -> Reproduction:
     )
 
 
+def _gate_variants() -> Reproduction:
+    from poprisk.experiments.gate_variants.plan import images_in
+
+    return _comparison(
+        "gate_variants",
+        "gate_variants:draw_gate_variants",
+        "gate_variants_page:gate_variants_lines",
+        with_data=images_in,
+        files=_fashion,
+    )
+
+
 _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     "coupling": ("training displacement determines test displacement while the kernel moves", _coupling),
     "signal": ("directions that dissipate most per complexity, what a test set loses without the rest", _signal),
@@ -273,6 +285,10 @@ _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     "sft": (
         "fine-tuning a language model, clean and with wrong targets (needs --data with smollm2)",
         partial(_fine_tuning, "sft", "sft:draw_sft", "sft:sft_lines"),
+    ),
+    "gate_variants": (
+        "variants of the gate: is one noise-proof and quick? (needs --data with fashion)",
+        _gate_variants,
     ),
     "default_choice": (
         "candidates for PopRiskAdamW's defaults on noisy and clean tasks (needs --data with fashion)",
