@@ -12,3 +12,4 @@ from poprisk.store.files import write_text as write_text
 from poprisk.store.importable import Importable as Importable
 from poprisk.store.importable import importable as importable
 from poprisk.store.importable import resolve as resolve
+from poprisk.store.script import where as where

@@ -14,6 +14,7 @@ from poprisk.errors import DataError
 from poprisk.store.files import write_json
 
 FORMAT_VERSION = 1
+"""Of result files; a file of another version is refused."""
 
 
 def save_result(path: str | Path, kind: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> Path:

@@ -1,0 +1,136 @@
+r"""Tiles (i, j, t) of tangent kernels: :math:`K_{SS}` or :math:`K_{QS}` at the weights of a recorded step t."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from poprisk.autodiff.blocks import slices
+from poprisk.autodiff.flat import Inputs, take_examples
+from poprisk.jobs.manifest import Group
+from poprisk.jobs.sources import (
+    aligned,
+    dtype_name,
+    dtype_named,
+    examples_of,
+    find_run,
+    keep_vector,
+    problem_digest,
+    settings,
+    take_vector,
+    where_is,
+)
+from poprisk.kernels import Method
+from poprisk.kernels.single_tile import Side, TileMaker, plan_single_tiles
+from poprisk.kernels.validation import Diagonal
+from poprisk.runs import Run
+from poprisk.runs.first_steps import check_first_steps
+
+KIND = "poprisk.jobs.kernel_tiles:KernelTiles"
+CODE = ("poprisk.kernels", "poprisk.autodiff")
+# Copies of a tile that are held while it is written, or read and transposed.
+_COPIES = 4
+
+
+class KernelTiles:
+    """A kernel opened by a worker: model, weights and examples, and the two sides that were used last."""
+
+    def __init__(self, group: Group, folder: Path, device: torch.device) -> None:
+        content, run = group.content, find_run(group, folder, device)
+        dtype = dtype_named(content["dtype"])
+        model = run.model(dtype)
+        check_first_steps(run, model)
+        M = content["preconditioner"]
+        M = take_vector(folder, M, device) if isinstance(M, str) else M
+        w = take_vector(folder, content["weights"], device)
+        self._rows = examples_of(run, content["rows"], dtype)
+        self._columns = examples_of(run, content["columns"], dtype)
+        self._symmetric = content["rows"] == content["columns"]
+        first = take_examples(self._rows, slice(0, 1))
+        self._maker = TileMaker(model, w, first, Method(content["method"]), content["chunk"], M)
+        self._sides: dict[tuple[str, int, int], Side] = {}
+
+    def compute(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
+        """The block of the examples a … b along the rows and c … d along the columns."""
+        a, b, c, d = indices
+        names = (("rows", a, b), ("rows" if self._symmetric else "columns", c, d))
+        self._sides = {name: side for name, side in self._sides.items() if name in names}
+        for name in names:
+            if name not in self._sides:
+                self._sides[name] = self._maker.side(self._examples(*name))
+        return {"block": self._maker.block(*(self._sides[name] for name in names))}
+
+    def _examples(self, which: str, start: int, stop: int) -> Inputs:
+        inputs = self._rows if which == "rows" else self._columns
+        taken = take_examples(inputs, slice(start, stop))
+        return tuple(aligned(x) for x in taken) if isinstance(taken, tuple) else aligned(taken)
+
+
+def kernel_group(
+    run: Run,
+    folder: Path,
+    name: str,
+    *,
+    step: int,
+    rows: str,
+    preconditioner: Diagonal | None,
+    method: Method,
+    dtype: torch.dtype | None,
+    memory_limit: int,
+    side: int | None,
+    threads: int,
+    device: str,
+) -> Group:
+    """The jobs of one kernel; tile sizes follow from the memory limit."""
+    digits = dtype_name(dtype, run)
+    exact = dtype_named(digits)
+    model = run.model(exact)
+    check_first_steps(run, model)
+    w = aligned(run.weights(step).to(model.weights))
+    left, right = examples_of(run, rows, exact), examples_of(run, "train", exact)
+    symmetric = rows == "train"
+    M = preconditioner.detach().cpu() if isinstance(preconditioner, Tensor) else preconditioner
+    plan = plan_single_tiles(
+        model,
+        w,
+        left,
+        None if symmetric else right,
+        preconditioner=M,
+        method=method,
+        memory=memory_limit,
+        side=side,
+        copies=_COPIES,
+        device=torch.device(device),
+    )
+    counts = [(x[0] if isinstance(x, tuple) else x).shape[0] for x in (left, right)]
+    content = {
+        **settings(problem_digest(run), "problem", CODE, threads, device),
+        "weights": keep_vector(folder, w.cpu()),
+        "rows": rows,
+        "columns": "train",
+        "dtype": digits,
+        "method": plan.method.value,
+        "chunk": plan.chunk,
+        "preconditioner": keep_vector(folder, M) if isinstance(M, Tensor) else M,
+    }
+    where = {
+        "run": where_is(run, folder),
+        "code": list(CODE),
+        "step": step,
+        "layout": "tiles",
+        "outputs": plan.outputs,
+        "shape": [counts[0] * plan.outputs, counts[1] * plan.outputs],
+        "symmetric": symmetric,
+        "dtype": digits,
+        "memory_limit": memory_limit,
+        "tile_bytes": plan.bytes,
+    }
+    return Group(name, KIND, content, _tiles(counts[0], counts[1], plan.side, symmetric), where)
+
+
+def _tiles(n: int, m: int, side: int, symmetric: bool) -> list[list[int]]:
+    """Row by row; of a symmetric kernel those on and above the diagonal."""
+    parts = list(slices(n, side))
+    if symmetric:
+        return [[r.start, r.stop, c.start, c.stop] for i, r in enumerate(parts) for c in parts[i:]]
+    return [[r.start, r.stop, c.start, c.stop] for r in parts for c in slices(m, side)]

@@ -1,0 +1,84 @@
+"""Dataclasses as a JSON value and tensors beside it, and back: every number comes back as it was, bit by bit."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from poprisk.errors import DataError
+
+_KIND = "#"
+"""Marks what JSON has no form for: tensors, tuples, mappings, dataclasses."""
+
+
+def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A JSON value in which tensors stand by name, and the tensors.
+
+    Args:
+        value: None, numbers, texts, lists, tuples, mappings, tensors and dataclasses, in each other.
+
+    Raises:
+        DataError: something else is in it.
+
+    >>> import torch
+    >>> form, tensors = pack({"x": torch.ones(2), 3: (1.5,)})
+    >>> form["items"][0], list(tensors)
+    (['x', {'#': 'tensor', 'name': '0'}], ['0'])
+    >>> unpack(form, tensors, ())
+    {'x': tensor([1., 1.]), 3: (1.5,)}
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def packed(x: Any) -> Any:
+        if x is None or isinstance(x, bool | int | float | str):
+            return x
+        if isinstance(x, Tensor):
+            tensors[name := str(len(tensors))] = x.detach().clone()  # a file takes none that share their memory
+            return {_KIND: "tensor", "name": name}
+        if isinstance(x, list):
+            return [packed(each) for each in x]
+        if isinstance(x, tuple):
+            return {_KIND: "tuple", "items": [packed(each) for each in x]}
+        if isinstance(x, Mapping):
+            return {_KIND: "mapping", "items": [[packed(k), packed(v)] for k, v in x.items()]}
+        if is_dataclass(x) and not isinstance(x, type):
+            return {_KIND: type(x).__name__, "fields": {f.name: packed(getattr(x, f.name)) for f in fields(x)}}
+        raise DataError(f"only plain values, tensors and dataclasses of them can be kept, got {type(x).__name__}")
+
+    return packed(value), tensors
+
+
+def unpack(form: Any, tensors: Mapping[str, Tensor], classes: tuple[type, ...]) -> Any:
+    """What :func:`pack` was given.
+
+    Args:
+        form: Its JSON value.
+        tensors: Its tensors.
+        classes: The dataclasses that may be in it.
+
+    Raises:
+        DataError: another class is in it, or one has other fields now.
+    """
+    known = {each.__name__: each for each in classes}
+
+    def unpacked(x: Any) -> Any:
+        if isinstance(x, list):
+            return [unpacked(each) for each in x]
+        if not isinstance(x, dict):
+            return x
+        kind = x[_KIND]
+        if kind == "tensor":
+            return tensors[x["name"]]
+        if kind == "tuple":
+            return tuple(unpacked(each) for each in x["items"])
+        if kind == "mapping":
+            return {unpacked(k): unpacked(v) for k, v in x["items"]}
+        if kind not in known:
+            raise DataError(f"a {kind!r} is kept there, expected {', '.join(known) or 'no dataclass'}: make it again")
+        try:
+            return known[kind](**{name: unpacked(each) for name, each in x["fields"].items()})
+        except TypeError as error:
+            raise DataError(f"a {kind} of another version is kept there ({error}): make it again") from None
+
+    return unpacked(form)
