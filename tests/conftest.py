@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 
-# Not the modules that torch.compile or Triton trace. The rule itself, called a hundred thousand times, is checked where
-# it is tested (tests/rules), so that the rest of the suite does not measure the checker.
+# Not the modules that torch.compile or Triton trace. The rule and its gates, called a hundred thousand times, are
+# checked where they are tested (tests/rules), so that the rest of the suite does not measure the checker.
 CHECKED = (
-    "poprisk.rules.gates",
     "poprisk.autodiff",
     "poprisk.linalg",
     "poprisk.population",
@@ -16,6 +15,9 @@ CHECKED = (
     "poprisk.kernels",
     "poprisk.operators",
 )
+
+SHARING = ("tests/experiments/", "tests/operators/")  # smoke_of in the one's conftest.py, recorded_runs.py in the other
+EVERYTHING = "test_reproduce_all.py"  # has the time to make what the rest of its folder reads
 
 try:
     import beartype  # noqa: F401
@@ -26,12 +28,31 @@ except ImportError:
     pass
 
 
+def _scope(file: str) -> str:
+    """What must run in one process: a file, or a folder whose files share what is slow to make."""
+    return next((folder for folder in SHARING if file.startswith(folder)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """``--dist loadfile``, but for the folders that share."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadScopes(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(super()._split_scope(nodeid))
+
+    return LoadScopes(config, log)
+
+
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
+    """The folders come first: begun last, they would keep one core waiting for the other."""
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items.sort(key=lambda item: (not item.nodeid.startswith(SHARING), item.path.name != EVERYTHING))  # stable
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,18 @@
 """The pages say what was measured, and their code runs."""
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
+
+from readme_code import blocks, run_block
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "docs/learning_rate.md")
-SNIPPETS = [s for page in PAGES for s in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)]
+SNIPPETS = [block for page in PAGES for block in blocks((ROOT / page).read_text())]
 
 
 def test_measured_sections_come_from_the_results():
@@ -42,31 +42,24 @@ def test_the_docstring_has_the_measured_losses():
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_snippet_runs(snippet, capsys):
-    model = torch.nn.Module()
-    model.body, model.router = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
-    from poprisk import PopRiskAdamW
-
-    optimizer = PopRiskAdamW(model.parameters())
-    names = {"model": model, "optimizer": optimizer, "PopRiskAdamW": PopRiskAdamW}
-    exec(snippet, names)
-    assert names["optimizer"].step() is None
+    assert run_block(snippet)["optimizer"].step() is None
 
 
 def test_the_page_on_operators_runs_from_top_to_bottom(capsys):
     """Each block goes on where the one before it ended."""
     names: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/operators.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 8
-    for block in blocks:
+    found = blocks((ROOT / "docs/operators.md").read_text())
+    assert len(found) == 8
+    for block in found:
         exec(block, names)
     assert len(capsys.readouterr().out.splitlines()) > 10  # the bounds
 
 
 def test_the_page_on_comparisons_runs_from_top_to_bottom(capsys):
     names: dict[str, object] = {"__name__": "page"}
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/comparisons.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
+    found = blocks((ROOT / "docs/comparisons.md").read_text())
+    assert len(found) == 2
+    for block in found:
         exec(compile(block, "comparisons.md", "exec"), names)
     printed = capsys.readouterr().out
     assert "PopRiskAdamW, defaults" in printed

@@ -1,6 +1,5 @@
 """The capacity axis at its smoke size: exact risks against dense formulas, the command, its figure and its page."""
 
-import io
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from poprisk import cli
 from poprisk.errors import HyperparameterError
 from poprisk.experiments import capacity as experiment
 from poprisk.experiments.capacity import SMOKE, CapacityConfig
@@ -23,21 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("capacity") / "new"
-    with pytest.MonkeyPatch.context() as patch:
-        out, err = io.StringIO(), io.StringIO()
-        patch.setattr("sys.stdout", out)
-        patch.setattr("sys.stderr", err)
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["reproduce", "capacity", "--smoke", "--output", str(directory)])
-    assert caught.value.code == 0, err.getvalue()
-    return directory, out.getvalue(), err.getvalue()
-
-
-@pytest.fixture(scope="module")
-def saved(smoke):
-    return load_result(smoke[0] / "capacity.json", experiment.KIND)
+def saved(smoke_result):
+    return smoke_result("capacity")
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +41,9 @@ def fit_matrix(task, width):
     return task.features(task.test_inputs, width) @ torch.linalg.pinv(task.features(task.inputs, width))
 
 
-def test_command_writes_result_and_figure_and_says_where(smoke, saved):
-    directory, out, err = smoke
+def test_command_writes_result_and_figure_and_says_where(smoke_of, saved):
+    made = smoke_of("capacity")
+    directory, out, err = made.directory, made.out, made.err
     assert sorted(p.name for p in directory.iterdir()) == ["capacity.json", "capacity.pdf", "capacity.png"]
     assert f"Wrote {directory}" in out
     assert err.splitlines()[0] == "capacity: 0 of 3 runs; next: predictive ranks"

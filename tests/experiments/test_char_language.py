@@ -13,18 +13,15 @@ from torch.testing import assert_close
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.experiments.char_language import (
     ADAMW_INHERITED,
-    KIND,
     PAPER_INHERITED,
     SETTINGS,
-    SMOKE,
     CharLanguageConfig,
-    run,
 )
 from poprisk.experiments.char_language_task import HELD_OUT, TRAIN, CharLanguageTask
 from poprisk.experiments.comparison import reading
 from poprisk.experiments.comparison.arms import ALL_ARMS
 from poprisk.problems.char_lm import all_windows, help_topics
-from poprisk.store import load_result, write_figure
+from poprisk.store import write_figure
 
 pytest.importorskip("matplotlib")
 from poprisk.report.char_language import char_language_lines, claims_char_language, draw_char_language
@@ -131,10 +128,9 @@ def test_bad_sizes_are_refused(wrong, error, message) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(smoke_result):
     """The smoke run as it is stored."""
-    path = tmp_path_factory.mktemp("char_language") / "char_language.json"
-    return load_result(run(SMOKE, lambda *_: None).save(path), KIND)
+    return smoke_result("char_language")
 
 
 def test_the_smoke_study_has_every_arm_and_setting(saved) -> None:

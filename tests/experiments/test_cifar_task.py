@@ -235,7 +235,7 @@ def test_the_smoke_study_is_told_from_the_real_one(tmp_path):
 
 def test_the_full_size_asks_for_files_first(tmp_path):
     task = cifar.CifarConfig().task("worse")
-    assert (task.folder, task.steps, task.streams) == ("data/cifar10", 40 * 156, {"train": (40_000, 128)})
+    assert (task.folder, task.steps, task.streams) == ("data/cifar10", 30 * 156, {"train": (40_000, 128)})
     with pytest.raises(DataError, match="cifar10 has no CIFAR-10: put the unpacked"):
         cifar.studies(cifar.CifarConfig(folder=str(tmp_path)))
     with pytest.raises(DataError, match="labels must be of clean"):

@@ -383,7 +383,7 @@ def test_twins_are_trained_once_and_pictured_if_one_of_them_is():
             return {"seed": seed, "norm": round(float(weights["out.weight"].norm()), 4)}
 
     usual = ARMS["defaults"].hyper({})
-    twin = Setting("twin", ARMS["defaults"].rule, {k: usual[k] for k in ("lr", "alpha", "strength")})
+    twin = Setting("twin", ARMS["defaults"].rule, {k: usual[k] for k in ("lr", "weight_decay", "strength")})
     for settings in ((twin,), (Setting("PopRiskAdamW, defaults", "defaults"), twin)):
         wanted = Study(
             Pictured(steps=4, evaluations=1),

@@ -38,22 +38,8 @@ def call(capsys, *arguments):
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The command's own run: its directory and what it said."""
-    directory = tmp_path_factory.mktemp("coupling") / "new"
-    with pytest.MonkeyPatch.context() as patch:
-        out, err = io.StringIO(), io.StringIO()
-        patch.setattr("sys.stdout", out)
-        patch.setattr("sys.stderr", err)
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["reproduce", "coupling", "--smoke", "--output", str(directory)])
-    assert caught.value.code == 0, err.getvalue()
-    return directory, out.getvalue(), err.getvalue()
-
-
-@pytest.fixture(scope="module")
-def saved(smoke):
-    return load_result(smoke[0] / "coupling.json", experiment.KIND)
+def saved(smoke_result):
+    return smoke_result("coupling")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +47,9 @@ def runs(saved):
     return {run["case"]: run for run in saved["result"]["runs"]}
 
 
-def test_command_writes_result_and_figure_and_says_where(smoke, saved):
-    directory, out, err = smoke
+def test_command_writes_result_and_figure_and_says_where(smoke_of, saved):
+    made = smoke_of("coupling")
+    directory, out, err = made.directory, made.out, made.err
     assert sorted(p.name for p in directory.iterdir()) == ["coupling.json", "coupling.pdf", "coupling.png"]
     assert (directory / "coupling.png").read_bytes().startswith(b"\x89PNG")
     assert (directory / "coupling.pdf").read_bytes().startswith(b"%PDF")
@@ -233,7 +220,7 @@ def test_a_missing_package_leaves_no_directory_behind(capsys, tmp_path, monkeypa
     def missing(name):
         raise MissingExtraError("matplotlib", "report", "the coupling figure")
 
-    monkeypatch.setattr(cli, "reproduction", missing)
+    monkeypatch.setattr("poprisk.cli.reproduce.reproduction", missing)
     code, out, err = call(capsys, "reproduce", "coupling", "--smoke", "--output", str(tmp_path / "new"))
     assert (code, out) == (2, "")
     assert "matplotlib" in err

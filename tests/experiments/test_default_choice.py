@@ -24,8 +24,6 @@ from poprisk.optim.defaults import DEFAULTS
 from poprisk.report import default_choice_page as page
 from poprisk.report.default_choice import default_choice_lines, draw_default_choice
 
-pytestmark = pytest.mark.xdist_group("smoke")
-
 LABELS = {
     "good": "snr strength=3 lr=0.01",
     "costly": "soft α=0.25 strength=1 lr=0.01",

@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from poprisk.errors import DataError, HyperparameterError, PopRiskError
+from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError
 from poprisk.experiments.comparison.stack import evaluation_steps
 from poprisk.experiments.demo import DemoConfig, default_lr, demo_data, run_demo
+from poprisk.experiments.demo_run import record_demo
 from poprisk.experiments.demo_summary import format_lr, summarize
 from poprisk.experiments.seeds import stream
 from poprisk.experiments.statistics import mean_over_seeds, paired_difference
 from poprisk.optim import PopRiskAdamW
+from poprisk.runs import Run
 
 TINY = DemoConfig(
     seeds=2, train_size=120, steps=6, width=8, depth=1, evaluations=3, adamw_lrs=(1e-4, 3e-3), poprisk_lrs=(3e-3,)
@@ -59,6 +61,25 @@ def test_members_do_not_depend_on_how_many_seeds_run():
     torch.testing.assert_close(few.labels, many.labels[:2])
     torch.testing.assert_close(few.inputs, many.inputs[:2])
     assert not torch.equal(few.labels[0], few.labels[1])
+
+
+def test_the_recorded_run_is_the_first_seed_s(tiny_result, tmp_path):
+    result, _ = tiny_result
+    record_demo(TINY, tmp_path / "run")
+    run = Run.load(tmp_path / "run")
+    inputs, labels = run.problem.test
+    module, sweep = run.module(), result.sweeps["PopRiskAdamW"]
+    seen = sweep.test_accuracy[sweep.learning_rates.index(sweep.default_lr)][0]
+    for step, accuracy in zip(result.evaluation_steps, seen, strict=True):
+        for p, piece in zip(module.parameters(), run.layout.split(run.weights(step)), strict=True):
+            p.data.copy_(piece)
+        right = (module(inputs).argmax(1) == labels).double().mean().item()
+        assert right == pytest.approx(accuracy, abs=3 / len(labels))  # rounding may turn a few over
+    assert run.num_steps == TINY.steps
+    record_demo(TINY, tmp_path / "run")  # writes over its own
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RunError, match="holds something else than a demo's run"):
+        record_demo(TINY, tmp_path / "other")
 
 
 def test_clean_labels_have_nothing_to_memorize():

@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from poprisk.experiments.sft import HELD_OUT, SftTask
 from poprisk.problems.llama import StackedLlama
 from poprisk.problems.llama_weights import _NAMES, random_llama
 from poprisk.report import dpo as report
-from poprisk.store import load_result
 
 CPU = torch.device("cpu")
 MODEL = FineTuning(rank=2)
@@ -226,14 +224,9 @@ def test_a_folder_and_a_token_file_are_used(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
+def smoke(smoke_result):
     """Both experiments at their smallest, with a control each, saved and read back."""
-    folder = tmp_path_factory.mktemp("dpo")
-    found = {}
-    for module, config in ((dpo, replace(dpo.SMOKE, noises=(0.3, 0.0))), (sft, sft.SMOKE)):
-        path = module.run(config, None).save(folder / f"{module.KIND}.json")
-        found[module.KIND] = load_result(path, module.KIND)
-    return found
+    return {name: smoke_result(name) for name in ("dpo", "sft")}
 
 
 def test_the_smoke_studies_run_and_learn(smoke):

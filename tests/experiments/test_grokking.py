@@ -20,7 +20,6 @@ from poprisk.experiments.grokking import (
     SMOKE,
     TUNED,
     GrokkingConfig,
-    run,
     shared_label,
     studies,
 )
@@ -34,7 +33,7 @@ from poprisk.experiments.grokking_task import (
 )
 from poprisk.report.gate_choice import searched_gates
 from poprisk.report.grokking import best_gate, claims_grokking, draw_grokking, grokking_lines
-from poprisk.store import load_result, write_figure
+from poprisk.store import write_figure
 
 CPU = torch.device("cpu")
 SMALL = GrokkingTask(modulus=11, width=16, heads=4, hidden=24, layers=3, batch_size=9, steps=4, evaluations=2)
@@ -167,10 +166,9 @@ def test_a_task_that_cannot_be_is_refused_in_one_line(wrong, words):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(smoke_result):
     """The smoke study, as it is read from disk."""
-    path = run(SMOKE, None).save(tmp_path_factory.mktemp("grokking") / "grokking.json")
-    return load_result(path, "grokking")
+    return smoke_result("grokking")
 
 
 def arriving(saved, shared, tuned):

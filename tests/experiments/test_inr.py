@@ -29,7 +29,6 @@ from poprisk.experiments.inr_task import (
 from poprisk.experiments.pixels import unpacked_pixels
 from poprisk.report.gate_choice import searched_gates
 from poprisk.report.inr import claims_inr, draw_inr, inr_lines
-from poprisk.store import load_result
 
 SMALL = InrTask(size=8, frequencies=5, width=6, layers=2, batch=10, steps=4, evaluations=2)
 SEEDS = (3, 5, 5)  # a seed twice, and not the first one: a chunk that forgot its place would show
@@ -188,10 +187,8 @@ def test_without_scikit_image_the_message_names_the_extra(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    path = tmp_path_factory.mktemp("inr") / "inr.json"
-    inr.run(inr.SMOKE).save(path)
-    return load_result(path, inr.KIND)
+def saved(smoke_result):
+    return smoke_result("inr")
 
 
 def test_the_smoke_run_has_every_arm_every_image_and_the_control(saved):

@@ -131,7 +131,7 @@ def test_figure_shows_the_stored_numbers(smoke, tmp_path):
     for panel, task in zip(panels, tasks_of(rows), strict=True):
         drawn = {c.get_label(): c.lines[0].get_xydata().tolist() for c in panel.containers}
         assert len(drawn) == 2
-        for optimizer, label in (("AdamW", "AdamW"), ("soft", "PopRiskAdamW, defaults (soft, α = 1)")):
+        for optimizer, label in (("AdamW", "AdamW"), ("soft", "Algorithm 1 (soft, α = 1)")):
             cells = cells_of(rows, task, optimizer)
             expected = [[lr / reference_lr(rows, task), row["last"]["value"]] for lr, row in cells.items()]
             np.testing.assert_allclose(drawn[label], expected)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError
-from poprisk.experiments.lorenz import DEFAULTS, PAPER_RULE, SHARED_ADAMW, SMOKE, LorenzConfig, run, studies
+from poprisk.experiments.lorenz import DEFAULTS, PAPER_RULE, SHARED_ADAMW, SMOKE, LorenzConfig, studies
 from poprisk.experiments.lorenz_system import DEVIATIONS, LYAPUNOV_EXPONENT, MEANS, in_own_units, simulate
 from poprisk.experiments.lorenz_task import (
     HELD_OUT,
@@ -26,7 +26,7 @@ from poprisk.experiments.lorenz_task import (
 )
 from poprisk.report.gate_choice import searched_gates
 from poprisk.report.lorenz import claims_lorenz, draw_lorenz, lorenz_lines, noise_levels, reference_study
-from poprisk.store import load_result, write_figure
+from poprisk.store import write_figure
 
 CPU = torch.device("cpu")
 SMALL = LorenzTask(
@@ -182,10 +182,9 @@ def test_a_task_that_cannot_be_is_refused_in_one_line(wrong, words):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(smoke_result):
     """The smoke study, as it is read from disk."""
-    path = run(SMOKE, None).save(tmp_path_factory.mktemp("lorenz") / "lorenz.json")
-    return load_result(path, "lorenz")
+    return smoke_result("lorenz")
 
 
 def ending(saved, ends):

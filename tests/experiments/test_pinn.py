@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,6 @@ from poprisk.experiments.pinn_task import (
 )
 from poprisk.report.gate_choice import searched_gates
 from poprisk.report.pinn import claims_pinn, draw_pinn, pinn_lines
-from poprisk.store import load_result
 
 SMALL = PinnTask(
     width=7,
@@ -196,12 +196,9 @@ def test_impossible_settings_are_refused(change):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pinn") / "pinn.json"
-    calls = []
-    pinn.run(pinn.SMOKE, lambda done, total, words: calls.append((done, total))).save(path)
-    assert calls[-1][0] == calls[-1][1]
-    return load_result(path, pinn.KIND)
+def saved(smoke_of, smoke_result):
+    assert re.match(r"pinn: (\d+) of \1 ", smoke_of("pinn").err.splitlines()[-1])
+    return smoke_result("pinn")
 
 
 def test_the_smoke_run_has_every_row_of_the_papers_table_and_the_control(saved):

@@ -1,6 +1,5 @@
 """The signal channel at its smoke size: what is stored against dense formulas, the command, its figure and its page."""
 
-import io
 import json
 import math
 from dataclasses import asdict, replace
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from poprisk import cli
 from poprisk.errors import HyperparameterError
 from poprisk.experiments import signal as experiment
 from poprisk.experiments.signal import SMOKE, SignalConfig, measure_moons, moons_problem, two_moons
@@ -26,26 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The command's own run: its directory and what it said."""
-    directory = tmp_path_factory.mktemp("signal") / "new"
-    with pytest.MonkeyPatch.context() as patch:
-        out, err = io.StringIO(), io.StringIO()
-        patch.setattr("sys.stdout", out)
-        patch.setattr("sys.stderr", err)
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["reproduce", "signal", "--smoke", "--output", str(directory)])
-    assert caught.value.code == 0, err.getvalue()
-    return directory, out.getvalue(), err.getvalue()
+def saved(smoke_result):
+    return smoke_result("signal")
 
 
-@pytest.fixture(scope="module")
-def saved(smoke):
-    return load_result(smoke[0] / "signal.json", experiment.KIND)
-
-
-def test_command_writes_result_and_figure_and_says_where(smoke, saved):
-    directory, out, err = smoke
+def test_command_writes_result_and_figure_and_says_where(smoke_of, saved):
+    made = smoke_of("signal")
+    directory, out, err = made.directory, made.out, made.err
     assert sorted(p.name for p in directory.iterdir()) == ["signal.json", "signal.pdf", "signal.png"]
     assert f"Wrote {directory}" in out
     assert err.splitlines()[0] == "signal: 0 of 2 runs; next: moons, seed 0"

@@ -1,7 +1,6 @@
 """Labels of a teacher network: stacked members against one plain network each, the data, the study and its figure."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,18 +11,14 @@ from torch.testing import assert_close
 from poprisk.errors import HyperparameterError
 from poprisk.experiments.comparison.arms import ALL_ARMS
 from poprisk.experiments.teacher import (
-    KIND,
     MEMORIZED,
     SETTINGS,
-    SMOKE,
     TEST_ACCURACY,
     TRAIN_ACCURACY,
     TeacherConfig,
     TeacherTask,
-    run,
 )
 from poprisk.report.teacher import claims_teacher, teacher_lines
-from poprisk.store import load_result
 
 CPU = torch.device("cpu")
 TASK = TeacherTask(
@@ -113,9 +108,9 @@ def test_bad_sizes_are_refused(wrong, message) -> None:
         TeacherTask(**wrong)
 
 
-def test_the_smoke_study_runs_and_is_shown(tmp_path: Path) -> None:
+def test_the_smoke_study_runs_and_is_shown(smoke_result) -> None:
     """Every arm and setting on every share of wrong labels, stored, read back, with a verdict each."""
-    saved = load_result(run(SMOKE, lambda *_: None).save(tmp_path / "teacher.json"), KIND)
+    saved = smoke_result("teacher")
     studies = saved["result"]["studies"]
     assert list(studies) == ["teacher_clean", "teacher_40"]
     for study in studies.values():

@@ -1,6 +1,5 @@
 """The time axis at its smoke size: filters against real descent, the command, its figure and its page."""
 
-import io
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from poprisk import cli
 from poprisk.errors import HyperparameterError
 from poprisk.experiments import time_axis as experiment
 from poprisk.experiments.time_axis import SMOKE, TimeConfig, descend, memorizing_task, summarize
@@ -21,21 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("time") / "new"
-    with pytest.MonkeyPatch.context() as patch:
-        out, err = io.StringIO(), io.StringIO()
-        patch.setattr("sys.stdout", out)
-        patch.setattr("sys.stderr", err)
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["reproduce", "time", "--smoke", "--output", str(directory)])
-    assert caught.value.code == 0, err.getvalue()
-    return directory, out.getvalue(), err.getvalue()
-
-
-@pytest.fixture(scope="module")
-def saved(smoke):
-    return load_result(smoke[0] / "time.json", experiment.KIND)
+def saved(smoke_result):
+    return smoke_result("time")
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +28,9 @@ def task():
     return memorizing_task(SMOKE, 0)
 
 
-def test_command_writes_result_and_figure_and_says_where(smoke, saved):
-    directory, out, err = smoke
+def test_command_writes_result_and_figure_and_says_where(smoke_of, saved):
+    made = smoke_of("time")
+    directory, out, err = made.directory, made.out, made.err
     assert sorted(p.name for p in directory.iterdir()) == ["time.json", "time.pdf", "time.png"]
     assert f"Wrote {directory}" in out
     assert err.splitlines()[0] == "time: 0 of 1 runs; next: seed 0"

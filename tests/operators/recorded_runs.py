@@ -37,7 +37,7 @@ def optimizer(rule, kind="mlp", loss="squared"):
         "nesterov": partial(torch.optim.SGD, lr=lr, momentum=0.8, nesterov=True),
         "adam": partial(torch.optim.Adam, lr=0.05),
         "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
-        "poprisk": partial(PopRiskAdamW, lr=0.2, alpha="calibrated", weight_decay=0.05),
+        "poprisk": partial(PopRiskAdamW, gate="soft", strength=1.0, lr=0.2, alpha="calibrated", weight_decay=0.05),
     }[rule]
 
 

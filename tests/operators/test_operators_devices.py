@@ -26,7 +26,7 @@ def recorded(kind: str):
     everything = draw(kind, 9)
     targets = torch.randint(WIDTHS[kind], (6,), generator=torch.Generator().manual_seed(5))
     problem = Problem(build, "cross_entropy", everything[:6], targets, arguments={"kind": kind})
-    rule = partial(PopRiskAdamW, lr=0.2, alpha="calibrated", weight_decay=0.05)
+    rule = partial(PopRiskAdamW, gate="soft", strength=1.0, lr=0.2, alpha="calibrated", weight_decay=0.05)
     return train(problem, rule, 4, batch_size=3, dtype=torch.float64, progress=False), problem, everything[6:]
 
 

@@ -66,6 +66,7 @@ class DpoConfig:
 
 SMOKE = DpoConfig(
     task=DpoTask(FineTuning(rank=2), batch=6, steps=12, evaluations=3),
+    noises=(0.3, 0.0),
     lr=3e-3,
     lr_range=(1e-4, 1e-1),
     trials=2,

@@ -1,0 +1,37 @@
+"""The Python blocks of a page, run the way a reader would.
+
+As a script it runs those of the page that the installed package carries, its long description, and nothing of this
+folder: ``python -I readme_code.py``.
+"""
+
+import re
+from importlib.metadata import metadata
+
+import torch
+
+import poprisk
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+
+def run_block(code: str) -> dict[str, object]:
+    """The names after the block. A model and its optimizer are there before it, as the page takes for granted."""
+    model = torch.nn.Module()
+    model.body, model.router = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    optimizer = poprisk.PopRiskAdamW(model.parameters())
+    names: dict[str, object] = {"model": model, "optimizer": optimizer, "PopRiskAdamW": poprisk.PopRiskAdamW}
+    exec(code, names)
+    return names
+
+
+def main() -> None:
+    found = blocks(metadata("poprisk")["Description"])
+    for code in found:
+        run_block(code)
+    print(f"{len(found)} blocks, {poprisk.__file__}")
+
+
+if __name__ == "__main__":
+    main()
