@@ -93,7 +93,7 @@ def top_eigenpairs(
     Made for operators whose products are dear and whose null space is large. The space keeps all its history with full
     reorthogonalisation, repeated eigenvalues come with their multiplicity, and for k above the rank the values are 0
     with orthonormal vectors. Eigenvalues are resolved to rounding times the largest one, not to rounding times
-    themselves: below 4√n·eps·|λ_1| they are returned as 0. See ``factor`` for twice as many digits.
+    themselves: below ``4√n·eps·|λ_1|`` they are returned as 0. See ``factor`` for twice as many digits.
 
     Args:
         A: The operator; it must be known to be symmetric (``declare_symmetric`` vouches for it).

@@ -60,7 +60,7 @@ class ErrorCells:
         that works against the error has a negative share.
 
         Args:
-            num_test: |Q|, the number of test inputs (not outputs).
+            num_test: :math:`|Q|`, the number of test inputs (not outputs).
 
         Raises:
             DataError: the outputs are not a multiple of the inputs.

@@ -126,7 +126,7 @@ def sobolev_norm(torus: Torus, values: Float[Tensor, "*values"], order: float) -
 
     Args:
         torus: The inputs.
-        values: f, shape [*grid] or [*grid, p].
+        values: f, shape ``[*grid]`` or ``[*grid, p]``.
         order: m; 0 is the L² norm (not divided by the volume).
 
     Raises:
@@ -151,7 +151,7 @@ def jacobian_sobolev_norm(
 
     Args:
         torus: The inputs.
-        jacobian: J_z on the grid, shape [*grid, p, d]; or any other family of functions, its index last.
+        jacobian: J_z on the grid, shape ``[*grid, p, d]``; or any other family of functions, its index last.
         order: m.
         preconditioner: The diagonal M; then J M^{1/2} takes the place of J.
 
@@ -205,7 +205,7 @@ def sobolev_operator_bound(torus: Torus, channel: Float[Tensor, "*channel"], ord
 
     Args:
         torus: The inputs.
-        channel: :math:`C_Q V` with the grid as test set, ``reduced_test`` reshaped to [*grid, p, r].
+        channel: :math:`C_Q V` with the grid as test set, ``reduced_test`` reshaped to ``[*grid, p, r]``.
         order: m.
         path_norm: :math:`\Lambda_m`.
     """
@@ -256,7 +256,7 @@ def sobolev_transfer_bound(
     Args:
         coupling: The window.
         torus: The inputs; its dimension is the d of the exponent.
-        num_test: |Q|, the number of test inputs (not outputs).
+        num_test: :math:`|Q|`, the number of test inputs (not outputs).
         fill: h_S.
         order: m, above half the dimension.
         path_norm: :math:`\Lambda_m(s, T)`.
@@ -318,7 +318,7 @@ def sobolev_generalization_bound(
 
     Args:
         torus: The inputs.
-        residual: r_T = F(w(T), ·) - y on the grid, [*grid] or [*grid, p].
+        residual: r_T = F(w(T), ·) - y on the grid, ``[*grid]`` or ``[*grid, p]``.
         train_residual: The same at the samples.
         start_residual: F(w(s), ·) - y on the grid.
         masses: Of the samples' Voronoi cells.

@@ -115,6 +115,9 @@ def verdict_sentence(found: Sequence[Outcome]) -> str:
     )
 
 
+_FIGURE = "![Score on noisy tasks against slowdown on clean ones, and every variant on each task](gates.png)"
+
+
 def slowdown_words(outcome: Outcome) -> str:
     """The mean slowdown; a bound where a seed never got there."""
     every = all(clean.reached == clean.seeds for clean in outcome.clean.values())
@@ -126,7 +129,7 @@ def page_blocks(saved: Saved) -> dict[str, str]:
     stored = studies_of(saved)
     found = outcomes(stored)
     return {
-        "gates_verdict": f"**{verdict_sentence(found)}**",
+        "gates_verdict": f"**{verdict_sentence(found)}**\n\n{_FIGURE}",
         "gates_ideas": ideas_table(found),
         "gates_noisy": noisy_table(stored, found),
         "gates_clean": clean_table(stored, found),
