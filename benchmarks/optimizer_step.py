@@ -39,7 +39,7 @@ def qwen_shapes() -> list[tuple[int, ...]]:
 
 
 def cases(device: str) -> dict[str, tuple[list[tuple[int, ...]], dict]]:
-    """Name -> shapes and options of our optimizer."""
+    """Name -> shapes and options of our optimizer, whose gate is the soft one unless another is named."""
     if device == "cpu":
         one, many = [(20_000_000,)], [(66_667,)] * 300
         return {
@@ -65,7 +65,7 @@ def compare(shapes: list[tuple[int, ...]], options: dict, device: str, rounds: i
     """Interleaved rounds of both optimizers on the same parameters and gradients."""
     params = step_parameters(shapes, device)
     baseline = torch.optim.AdamW(params, fused=True)
-    ours = PopRiskAdamW(params, fused=True, **options)
+    ours = PopRiskAdamW(params, fused=True, **{"gate": "soft", **options})
     for optimizer in (baseline, ours, baseline, ours):
         optimizer.step()
     rows = interleaved({"adamw": baseline.step, "ours": ours.step}, rounds, repeats, device)

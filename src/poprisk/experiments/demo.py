@@ -43,7 +43,7 @@ class DemoConfig:
     depth: int = 2
     evaluations: int = 25
     adamw_lrs: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
-    poprisk_lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2)
+    poprisk_lrs: tuple[float, ...] = (1e-2, 3e-2, 1e-1, 3e-1)
 
     def __post_init__(self) -> None:
         low, high = TRAIN_SIZES

@@ -21,6 +21,8 @@ from poprisk.audit.run_audit import example_losses
 from poprisk.autodiff import resolve_loss
 from poprisk.autodiff.flat import take_examples
 from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError
+from poprisk.experiments.analysis_parts import KernelCurve, LossCurves, Memorization, Neighbours
+from poprisk.experiments.kept_analysis import BUDGET, KeptAnalysis, Part
 from poprisk.experiments.run_gates import GateCurve, gate_curve, has_gate
 from poprisk.experiments.run_window import CleanTargets, WindowFacts, window_facts, window_seconds
 from poprisk.influence import Reading, RiskEstimate, RiskMeter, influence_on
@@ -29,8 +31,8 @@ from poprisk.kernels import kernel_drift
 from poprisk.runs import Run
 from poprisk.runs.checkpoint import MODULE_BUFFER
 
-BUDGET = 30.0
-"""Seconds, about, that each part may take on one CPU core."""
+PARTS = ("examples", "curves", "risk", "memorization", "gates", "operators", "kernel", "neighbours")
+"""In the order in which they are computed."""
 _PER_SECOND = 2e10
 """Multiplications of a CPU core in a second, about."""
 _STEP_OVERHEAD = 1e-2
@@ -41,55 +43,7 @@ _SUSPECTS, _NEIGHBOURS = 24, 3
 _KERNEL_MOMENTS, _KERNEL_SIDE = 10, 512
 _TEST_EXAMPLES = 10_000
 
-Part = TypeVar("Part")
-
-
-@dataclass(frozen=True)
-class LossCurves:
-    """Losses of the network as it was before some steps, over all examples."""
-
-    steps: list[int]
-    train: list[float]
-    test: list[float] | None
-    """On ``problem.test``."""
-    test_accuracy: list[float] | None
-    test_error: float | None
-    """Standard error of the last test loss."""
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Memorization:
-    r"""The share of the drop of training loss that new data do not see.
-
-    .. math:: \frac{R(w_T) - \hat L_S(w_T)}{\hat L_S(w_0) - \hat L_S(w_T)}
-
-    The first weights have seen no example, so that all of the drop would be seen if nothing were memorized.
-    """
-
-    share: float
-    standard_error: float
-    source: str
-    """Where the risk R is from: "estimated population risk", or "test set", as far as that is drawn alike."""
-
-
-@dataclass(frozen=True)
-class KernelCurve:
-    """How far the tangent kernel of some training examples had moved, relative to its first norm."""
-
-    steps: list[int]
-    drift: list[float]
-    examples: int
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """Training examples that did most to one example's loss, and the change predicted for their removal."""
-
-    supports: list[tuple[int, float]]
-    """Without these its loss would be higher."""
-    opposes: list[tuple[int, float]]
-    """Without these its loss would be lower."""
+Found = TypeVar("Found")
 
 
 @dataclass(eq=False)
@@ -98,6 +52,7 @@ class Analysis:
 
     run: Run
     budget: float
+    retrain: int = 0
     curves: LossCurves | None = None
     readings: list[Reading] | None = None
     memorization: Memorization | None = None
@@ -121,6 +76,7 @@ def analyze(
     budget: float = BUDGET,
     retrain: int = 0,
     clean: CleanTargets | None = None,
+    kept: KeptAnalysis | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Analysis:
     r"""Find out about a run what a report shows, within a budget.
@@ -132,6 +88,7 @@ def analyze(
             these have no other budget.
         clean: The targets without noise, f*(S) and f*(Q), of the training set and of ``problem.test``, where they are
             known: for the four cells of test error, under squared loss.
+        kept: Where finished parts are, made with the same options: these are used, and the others put there.
         progress: Called with the name of each part before it is computed.
 
     Raises:
@@ -148,13 +105,22 @@ def analyze(
     >>> found.curves.steps[-1], found.left_out["gates"]
     (9, 'the optimizer has no gate: train with PopRiskAdamW')
     """
+    check_options(budget, retrain)
+    if not run.num_steps:
+        raise RunError("the run has no steps: there is nothing to report")
+    return _Work(run, budget, retrain, clean, kept, progress or (lambda _: None)).done()
+
+
+def check_options(budget: float, retrain: int) -> None:
+    """Refuses what no analysis can have.
+
+    Raises:
+        HyperparameterError: a budget that is not a number of seconds, or 1 or 2 trainings, which are too few.
+    """
     if not (isinstance(budget, int | float) and math.isfinite(budget) and budget > 0):
         raise HyperparameterError(f"budget must be a positive number of seconds, got {budget!r}")
     if not (isinstance(retrain, int) and (retrain == 0 or retrain >= FEWEST_FOLDS)):
         raise HyperparameterError(f"retrain must be 0, or at least {FEWEST_FOLDS} trainings, got {retrain!r}")
-    if not run.num_steps:
-        raise RunError("the run has no steps: there is nothing to report")
-    return _Work(run, budget, retrain, clean, progress or (lambda _: None)).done()
 
 
 class _Work:
@@ -166,18 +132,20 @@ class _Work:
         budget: float,
         retrain: int,
         clean: CleanTargets | None,
+        kept: KeptAnalysis | None,
         progress: Callable[[str], None],
     ) -> None:
-        self.run, self.budget, self.retrain, self.clean, self.progress = run, budget, retrain, clean, progress
-        self.found = Analysis(run, budget)
+        self.run, self.budget, self.retrain, self.clean = run, budget, retrain, clean
+        self.kept, self.progress = kept, progress
+        self.found = Analysis(run, budget, retrain)
 
     def done(self) -> Analysis:
         run, found = self.run, self.found
         try:
             problem = run.problem
         except RunError as error:
-            for part in ("curves", "risk", "memorization", "gates", "operators", "kernel", "examples", "neighbours"):
-                found.left_out[part] = f"{error}; on the command line: --problem package.module:function"
+            how = "on the command line: --problem package.module:function or --problem script.py:function"
+            found.left_out |= dict.fromkeys(PARTS, f"{error}; {how}")
             return found
         if self.clean is not None:
             self.clean.check(problem)
@@ -188,10 +156,7 @@ class _Work:
         else:
             found.readings = self._exact("risk", lambda: self._risk_price(_FEWEST_RISK_EXAMPLES), self._readings)
         found.memorization = self._part("memorization", _free, lambda: memorization(found))
-        if has_gate(run):
-            found.gates = self._part("gates", self._replay_price, lambda: gate_curve(run))
-        else:
-            found.left_out["gates"] = "the optimizer has no gate: train with PopRiskAdamW"
+        found.gates = self._part("gates", self._gate_price, lambda: gate_curve(run))
         found.window = self._exact("operators", lambda: window_seconds(run), lambda: window_facts(run, self.clean))
         if found.window is not None and found.table is not None:
             found.table = found.table.with_groups(found.window.groups)
@@ -199,27 +164,45 @@ class _Work:
         found.neighbours = self._exact("neighbours", lambda: self._risk_price(_SUSPECTS), lambda: neighbours(found))
         return found
 
-    def _part(self, name: str, price: Callable[[], float], compute: Callable[[], Part]) -> Part | None:
-        """What it computes, or None and a line that says why."""
+    def _part(self, name: str, price: Callable[[], float], compute: Callable[[], Found]) -> Found | None:
+        """What it computes, or None and a line that says why; from what was kept where that is there."""
+        part = None if self.kept is None else self.kept.get(name)
+        if part is None:
+            part = self._computed(name, price, compute)
+        if part.reason is not None:
+            self.found.left_out[name] = part.reason
+        return part.value
+
+    def _computed(self, name: str, price: Callable[[], float], compute: Callable[[], Found]) -> Part:
         try:
             seconds = price()
             if seconds <= self.budget:
                 self.progress(name)
-                return compute()
-            self.found.left_out[name] = (
-                f"would take about {_round_up(seconds)} s on one CPU core, more than the budget of {self.budget:g} s: "
-                f"poprisk report RUN --budget {_round_up(seconds)}"
-            )
-        except (PopRiskError, RuntimeError) as error:  # of PyTorch: an operation without the derivatives it takes
-            self.found.left_out[name] = _first_line(error)
-        return None
+                part = Part(compute())
+            else:
+                part = Part(None, self._too_dear(seconds))
+        except PopRiskError as error:
+            part = Part(None, _first_line(error))
+        except RuntimeError as error:  # of PyTorch: an operation without the derivatives it takes, or no memory
+            return Part(None, _first_line(error))  # it may be otherwise the next time
+        if self.kept is not None:
+            self.kept.put(name, part)
+        return part
 
-    def _exact(self, name: str, price: Callable[[], float], compute: Callable[[], Part]) -> Part | None:
-        obstacle = exact_obstacle(self.run)
-        if obstacle is not None:
-            self.found.left_out[name] = f"no exact analysis of this run is possible: {obstacle}"
-            return None
-        return self._part(name, price, compute)
+    def _too_dear(self, seconds: float) -> str:
+        return (
+            f"would take about {_round_up(seconds)} s on one CPU core, more than the budget of {self.budget:g} s: "
+            f"poprisk report RUN --budget {_round_up(seconds)}"
+        )
+
+    def _exact(self, name: str, price: Callable[[], float], compute: Callable[[], Found]) -> Found | None:
+        def possible() -> float:
+            obstacle = exact_obstacle(self.run)
+            if obstacle is not None:
+                raise RunError(f"no exact analysis of this run is possible: {obstacle}")
+            return price()
+
+        return self._part(name, possible, compute)
 
     def _audit(self) -> AuditTable:
         price = exact_seconds(self.run)
@@ -236,8 +219,10 @@ class _Work:
         multiplications = _PER_DIRECTION * directions * run.num_steps * len(run.batch(0)) * run.num_weights
         return multiplications / _PER_SECOND + run.num_steps * _STEP_OVERHEAD
 
-    def _replay_price(self) -> float:
+    def _gate_price(self) -> float:
         run = self.run
+        if not has_gate(run):
+            raise DataError("the optimizer has no gate: train with PopRiskAdamW")
         return run.num_steps * (6 * len(run.batch(0)) * run.num_weights / _PER_SECOND + _STEP_OVERHEAD)
 
     def _readings(self) -> list[Reading]:

@@ -2,6 +2,7 @@ r"""What was trained: a model factory, a loss, examples by index, and how to sho
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from poprisk.autodiff import ExampleLoss, FlatModel, resolve_loss
 from poprisk.autodiff.flat import Inputs, take_examples
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.store.importable import Importable, importable, resolve
+from poprisk.store.importable import Importable, described, importable, located, resolve
 from poprisk.store.tensors import fingerprint
 
 Augmentation = Callable[[Inputs, Generator], Inputs]
@@ -24,9 +25,10 @@ class Problem:
     r"""A training problem that a later process can recognise, and rebuild if its parts can be imported.
 
     The training objective is :math:`\Phi_S = \frac1n \sum_i \ell(F(w, z_i), y_i)`. What is saved with a run is a
-    description: import paths (``"package.module:function"`` and JSON arguments) of the functions, and a fingerprint
-    (SHA-256 over dtypes, shapes and bytes) of the data, never the data themselves. A problem made with :meth:`build` is
-    rebuilt by whoever opens the run; any other must be given again, ``Run.load(path, problem=…)``, and is checked.
+    description: import paths (``"package.module:function"`` or ``"script.py:function"``, and JSON arguments) of the
+    functions, and a fingerprint (SHA-256 over dtypes, shapes and bytes) of the data, never the data themselves. A
+    problem made with :meth:`build` is rebuilt by whoever opens the run; any other must be given again,
+    ``Run.load(path, problem=…)``, and is checked.
 
     Args:
         make_model: Builds the module: a function or class, called with ``arguments`` under ``seed``.
@@ -91,17 +93,19 @@ class Problem:
         """Call a function that returns a problem, and remember how: a run of it can be opened with no further help.
 
         Args:
-            factory: The function, or its import path ``"package.module:function"``.
+            factory: The function, or its import path ``"package.module:function"``, or ``"folder/script.py:function"``.
             arguments: Keyword arguments for it, JSON values.
 
         Raises:
             DataError: the path leads nowhere, or the function returns something else.
         """
         function = resolve(factory) if isinstance(factory, str) else factory
+        if not callable(function):
+            raise DataError(f"{factory!r} must be a function that returns a Problem, got {type(function).__name__}")
         problem = function(**arguments)
         if not isinstance(problem, cls):
             raise DataError(f"{factory!r} must return a Problem, got {type(problem).__name__}")
-        problem._source = importable(function, arguments)
+        problem._source = described(factory, arguments) if isinstance(factory, str) else importable(function, arguments)
         return problem
 
     def __len__(self) -> int:
@@ -189,7 +193,7 @@ class Problem:
         optional = {"augment": self.augment, "batch_loss": self._batch_loss}
         return {
             "name": self.name,
-            "source": None if self._source is None else self._source.as_json(),
+            "source": None if self._source is None else _with_folder(self._source),
             **self._functions,
             **{k: None if f is None else importable(f).as_json() for k, f in optional.items()},
             "seed": self.seed,
@@ -215,13 +219,13 @@ class Problem:
             DataError: the training examples, the loss or the model are not those of the description.
         """
         if description["fingerprint"] != self.fingerprint:
-            here = {k: f"{x.dtype} {list(x.shape)}" for k, x in _named(self.inputs, self.targets).items()}
+            data = {k: f"{x.dtype} {list(x.shape)}" for k, x in _named(self.inputs, self.targets).items()}
             raise DataError(
                 f"the run was trained on other examples than those of problem {self.name!r}: fingerprint "
-                f"{description['fingerprint'][:12]} of {description['data']}, got {self.fingerprint[:12]} of {here}"
+                f"{description['fingerprint'][:12]} of {description['data']}, got {self.fingerprint[:12]} of {data}"
             )
-        for part, described in self._functions.items():
-            there, now, named = _called(description[part]), _called(described), "name" in description[part]
+        for part, here in self._functions.items():
+            there, now, named = _called(description[part]), _called(here), "name" in description[part]
             if there is None or there == now or (now is None and not named):
                 continue
             raise DataError(
@@ -231,8 +235,12 @@ class Problem:
             )
 
     @classmethod
-    def from_description(cls, description: Mapping[str, Any]) -> "Problem":
+    def from_description(cls, description: Mapping[str, Any], folder: Path | None = None) -> "Problem":
         """Rebuild a problem that was made with :meth:`build`, and check that it is the same one.
+
+        Args:
+            description: As :attr:`description` gave it.
+            folder: The directory that it was kept in, to which the path of a script is relative.
 
         Raises:
             DataError: it was made otherwise, cannot be imported, or has other examples now.
@@ -245,17 +253,24 @@ class Problem:
                 f"{description['data']} of fingerprint {description['fingerprint'][:12]} and the model factory "
                 f"{description['make_model']['path'] or 'that was used'}"
             )
-        problem = cls.build(source["path"], **source["arguments"])
+        source = located(source, folder, None)
+        path = source["path"] if "folder" not in source else str(Path(source["folder"]) / source["path"])
+        problem = cls.build(path, **source["arguments"])
         problem.check_is(description)
         return problem
 
 
-def _called(described: Mapping[str, Any]) -> str | None:
+def _called(description: Mapping[str, Any]) -> str | None:
     """What a description calls a loss or a function, with its arguments; None where it has no import path."""
-    if "name" in described:
-        return repr(described["name"])
-    path, arguments = described["path"], described["arguments"]
+    if "name" in description:
+        return repr(description["name"])
+    path, arguments = description["path"], description["arguments"]
+    path = path and path.replace(".py:", ":")  # a script, or imported from its folder: the same function
     return path and f"{path}({', '.join(f'{k}={v!r}' for k, v in sorted(arguments.items()))})"
+
+
+def _with_folder(source: Importable) -> dict[str, Any]:
+    return source.as_json() if source.folder is None else {**source.as_json(), "folder": source.folder}
 
 
 def _parts(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -1,11 +1,14 @@
-"""Progress on a terminal as bars side by side, elsewhere as a few plain lines."""
+"""Progress on a terminal as bars side by side, elsewhere as a few plain lines; both with the time left."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+from poprisk.runs.progress import time_left
 
 Report = Callable[[str, int, float], None]
 _NARROW = 72
@@ -43,11 +46,29 @@ def _bars(progress: Progress, names: Iterable[str], steps: int) -> Report:
 def _plain(steps: int) -> Report:
     """A line at each tenth of the way."""
     told: dict[str, int] = {}
+    began = time.perf_counter()
 
     def report(name: str, step: int, accuracy: float) -> None:
         tenth = 10 * step // steps
         if tenth > told.get(name, 0):
             told[name] = tenth
-            print(f"{name}: step {step} of {steps}, test accuracy {accuracy:.1%}", file=sys.stderr, flush=True)
+            left = time_left((time.perf_counter() - began) / step * (steps - step))
+            line = f"{name}: step {step} of {steps}, test accuracy {accuracy:.1%}"
+            print(f"{line}, {left}" if step < steps else line, file=sys.stderr, flush=True)
 
     return report
+
+
+@contextmanager
+def part_progress(name: str, parts: Sequence[str]) -> Iterator[Callable[[str], None]]:
+    """What to call with each part's name before it begins; parts may be passed over. Written to stderr."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda part: print(
+            f"{name}: {part} ({parts.index(part) + 1} of {len(parts)})", file=sys.stderr, flush=True
+        )
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=3600.0) as progress:
+        task = progress.add_task(name, total=len(parts))
+        yield lambda part: progress.update(task, completed=parts.index(part), description=f"{name}: {part}")

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import shlex
 from collections.abc import Callable
 from importlib.resources import files
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from poprisk.errors import MissingExtraError
-from poprisk.experiments.run_analysis import BUDGET, Analysis, analyze
+from poprisk.experiments.kept_analysis import BUDGET, KeptAnalysis
+from poprisk.experiments.run_analysis import Analysis, analyze
 from poprisk.experiments.run_window import CleanTargets
 from poprisk.report.example_table import table_data
 from poprisk.report.run_sections import sections, summary_lines
@@ -27,6 +29,7 @@ def run_report(
     retrain: int = 0,
     examples: bool = True,
     clean: CleanTargets | None = None,
+    kept: KeptAnalysis | None = None,
     command: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
@@ -39,6 +42,7 @@ def run_report(
         retrain: How many trainings may be spent on the risk where the run alone cannot tell it; 0, or at least 3.
         examples: Whether the examples' contents (pictures, texts, values to predict) may be in it.
         clean: The targets without noise, where they are known; for the four cells of test error.
+        kept: Finished parts of the analysis with the same options; the others are put there.
         command: What to say that the report was made with.
         progress: Called with the name of each part before it is computed.
 
@@ -50,7 +54,7 @@ def run_report(
         OSError: the file cannot be written.
     """
     template = _template()  # before anything slow
-    found = analyze(run, budget=budget, retrain=retrain, clean=clean, progress=progress)
+    found = analyze(run, budget=budget, retrain=retrain, clean=clean, kept=kept, progress=progress)
     return write_text(path, _render(template, found, examples, command))
 
 
@@ -61,6 +65,15 @@ def report_page(found: Analysis, *, examples: bool = True, command: str | None =
         MissingExtraError: jinja2 is not installed.
     """
     return _render(_template(), found, examples, command)
+
+
+def require_template() -> None:
+    """Refuses, before anything slow, where no page can be made.
+
+    Raises:
+        MissingExtraError: jinja2 is not installed.
+    """
+    _template()
 
 
 def _template() -> Any:
@@ -140,7 +153,8 @@ def _commands(found: Analysis, command: str | None) -> list[tuple[str, str]]:
     """How to have the page, and the run, again."""
     run = found.run
     where = "RUN" if run.path is None else run.path.as_posix()
-    rows = [("This page", command or f"poprisk report {where} --budget {found.budget:g}")]
+    options = f" --retrain {found.retrain}" if found.retrain else ""
+    rows = [("This page", command or f"poprisk report {shlex.quote(where)} --budget {found.budget:g}{options}")]
     again = training_call(run)
     return [*rows, ("This run, in Python", again)] if again else rows
 
@@ -195,7 +209,15 @@ def training_call(run: Run) -> str:
         "from functools import partial\n"
         + ("import torch\n" if "torch.float64" in extra else "")
         + f"from {module} import {short}\nfrom poprisk import Problem, train\n"
-        f'problem = Problem.build("{source["path"]}"{arguments})\n'
+        f'problem = Problem.build("{_path(run, source)}"{arguments})\n'
         f"train(problem, partial({short}{options}), {run.num_steps}, batch_size={training['batch_size']}, "
         f'seed={manifest["seed"]}, path="again"{extra})'
     )
+
+
+def _path(run: Run, source: dict[str, Any]) -> str:
+    """Where the function is that makes the problem: of a script as seen from where the run is."""
+    if "folder" not in source:
+        return source["path"]
+    where = Path(os.path.normpath((run.path or Path()) / source["folder"]))
+    return (where / source["path"]).as_posix()

@@ -1,182 +1,35 @@
-"""The command line: a demo from end to end, and one line for whatever goes wrong."""
+"""``poprisk reproduce``: data where they are said to be, all in turn, and what an interrupt leaves."""
 
 import importlib
-import inspect
-import io
+import json
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
+from cli_calls import call
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from poprisk import __version__, cli
-from poprisk.errors import DataError, HyperparameterError, MissingExtraError
-from poprisk.experiments.demo import MAX_NOISE, DemoConfig
+from poprisk.cli import reproduce as command_module
+from poprisk.errors import DataError
 from poprisk.experiments.label_tasks import FASHION
 from poprisk.experiments.labels import LabelsConfig
 from poprisk.problems.cifar import cifar10, human_labels
-from poprisk.problems.digits import TRAIN_SIZES
 from poprisk.problems.llama_weights import load_llama
 from poprisk.problems.preferences import load_preferences
+from poprisk.report import job_progress
 from poprisk.report.reproductions import Files, Reproduction, known, reproduction
-from poprisk.report.terminal import demo_lines
-from poprisk.store import load_result, save_result, write_text
+from poprisk.store import save_result, write_text
 
-
-def start(*arguments, **options):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-    return subprocess.Popen([sys.executable, "-W", "error", "-m", "poprisk.cli", *arguments], **pipes, **options)
-
-
-def call(capsys, *arguments):
-    """Exit code, stdout, stderr of a call in this process."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
-    out, err = capsys.readouterr()
-    return caught.value.code, out, err
-
-
-def test_demo_end_to_end_without_a_terminal(tmp_path):
-    output = tmp_path / "new" / "demo"
-    process = start("demo", "--seeds", "2", "--size", "100", "--steps", "4", "--output", str(output))
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
-    assert sorted(p.name for p in output.iterdir()) == ["demo.png", "result.json"]
-    assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
-    saved = load_result(output / "result.json", "demo")
-    assert saved["config"]["seeds"] == 2
-    assert saved["result"]["wrong_share"] == pytest.approx(0.4)
-    assert "\x1b" not in out + err
-    assert "AdamW: step 4 of 4" in err
-    headline = saved["result"]["summary"]["headline"]
-    assert headline in " ".join(out.split())
-    assert str(output) in out
-    for row in saved["result"]["summary"]["rows"]:
-        assert f"{100 * row['last']['value']:.1f} ± " in out
-
-
-def test_narrow_terminals_get_a_list_with_the_same_numbers():
-    mean = {"value": 0.5, "standard_error": 0.01, "count": 2}
-    row = {"label": "AdamW at its usual lr 1e-3", "last": mean, "best": mean, "memorized": None}
-    summary = {"rows": [row], "headline": "H.", "sensitivity_line": "S."}
-    saved = {"config": {"seeds": 2}, "result": {"wrong_share": 0.4, "summary": summary}}
-    for width in (30, 100):
-        console = Console(width=width, record=True, file=io.StringIO())
-        for line in demo_lines(saved, width):
-            console.print(line)
-        text = console.export_text()
-        assert max(map(len, text.splitlines())) <= width
-        assert text.count("50.0 ± 1.0") == 2
-        assert "–" in text
-
-
-def test_interrupt_is_one_line_and_130(tmp_path):
-    process = start("demo", "--seeds", "1", "--size", "100", "--steps", "100", "--output", str(tmp_path))
-    assert process.stderr is not None
-    try:
-        first = process.stderr.readline()  # after the first tenth of the steps
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert re.match(r"AdamW: step \d+ of 100", first)
-    assert process.returncode == 130
-    assert rest.splitlines()[-1] == "poprisk: interrupted; nothing was written"
-    assert "Traceback" not in rest
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_version_and_help(capsys):
-    assert call(capsys, "--version") == (0, f"poprisk {__version__}\n", "")
-    code, out, _ = call(capsys, "demo", "--help")
-    assert code == 0
-    words = re.sub(r"[\s│]+", " ", out)
-    for option, default in (("--seeds", "5"), ("--noise", "0.4"), ("--size", "1000"), ("--output", "poprisk-demo")):
-        assert option in words
-        assert f"[default: {default}]" in words
-    assert "Noise level" in words
-
-
-def test_no_arguments_show_the_help(capsys):
-    code, out, err = call(capsys)
-    assert code == 2
-    assert "demo" in out + err
-    assert "error" not in err
-
-
-def test_help_needs_no_torch():
-    code = "import sys; from poprisk import cli; cli._run(['--help']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_defaults_and_limits_are_the_experiments(capsys):
-    given = {name: p.default for name, p in inspect.signature(cli.demo).parameters.items()}
-    assert Path("poprisk-demo") == given.pop("output")
-    assert DemoConfig(given["seeds"], given["noise"], given["size"], given["steps"]) == DemoConfig()
-    words = call(capsys, "demo", "--help")[1]
-    assert f"0.0…{MAX_NOISE}" in words
-    assert f"…{TRAIN_SIZES[1]}" in words
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--seeds", "many"], "'--seeds': expected a whole number from 1 to 100, got many"),
-        (["demo", "--seeds", "0"], "'--seeds': expected .* got 0"),
-        (["demo", "--noise", "0.95"], "'--noise'.*0.95"),
-        (["demo", "--noise", "-0.1"], "'--noise'.*-0.1"),
-        (["demo", "--noise", "nan"], "'--noise': expected a number from 0.0 to 0.9, got nan"),
-        (["demo", "--size", "1797"], "'--size'.*1797"),
-        (["demo", "--steps", "0"], "'--steps'.*0"),
-        (["demo", "--steps", "1.5"], "whole number .* got 1.5"),
-        (["demo", "--speed", "9"], "--speed"),
-        (["demo", "extra"], "extra"),
-        (["demo", "--seeds"], "--seeds"),
-        (["dance"], "dance"),
-    ],
-)
-def test_wrong_arguments_are_one_line_and_2(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = call(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"poprisk: error: .*{message}.*\n", err)
-
-
-def test_output_that_cannot_be_written(capsys, tmp_path):
-    occupied = write_text(tmp_path / "taken", "x")
-    for path in (occupied, occupied / "below"):
-        code, out, err = call(capsys, "demo", "--output", str(path))
-        assert (code, out) == (2, "")
-        assert re.fullmatch(r"poprisk: error: .*choose another.*\n", err)
-    assert occupied.read_text() == "x"
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (HyperparameterError("lr must be positive,\ngot -1"), "lr must be positive, got -1"),
-        (MissingExtraError("scikit-learn", "data", "the digits data"), "pip install 'poprisk[data]'"),
-        (OSError("disk full"), "disk full"),
-    ],
-)
-def test_errors_from_inside_are_one_line_and_2(error, message, capsys, tmp_path, monkeypatch):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr("poprisk.experiments.demo.run_demo", fail)
-    code, out, err = call(capsys, "demo", "--output", str(tmp_path))
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert message in err
-
-
-READS = {"dpo": "smollm2", "labels": "fashion", "cifar": "cifar10", "sft": "smollm2", "default_choice": "fashion"}
+READS = {
+    "dpo": "smollm2",
+    "labels": "fashion",
+    "cifar": "cifar10",
+    "sft": "smollm2",
+    "default_choice": "fashion",
+    "gate_variants": "fashion",
+}
 
 
 def put_files(files, data, choice=0):
@@ -290,8 +143,8 @@ def toys(monkeypatch):
     """Puts experiments in place of those there are."""
 
     def put(experiments):
-        monkeypatch.setattr(cli, "chosen_names", lambda name: list(experiments))
-        monkeypatch.setattr(cli, "reproduction", experiments.__getitem__)
+        monkeypatch.setattr(command_module, "chosen_names", lambda name: list(experiments))
+        monkeypatch.setattr(command_module, "reproduction", experiments.__getitem__)
 
     return put
 
@@ -355,29 +208,38 @@ def test_an_interrupt_of_all_says_what_there_is(resumable, toys, capsys, tmp_pat
     assert ("nothing was written" in err) != resumable
 
 
-def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on_from_there(tmp_path):
+def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on_from_there(toys, capsys, tmp_path, monkeypatch):
     """The tuning of the first study is on disk when its report begins; it is not done again."""
-    command = ["reproduce", "labels", "--smoke", "--output", str(tmp_path)]
-    process = start(*command)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if "digits-0, report" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    parts = tmp_path / "labels.parts"
-    assert process.returncode == 130
+    labels = reproduction("labels")
+    size = replace(labels.smoke.digits, steps=6, evaluations=2)
+    toys({"labels": replace(labels, smoke=replace(labels.smoke, arms=labels.smoke.arms[:2], digits=size))})
+    usual, stop_at = job_progress._plain, "digits-0, report"
+
+    def with_a_signal(name):
+        report = usual(name)
+
+        def told(done, total, upcoming):
+            report(done, total, upcoming)
+            if stop_at and stop_at in upcoming:
+                signal.raise_signal(signal.SIGINT)
+
+        return told
+
+    monkeypatch.setattr(job_progress, "_plain", with_a_signal)
+    command, parts = ["reproduce", "labels", "--smoke", "--output", tmp_path], tmp_path / "labels.parts"
+    code, out, err = call(capsys, *command)
+    assert (code, out) == (130, "")
     kept = f"what is finished is kept in {parts} and will be used again"
-    assert rest.splitlines()[-1] == f"poprisk: interrupted; {kept}"
-    assert "Traceback" not in rest
+    assert err.splitlines()[-1] == f"poprisk: interrupted; {kept}"
+    assert "Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["labels.parts"]
     assert len(list(parts.glob("*.json"))) >= 1
-    again = start(*command)
-    _, err = again.communicate(timeout=100)
-    assert again.returncode == 0, err
+    stop_at = ""
+    code, out, err = call(capsys, *command, "--json")
+    assert code == 0, err
     assert "digits-0, tuning" not in err
     assert "digits-40, tuning" in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["labels.json", "labels.pdf", "labels.png"]
+    written = ["labels.json", "labels.png", "labels.pdf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
+    files = [(tmp_path / name).as_posix() for name in written]
+    assert json.loads(out) == {"name": "labels", "smoke": True, "files": files}

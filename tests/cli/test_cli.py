@@ -1,0 +1,204 @@
+"""The command line: a demo from end to end, one voice in every command, and one line for whatever goes wrong."""
+
+import inspect
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_calls import call, start
+from rich.console import Console
+
+from poprisk import __version__, cli
+from poprisk.errors import HyperparameterError, MissingExtraError
+from poprisk.experiments.demo import MAX_NOISE, DemoConfig
+from poprisk.problems.digits import TRAIN_SIZES
+from poprisk.report.terminal import demo_lines
+from poprisk.store import load_result, write_text
+
+COMMANDS = ("demo", "train", "analyze", "report", "audit", "explore", "reproduce", "bench")
+
+
+def test_demo_end_to_end_without_a_terminal(tmp_path):
+    output = tmp_path / "new" / "demo"
+    process = start("demo", "--seeds", "2", "--size", "100", "--steps", "4", "--output", str(output))
+    try:
+        out, err = process.communicate(timeout=110)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert sorted(p.name for p in output.iterdir()) == ["demo.png", "report.html", "result.json", "run"]
+    assert f"in your browser: {output / 'report.html'}" in " ".join(out.split())
+    page = (output / "report.html").read_text(encoding="utf-8")
+    assert "digits with wrong labels" in page
+    assert "Population risk" in page
+    assert f"poprisk report {output}/run --output {output}/report.html --budget 0.12 --retrain 5" in page
+    assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
+    saved = load_result(output / "result.json", "demo")
+    assert saved["config"]["seeds"] == 2
+    assert saved["result"]["wrong_share"] == pytest.approx(0.4)
+    assert "\x1b" not in out + err
+    assert "AdamW: step 4 of 4" in err
+    headline = saved["result"]["summary"]["headline"]
+    assert headline in " ".join(out.split())
+    assert f"Wrote {output}: result.json, demo.png, report.html" in out
+    for row in saved["result"]["summary"]["rows"]:
+        assert f"{100 * row['last']['value']:.1f} ± " in out
+
+
+def test_narrow_terminals_get_a_list_with_the_same_numbers():
+    mean = {"value": 0.5, "standard_error": 0.01, "count": 2}
+    row = {"label": "AdamW at its usual lr 1e-3", "last": mean, "best": mean, "memorized": None}
+    summary = {"rows": [row], "headline": "H.", "sensitivity_line": "S."}
+    saved = {"config": {"seeds": 2}, "result": {"wrong_share": 0.4, "summary": summary}}
+    for width in (30, 100):
+        console = Console(width=width, record=True, file=io.StringIO())
+        for line in demo_lines(saved, width):
+            console.print(line)
+        text = console.export_text()
+        assert max(map(len, text.splitlines())) <= width
+        assert text.count("50.0 ± 1.0") == 2
+        assert "–" in text
+
+
+def test_interrupt_is_one_line_and_130(tmp_path):
+    process = start("demo", "--seeds", "1", "--size", "100", "--steps", "100", "--output", str(tmp_path))
+    assert process.stderr is not None
+    try:
+        first = process.stderr.readline()  # after the first tenth of the steps
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert re.match(r"AdamW: step \d+ of 100", first)
+    assert process.returncode == 130
+    assert rest.splitlines()[-1] == "poprisk: interrupted; nothing was written"
+    assert "Traceback" not in rest
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version_and_help(capsys):
+    assert call(capsys, "--version") == (0, f"poprisk {__version__}\n", "")
+    code, out, _ = call(capsys, "demo", "--help")
+    assert code == 0
+    words = re.sub(r"[\s│]+", " ", out)
+    for option, default in (("--seeds", "5"), ("--noise", "0.4"), ("--size", "1000"), ("--output", "poprisk-demo")):
+        assert option in words
+        assert f"[default: {default}]" in words
+    assert "Noise level" in words
+
+
+def test_no_arguments_show_the_help(capsys):
+    code, out, err = call(capsys)
+    assert code == 2
+    assert "demo" in out + err
+    assert "error" not in err
+
+
+def test_help_needs_no_torch():
+    heavy = "any(name in sys.modules for name in ('torch', 'numpy', 'matplotlib'))"
+    code = f"import sys; from poprisk import cli; cli.run(cli.app, ['train', '--help']); print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_defaults_and_limits_are_the_experiments(capsys):
+    given = {name: p.default for name, p in inspect.signature(cli.demo.demo).parameters.items()}
+    assert Path("poprisk-demo") == given.pop("output")
+    assert DemoConfig(given["seeds"], given["noise"], given["size"], given["steps"]) == DemoConfig()
+    words = call(capsys, "demo", "--help")[1]
+    assert f"0.0…{MAX_NOISE}" in words
+    assert f"…{TRAIN_SIZES[1]}" in words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_examples_and_json(name, capsys):
+    code, out, _ = call(capsys, name, "--help")
+    words = re.sub(r"[\s│]+", " ", out)
+    assert code == 0
+    assert f"Examples: $ poprisk {name}" in words
+    assert "--json" in words
+    assert set(COMMANDS) == {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+
+
+def test_json_of_a_demo_is_alone_on_stdout(capsys, tmp_path):
+    code, out, err = call(
+        capsys, "demo", "--seeds", 1, "--size", 100, "--steps", 2, "--output", tmp_path, "--no-report", "--json"
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    assert out.count("\n") == 1
+    assert found["files"] == [(tmp_path / name).as_posix() for name in ("result.json", "demo.png")]
+    saved = load_result(tmp_path / "result.json", "demo")["result"]["summary"]
+    assert found["headline"] == saved["headline"]
+    assert [row["label"] for row in found["rows"]] == [row["label"] for row in saved["rows"]]
+    assert "step 2 of 2" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["demo.png", "result.json"]
+
+
+def test_a_demo_writes_over_no_other_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("poprisk.experiments.demo.run_demo", None)  # refused before anything slow
+    write_text(tmp_path / "run" / "manifest.json", json.dumps({"kind": "run", "problem": {"name": "mine"}}))
+    code, out, err = call(capsys, "demo", "--output", tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "holds something else than a demo's run" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--seeds", "many"], "'--seeds': expected a whole number from 1 to 100, got many"),
+        (["demo", "--seeds", "0"], "'--seeds': expected .* got 0"),
+        (["demo", "--noise", "0.95"], "'--noise'.*0.95"),
+        (["demo", "--noise", "-0.1"], "'--noise'.*-0.1"),
+        (["demo", "--noise", "nan"], "'--noise': expected a number from 0.0 to 0.9, got nan"),
+        (["demo", "--size", "1797"], "'--size'.*1797"),
+        (["demo", "--steps", "0"], "'--steps'.*0"),
+        (["demo", "--steps", "1.5"], "whole number .* got 1.5"),
+        (["demo", "--speed", "9"], "--speed"),
+        (["demo", "extra"], "extra"),
+        (["demo", "--seeds"], "--seeds"),
+        (["dance"], "dance"),
+        (["bench", "--device", "abacus"], "device must be cpu, or cuda where there is one, got abacus"),
+        (["analyze", "nowhere"], "nowhere holds no run"),
+        (["train"], "TASK"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"poprisk: error: .*{message}.*\n", err)
+
+
+def test_output_that_cannot_be_written(capsys, tmp_path):
+    occupied = write_text(tmp_path / "taken", "x")
+    for path in (occupied, occupied / "below"):
+        code, out, err = call(capsys, "demo", "--output", str(path))
+        assert (code, out) == (2, "")
+        assert re.fullmatch(r"poprisk: error: .*choose another.*\n", err)
+    assert occupied.read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (HyperparameterError("lr must be positive,\ngot -1"), "lr must be positive, got -1"),
+        (MissingExtraError("scikit-learn", "data", "the digits data"), "pip install 'poprisk[data]'"),
+        (OSError("disk full"), "disk full"),
+    ],
+)
+def test_errors_from_inside_are_one_line_and_2(error, message, capsys, tmp_path, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("poprisk.experiments.demo.run_demo", fail)
+    code, out, err = call(capsys, "demo", "--output", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert message in err
