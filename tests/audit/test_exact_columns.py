@@ -45,6 +45,13 @@ def test_auto_makes_them_where_they_are_cheap_and_says_so_where_not(run, monkeyp
     assert 'tier="exact" makes them' in " ".join(found.notes)
 
 
+def test_the_transfer_to_the_test_set_is_left_out_of_a_large_network(run, monkeypatch):
+    monkeypatch.setattr("poprisk.audit.exact._MOST_JACOBIAN", 24 * CLASSES * run.num_weights - 1)
+    found = audit(run, tier="exact", progress=False)
+    assert "displacement" not in found.columns
+    assert "no column displacement" in " ".join(found.notes)
+
+
 def test_many_steps_of_a_tiny_network_are_not_cheap():
     def price(steps):
         tiny: Any = SimpleNamespace(batch=lambda k: range(2), num_examples=3, num_steps=steps, num_weights=2)

@@ -31,6 +31,8 @@ _PER_DIRECTION = 12
 """Multiplications per weight and example of a step, for one direction forward and one back."""
 _MOST_OUTPUTS = 20_000
 """Of all examples over all steps: past it the transfer to the test set is not formed."""
+_MOST_JACOBIAN = 3e7
+"""Entries of one step's Jacobian, outputs by weights: past it neither."""
 _QUERIES = 100
 """So many of the test set's examples stand for it."""
 
@@ -132,7 +134,8 @@ def _left_out(unrolled: Unrolled, table: AuditTable) -> dict[str, Tensor]:
 def _displacement(unrolled: Unrolled) -> dict[str, Tensor]:
     """Needs the transfer from every example to the test set, for which each step's Jacobians are formed."""
     run, test = unrolled.run, unrolled.run.problem.test
-    if test is None or run.num_examples * unrolled.num_outputs * run.num_steps > _MOST_OUTPUTS:
+    outputs = run.num_examples * unrolled.num_outputs
+    if test is None or outputs * run.num_steps > _MOST_OUTPUTS or outputs * run.num_weights > _MOST_JACOBIAN:
         return {}
     queries = cast_inputs(take_examples(test[0], slice(0, _QUERIES)), torch.float64)
     return {"displacement": _numbers(example_scores(Window.of_run(run, test_inputs=queries)))}
