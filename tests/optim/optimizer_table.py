@@ -27,26 +27,32 @@ class OptimizerInput:
     two_pass: bool = False
 
 
+ALGORITHM1 = {"lr": 1e-2, "weight_decay": 1e-2, "strength": 1.0}
+"""Numbers at which every gate passes enough to be compared; the defaults, a strong gate, are a row of their own."""
 INPUTS = (
     OptimizerInput("defaults"),
-    OptimizerInput("alpha and strength", {"alpha": 0.3, "strength": 3.0}),
-    OptimizerInput("alpha above one", {"alpha": 2.0}),
-    OptimizerInput("calibrated", {"alpha": "calibrated"}),
-    OptimizerInput("corrected", {"centering": "corrected"}),
-    OptimizerInput("corrected and calibrated", {"centering": "corrected", "alpha": "calibrated"}),
-    OptimizerInput("warm-up", {"warmup_steps": 7}),
-    OptimizerInput("gated decay", {"gated_decay": True, "weight_decay": 0.3}),
-    OptimizerInput("no decay, eps, rho", {"weight_decay": 0.0, "eps": 1e-6, "rho": 0.9, "gate_eps": 1e-3}),
-    OptimizerInput("shared state", {"state": "shared", "betas": (0.9, 0.9), "rho": 0.9}),
+    OptimizerInput("Algorithm 1", ALGORITHM1),
+    OptimizerInput("alpha and strength", {**ALGORITHM1, "alpha": 0.3, "strength": 3.0}),
+    OptimizerInput("alpha above one", {**ALGORITHM1, "alpha": 2.0}),
+    OptimizerInput("calibrated", {**ALGORITHM1, "alpha": "calibrated"}),
+    OptimizerInput("corrected", {**ALGORITHM1, "centering": "corrected"}),
+    OptimizerInput("corrected and calibrated", {**ALGORITHM1, "centering": "corrected", "alpha": "calibrated"}),
+    OptimizerInput("warm-up", {**ALGORITHM1, "warmup_steps": 7}),
+    OptimizerInput("gated decay", {**ALGORITHM1, "gated_decay": True, "weight_decay": 0.3}),
     OptimizerInput(
-        "shared state, calibrated", {"state": "shared", "betas": (0.9, 0.9), "rho": 0.9, "alpha": "calibrated"}
+        "no decay, eps, rho", {**ALGORITHM1, "weight_decay": 0.0, "eps": 1e-6, "rho": 0.9, "gate_eps": 1e-3}
     ),
-    OptimizerInput("batch signal", {"signal": "batch", "alpha": 0.5}),
-    OptimizerInput("maximize", {"maximize": True}),
-    OptimizerInput("let non-finite through", {"skip_nonfinite": False}),
-    OptimizerInput("normalized", {"normalize_gate": True}, two_pass=True),
-    OptimizerInput("row", {"granularity": "row"}, two_pass=True),
-    OptimizerInput("tensor", {"granularity": "tensor"}, two_pass=True),
+    OptimizerInput("shared state", {**ALGORITHM1, "state": "shared", "betas": (0.9, 0.9), "rho": 0.9}),
+    OptimizerInput(
+        "shared state, calibrated",
+        {**ALGORITHM1, "state": "shared", "betas": (0.9, 0.9), "rho": 0.9, "alpha": "calibrated"},
+    ),
+    OptimizerInput("batch signal", {**ALGORITHM1, "signal": "batch", "alpha": 0.5}),
+    OptimizerInput("maximize", {**ALGORITHM1, "maximize": True}),
+    OptimizerInput("let non-finite through", {**ALGORITHM1, "skip_nonfinite": False}),
+    OptimizerInput("normalized", {**ALGORITHM1, "normalize_gate": True}, two_pass=True),
+    OptimizerInput("row", {**ALGORITHM1, "granularity": "row"}, two_pass=True),
+    OptimizerInput("tensor", {**ALGORITHM1, "granularity": "tensor"}, two_pass=True),
 )
 
 

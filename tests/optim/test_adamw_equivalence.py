@@ -1,4 +1,7 @@
-"""``gate=None`` is torch's AdamW: bit for bit where the operations are the same, weights and state."""
+"""``gate=None`` is torch's AdamW: bit for bit where the operations are the same, weights and state.
+
+At the same options: lr and weight decay have other defaults than AdamW's, so they are given here.
+"""
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from poprisk.optim import PopRiskAdamW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 100
+DECAY = AdamW([torch.zeros(1, requires_grad=True)]).defaults["weight_decay"]
 PATHS = {"forloop": {"foreach": False}, "foreach": {"foreach": True}, "default": {}}
 OPTIONS = {
     "defaults": {},
@@ -26,6 +30,7 @@ SCHEDULERS = {
 
 def pair(ours, torchs, dtype, **options):
     mine, theirs = start(dtype=dtype), start(dtype=dtype)
+    options = {"weight_decay": DECAY, **options}
     return (mine, PopRiskAdamW(mine, gate=None, **options, **ours)), (theirs, AdamW(theirs, **options, **torchs))
 
 
@@ -110,10 +115,12 @@ def test_each_group_follows_its_own_gate(path):
     """A group with a gate and one without it are exactly the two optimizers side by side."""
     mine, theirs, alone = (start(dtype=torch.float32) for _ in range(3))
     ours = PopRiskAdamW(
-        [{"params": mine[:1], "gate": None, "lr": 1e-3}, {"params": mine[1:], "gate": "soft"}], lr=1e-2, **path
+        [{"params": mine[:1], "gate": None, "lr": 1e-3, "weight_decay": DECAY}, {"params": mine[1:], "gate": "soft"}],
+        lr=1e-2,
+        **path,
     )
     adamw = AdamW(theirs[:1], lr=1e-3, **path)
-    gated = PopRiskAdamW(alone[1:], lr=1e-2, **path)
+    gated = PopRiskAdamW(alone[1:], lr=1e-2, gate="soft", **path)
     gradients = stream(STEPS, dtype=torch.float32)
     train(ours, mine, gradients)
     train(adamw, theirs[:1], [row[:1] for row in gradients])

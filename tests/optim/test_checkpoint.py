@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError, StateDictError
-from poprisk.optim import PopRiskAdamW
+from poprisk.optim import PAPER, PopRiskAdamW
 from poprisk.rules import Hyper, PopulationState, population_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -167,7 +167,7 @@ def test_training_goes_on_from_adamw(backend, kind, named):
     params, adamw = adamw_half_way(kind, named)
     others = twins(params)
     names = [(f"p{k}", p) for k, p in enumerate(others)] if named else others
-    ours = PopRiskAdamW(names, lr=0.02, betas=(0.8, 0.9), **backend)
+    ours = PopRiskAdamW.paper(names, lr=0.02, betas=(0.8, 0.9), **backend)
     options = {k: v for k, v in ours.param_groups[0].items() if k != "params"}
     ours.load_state_dict(through_file(adamw.state_dict()))
     assert {k: v for k, v in ours.param_groups[0].items() if k != "params"} == options
@@ -186,7 +186,8 @@ def test_training_goes_on_from_adamw(backend, kind, named):
     assert {ours.state[p]["var_step"].item() for p in others} == {20}
 
 
-def test_the_loss_goes_on_falling_after_a_change_from_adamw():
+@pytest.mark.parametrize("options", [{}, {**PAPER, "lr": 1e-2}], ids=["defaults", "Algorithm 1"])
+def test_the_loss_goes_on_falling_after_a_change_from_adamw(options):
     model, x = nn.Linear(5, 1), torch.randn(64, 5)
     y = x.sum(dim=1, keepdim=True)
     adamw = AdamW(model.parameters(), lr=1e-3)
@@ -201,7 +202,7 @@ def test_the_loss_goes_on_falling_after_a_change_from_adamw():
 
     for _ in range(10):
         adamw.step(closure)
-    ours = PopRiskAdamW(model.parameters(), lr=1e-2)
+    ours = PopRiskAdamW(model.parameters(), **options)
     ours.load_state_dict(adamw.state_dict())
     for _ in range(20):
         ours.step(closure)

@@ -19,7 +19,7 @@ EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKEN
 
 
 def by_rule(w, gradients, hyper=None):
-    """The pure rule on one tensor."""
+    """The pure rule on one tensor, with Algorithm 1's numbers if not told otherwise."""
     hyper = hyper or Hyper()
     w, state = w.detach().clone(), initial_state(w.detach(), hyper)
     for g in gradients:
@@ -71,8 +71,8 @@ def test_zero_grad_and_repr():
     assert p.grad is None
     text = repr(optimizer)
     assert text.startswith("PopRiskAdamW (")
-    assert "gate: soft" in text
-    assert "alpha: 1.0" in text
+    assert "gate: snr" in text
+    assert "strength: 100.0" in text
 
 
 # --- groups
@@ -86,7 +86,7 @@ def test_groups_take_their_parameters_from_anything_ordered(gives):
     assert [[id(p) for p in g["params"]] for g in optimizer.param_groups] == [
         [id(p) for p in m.parameters()] for m in (model, head)
     ]
-    assert [g["gate"] for g in optimizer.param_groups] == ["hard", "soft"]
+    assert [g["gate"] for g in optimizer.param_groups] == ["hard", "snr"]
 
 
 def test_a_set_of_parameters_is_refused_as_in_torch():
@@ -107,7 +107,7 @@ def test_names_of_parameters_are_kept():
 
 def test_a_group_added_in_the_middle_starts_from_its_first_step():
     params, late = start(), start(seed=5)[0]
-    optimizer = PopRiskAdamW(params)
+    optimizer = PopRiskAdamW.paper(params)
     gradients = stream(12)
     train(optimizer, params, gradients[:5])
     optimizer.add_param_group({"params": late, "lr": 0.1})
@@ -151,7 +151,7 @@ def test_each_parameter_counts_its_own_steps(backend):
     gradients = stream(30, shapes=shapes)
     has = [lambda t: True, lambda t: t >= 11, lambda t: t < 13, lambda t: t % 3 == 0]
     params = start(shapes=shapes)
-    optimizer = PopRiskAdamW(params, **backend)
+    optimizer = PopRiskAdamW.paper(params, lr=Hyper().lr, **backend)
     train(
         optimizer,
         params,

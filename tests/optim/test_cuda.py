@@ -48,6 +48,52 @@ def test_a_captured_step_equals_an_eager_one(options, extra):
     torch.testing.assert_close(meters.mean_gate, plain.diagnostics()[0].mean_gate, rtol=1e-4, atol=1e-6)
 
 
+def test_a_compiled_and_captured_training_step_equals_an_eager_one():
+    """Forward and backward by torch.compile and the fused step, all in one CUDA graph."""
+    batches = torch.randn(20, 32, 16, generator=torch.Generator().manual_seed(2)).cuda()
+
+    def network():
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 4)).cuda()
+
+    def training_step(model, optimizer, x):
+        optimizer.zero_grad(set_to_none=False)
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+
+    eager, captured = network(), network()
+    plain = PopRiskAdamW(eager.parameters(), alpha=0.3, fused=True)
+    graphed = PopRiskAdamW(captured.parameters(), alpha=0.3, fused=True, capturable=True)
+    for x in batches:
+        training_step(eager, plain, x)
+    compiled, held = torch.compile(captured), batches[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for x in batches[:3]:
+            held.copy_(x)
+            training_step(compiled, graphed, held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training_step(compiled, graphed, held)
+    for x in batches[3:]:
+        held.copy_(x)
+        graph.replay()
+    assert graphed.state[captured[0].weight]["step"].item() == len(batches)
+    assert relative_error(list(captured.parameters()), list(eager.parameters())) <= 2e-5
+
+
+def test_an_empty_parameter_keeps_the_others_time():
+    params = [torch.nn.Parameter(torch.zeros(0, 3, device="cuda")), torch.nn.Parameter(torch.ones(40, device="cuda"))]
+    optimizer = PopRiskAdamW(params, fused=True)
+    for _ in range(4):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in params] == [4, 4]
+
+
 def test_the_fused_step_makes_no_parameter_sized_temporary():
     p = torch.nn.Parameter(torch.randn(1 << 24, device="cuda"))
     p.grad = torch.randn_like(p)

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from optimizer_table import BACKENDS, GATES, INPUTS
+from optimizer_table import ALGORITHM1, BACKENDS, GATES, INPUTS
 from streams import relative_error, start, stream, train
 from torch import nn
 from torch.testing import assert_close
@@ -13,7 +13,8 @@ from torch.testing import assert_close
 from oracles.algorithm1 import algorithm1
 from poprisk.errors import HyperparameterError
 from poprisk.optim import DEFAULTS, PAPER, PopRiskAdamW
-from poprisk.optim.defaults import Defaults
+from poprisk.optim.defaults import RULE_OPTIONS, Defaults
+from poprisk.rules import Hyper
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -72,7 +73,7 @@ def test_zero_gradients_for_ever_are_decay_and_nothing_else(backend, gate, row):
 def test_signal_after_silence_is_followed(backend):
     """A coordinate whose gradient was zero for 50 steps wakes up."""
     params = start(dtype=torch.float32)
-    optimizer = PopRiskAdamW(params, weight_decay=0.0, rho=0.9, **backend)
+    optimizer = PopRiskAdamW.paper(params, lr=1e-2, weight_decay=0.0, rho=0.9, **backend)
     train(optimizer, params, [[torch.zeros_like(p) for p in params]] * 50)
     train(optimizer, params, [[torch.ones_like(p) for p in params]] * 100)
     moved = [(q - p).min().item() for p, q in zip(params, start(dtype=torch.float32), strict=True)]
@@ -90,7 +91,7 @@ def test_the_scale_of_the_gradients_does_not_matter(backend, gate, factor):
     """Powers of two change no bit of the trajectory."""
     params, scaled = (start(dtype=torch.float32) for _ in range(2))
     gradients = stream(80, dtype=torch.float32)
-    options = {"gate": gate, "eps": 0.0, **BACKENDS[backend]}
+    options = {**ALGORITHM1, "gate": gate, "eps": 0.0, **BACKENDS[backend]}
     train(PopRiskAdamW(params, **options), params, gradients)
     train(PopRiskAdamW(scaled, **options), scaled, [[g * factor for g in row] for row in gradients])
     assert relative_error(params, start(dtype=torch.float32)) > 0.01
@@ -100,7 +101,7 @@ def test_the_scale_of_the_gradients_does_not_matter(backend, gate, factor):
 def test_the_paper_s_epsilon_breaks_scale_invariance():
     """The contrast: with gate_eps the trajectory does depend on the scale."""
     params, scaled = start(), start()
-    options = {"eps": 0.0, "gate_eps": 1e-3}
+    options = {**ALGORITHM1, "gate": "soft", "eps": 0.0, "gate_eps": 1e-3}
     train(PopRiskAdamW(params, **options), params, stream(50))
     train(PopRiskAdamW(scaled, **options), scaled, [[g / 1024 for g in row] for row in stream(50)])
     assert relative_error(params, scaled) > 1e-3
@@ -153,7 +154,8 @@ def test_autograd_runs_through_three_steps(gate):
 
     def final(theta, lr):
         w = (theta * base).clone().requires_grad_(True) if not theta.requires_grad else (theta * base).clone()
-        optimizer = PopRiskAdamW([w], lr=lr, gate=gate, alpha=0.1, differentiable=True, weight_decay=0.1)
+        options = {"gate": gate, "alpha": 0.1, "strength": 1.0, "weight_decay": 0.1}
+        optimizer = PopRiskAdamW([w], lr=lr, differentiable=True, **options)
         for k in range(3):
             w.grad = (mean + 0.1 * k) * (w if theta.requires_grad else w.detach())
             optimizer.step()
@@ -188,7 +190,14 @@ def test_fast_paths_do_not_claim_to_be_differentiable(mode):
 def test_defaults_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         DEFAULTS.lr = 1.0
-    assert {**DEFAULTS.as_dict(), **PAPER} == {**DEFAULTS.as_dict(), "lr": 1e-3}
+    other = {name for name, value in PAPER.items() if DEFAULTS.as_dict()[name] != value}
+    assert other == {"lr", "weight_decay", "gate", "strength"}
+
+
+def test_the_rule_alone_is_algorithm_1():
+    assert {name: getattr(Hyper(), name) for name in RULE_OPTIONS if name != "lr"} == {
+        name: PAPER[name] for name in RULE_OPTIONS if name != "lr"
+    }
 
 
 @EVERY_GATE
@@ -206,14 +215,14 @@ def test_the_paper_s_constructor_is_algorithm_1(backend, gate):
 
 
 def test_the_paper_s_constructor_does_not_follow_the_library_s_defaults(monkeypatch):
-    other = Defaults(lr=0.5, gate="snr", alpha=0.1, strength=9.0, rho=0.5, gate_eps=1.0, centering="corrected")
+    other = Defaults(lr=0.5, gate="hard", alpha=0.1, strength=9.0, rho=0.5, gate_eps=1.0, centering="corrected")
     module = importlib.import_module("poprisk.optim.adamw")
     monkeypatch.setattr(module, "DEFAULTS", other)
     monkeypatch.setattr(
-        PopRiskAdamW.__init__, "__kwdefaults__", {**PopRiskAdamW.__init__.__kwdefaults__, "gate": "snr"}
+        PopRiskAdamW.__init__, "__kwdefaults__", {**PopRiskAdamW.__init__.__kwdefaults__, "gate": "hard"}
     )
     p = nn.Parameter(torch.ones(2))
-    assert PopRiskAdamW([p]).defaults["gate"] == "snr"
+    assert PopRiskAdamW([p]).defaults["gate"] == "hard"
     defaults = PopRiskAdamW.paper([p]).defaults
     assert (defaults["lr"], defaults["gate"], defaults["alpha"], defaults["strength"]) == (1e-3, "soft", 1.0, 1.0)
     assert (defaults["rho"], defaults["gate_eps"], defaults["centering"]) == (0.99, 0.0, "paper")

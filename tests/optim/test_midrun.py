@@ -71,7 +71,7 @@ def test_a_gradient_scaler_does_not_close_the_gate_of_a_variance_source():
         torch.manual_seed(2)
         model = nn.Linear(5, 1)
         source = MicrobatchVariance(model.parameters())
-        optimizer = PopRiskAdamW(model.parameters(), variance=source, alpha=0.1, fused=True)
+        optimizer = PopRiskAdamW(model.parameters(), variance=source, strength=1.0, fused=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
         for _ in range(5):
             optimizer.zero_grad()

@@ -10,6 +10,9 @@ from torch import nn
 
 from poprisk.errors import BackendWarning, ClosedGateWarning
 from poprisk.optim import PopRiskAdamW
+from poprisk.optim.learning_rate import FACTOR
+from poprisk.optim.monitor import closed_below
+from poprisk.rules import Hyper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
@@ -31,6 +34,11 @@ def warned_at(optimizer, params, means):
     return steps, messages
 
 
+def shown(message):
+    """The mean gate that a message gives, in percent."""
+    return float(re.search(r"\(now ([\d.e-]+)%\)", message)[1])
+
+
 def parameters():
     return [nn.Parameter(torch.zeros(100, 10)), nn.Parameter(torch.zeros(()))]
 
@@ -38,13 +46,41 @@ def parameters():
 @EVERY_BACKEND
 def test_pure_noise_is_reported_once_after_200_steps(backend):
     params = parameters()
-    optimizer = PopRiskAdamW(params, alpha=1.0, **backend)
+    optimizer = PopRiskAdamW.paper(params, **backend)
     steps, messages = warned_at(optimizer, params, [0.0] * 450)
     assert steps == [200]
-    measured = re.search(r"\(now (\d+\.\d\d)%\)", messages[0])
-    assert 0 <= float(measured[1]) < 1
-    for word in ("lr", "alpha", "strength", "200 steps", "under 1%"):
+    assert 0 <= shown(messages[0]) < 1
+    for word in ("lr", f"{FACTOR} times", "alpha", "strength", "200 steps", "under 1% "):
         assert word in messages[0]
+
+
+def test_what_counts_as_closed_follows_the_strength():
+    """A soft gate of strength 100 passes a hundredth of one of strength 1, and is judged by that."""
+    params = parameters()
+    steps, messages = warned_at(PopRiskAdamW.paper(params, strength=100.0, fused=True), params, [0.0] * 210)
+    assert steps == [200]
+    assert "under 0.02% " in messages[0]
+    assert shown(messages[0]) < 0.02
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 3.0])
+def test_the_default_gate_is_not_reported_at_its_work(mean):
+    """Its mean is far under 1% even on pure noise, which it passes in part: that is how strong it is."""
+    params = parameters()
+    optimizer = PopRiskAdamW(params, fused=True)
+    steps, _ = warned_at(optimizer, params, [mean] * 230)
+    assert steps == []
+    assert optimizer.overall_diagnostics().mean_gate < (0.1 if mean else 0.01)
+
+
+def test_groups_of_different_strength_are_judged_together():
+    """One closed group does not speak for two, nor does an open one hide that the mean is small."""
+    params = parameters()[:1] + parameters()[:1]
+    groups = [{"params": params[:1], "strength": 1.0}, {"params": params[1:], "strength": 100.0}]
+    means = [closed_below(Hyper(gate="soft", strength=s)) for s in (1.0, 100.0)]
+    steps, messages = warned_at(PopRiskAdamW.paper(groups, fused=True), params, [0.0] * 205)
+    assert steps == [200]
+    assert f"under {100 * sum(means) / 2:.2g}% " in messages[0]
 
 
 def test_the_reported_value_is_the_measured_one():
@@ -53,16 +89,15 @@ def test_the_reported_value_is_the_measured_one():
     optimizer = PopRiskAdamW([p], gate="hard", fused=True)
     mean = torch.where(torch.arange(2000) < 14, 5.0, 0.0)
     _, messages = warned_at(optimizer, [p], [mean] * 200)
-    shown = float(re.search(r"\(now (\d+\.\d\d)%\)", messages[0])[1])
-    assert shown == pytest.approx(100 * optimizer.diagnostics()[0].mean_gate.item(), abs=0.006)
-    assert 0.6 < shown < 0.9
+    assert shown(messages[0]) == pytest.approx(100 * optimizer.diagnostics()[0].mean_gate.item(), abs=0.006)
+    assert 0.6 < shown(messages[0]) < 0.9
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": "snr"}, {"granularity": "row"}, {"normalize_gate": True}], ids=str)
 @EVERY_BACKEND
 def test_a_healthy_gate_is_not_reported(backend, options):
     params = parameters()
-    steps, _ = warned_at(PopRiskAdamW(params, **options, **backend), params, [3.0] * 230)
+    steps, _ = warned_at(PopRiskAdamW.paper(params, **options, **backend), params, [3.0] * 230)
     assert steps == []
 
 
@@ -76,21 +111,21 @@ def test_no_gate_is_not_reported(backend):
 def test_a_gate_that_was_closed_for_a_while_is_not_reported():
     """A hundred steps of noise, then signal: the count starts again."""
     params = parameters()
-    steps, _ = warned_at(PopRiskAdamW(params, fused=True), params, ([0.0] * 100 + [8.0] * 60) * 3)
+    steps, _ = warned_at(PopRiskAdamW.paper(params, fused=True), params, ([0.0] * 100 + [8.0] * 60) * 3)
     assert steps == []
 
 
 def test_a_gate_that_closes_late_is_reported():
     """Looks become rare while all is well, and frequent again once the gate is found closed."""
     params = parameters()
-    steps, _ = warned_at(PopRiskAdamW(params, fused=True), params, [8.0] * 400 + [0.0] * 700)
+    steps, _ = warned_at(PopRiskAdamW.paper(params, fused=True), params, [8.0] * 400 + [0.0] * 700)
     assert len(steps) == 1
     assert 600 <= steps[0] <= 400 + 400 + 200 + 25
 
 
 def test_pooled_gates_are_watched_too():
     params = parameters()[:1]
-    optimizer = PopRiskAdamW(params, granularity="row", foreach=False)
+    optimizer = PopRiskAdamW.paper(params, granularity="row", foreach=False)
     steps, _ = warned_at(optimizer, params, [0.0] * 220)
     assert steps == [200]
 
@@ -98,5 +133,5 @@ def test_pooled_gates_are_watched_too():
 def test_a_second_optimizer_gives_its_own_warning():
     for _ in range(2):
         params = parameters()
-        steps, _ = warned_at(PopRiskAdamW(params, fused=True), params, [0.0] * 205)
+        steps, _ = warned_at(PopRiskAdamW.paper(params, fused=True), params, [0.0] * 205)
         assert steps == [200]

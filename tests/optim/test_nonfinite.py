@@ -142,8 +142,9 @@ def test_each_optimizer_warns_once(backend):
 def test_without_a_gate_it_passes_as_in_adamw(backend):
     params, theirs = (start(dtype=torch.float32) for _ in range(2))
     rows = [spoil(row, float("nan")) for row in stream(2, dtype=torch.float32)]
-    train(PopRiskAdamW(params, gate=None, **backend), params, rows)
-    train(torch.optim.AdamW(theirs, lr=1e-2, **backend), theirs, rows)
+    options = {"lr": 1e-2, "weight_decay": 1e-2, **backend}
+    train(PopRiskAdamW(params, gate=None, **options), params, rows)
+    train(torch.optim.AdamW(theirs, **options), theirs, rows)
     for p, q in zip(params, theirs, strict=True):
         assert_close(p, q, rtol=0, atol=0, equal_nan=True)
     assert torch.isnan(params[0][0, 0])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from poprisk.errors import StateDictError
+from poprisk.optim.shards import is_sharded
 from poprisk.optim.validation import check_group
 from poprisk.optim.work import COUNTERS, MOMENTS, counts_on_device, state_dtype_of
 
@@ -31,8 +32,9 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     for saved, group in zip(saved_groups, groups, strict=True):
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         names = {k: saved[k] for k in ("params", "param_names") if k in saved}
-        new_groups.append({**own, **(saved if ours else names)})
-        check_group({**new_groups[-1], "params": group["params"]})
+        checked = {**own, **(saved if ours else names), "params": group["params"]}
+        check_group(checked)  # and brings dtypes back from their names
+        new_groups.append({**checked, "params": saved["params"]})
     return {**state_dict, "param_groups": new_groups}
 
 
@@ -118,6 +120,12 @@ def _check_entry(index: Any, entry: Mapping[str, Any] | None, param: Tensor) -> 
                 f"{name} of parameter {index} has {got}, the parameter has shape {tuple(param.shape)}: the state dict "
                 "belongs to another model"
             )
+        if is_sharded(value) != is_sharded(param):
+            got, here = ("a sharded", "whole") if is_sharded(value) else ("a whole", "sharded")
+            raise StateDictError(
+                f"{name} of parameter {index} is {got} tensor, the parameter is {here}: load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, in every process"
+            )
 
 
 def restore_dtypes(state: dict[Tensor, dict[str, Any]], saved: Mapping[str, Any], groups: Groups, ours: bool) -> None:
@@ -134,6 +142,17 @@ def restore_dtypes(state: dict[Tensor, dict[str, Any]], saved: Mapping[str, Any]
                 dtype = value.dtype if ours else state_dtype_of(param, group, letter)
                 copy = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
                 state[param][name] = copy.copy_(value)
+
+
+def dtype_names(state_dtype: Mapping[str, torch.dtype] | None) -> dict[str, str] | None:
+    """The dtypes of v and s as text, which :func:`poprisk.optim.validation.check_state_dtype` reads back.
+
+    >>> dtype_names({"s": torch.bfloat16})
+    {'s': 'bfloat16'}
+    """
+    if state_dtype is None:
+        return None
+    return {letter: str(dtype).removeprefix("torch.") for letter, dtype in state_dtype.items()}
 
 
 def to_adamw(state_dict: dict[str, Any]) -> dict[str, Any]:

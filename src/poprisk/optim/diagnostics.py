@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from poprisk._types import Scalar
+from poprisk.optim.shards import Shard, coordinates
 from poprisk.optim.work import Job, Work, real, rule_state, was_stepped
 from poprisk.rules.coefficients import Hyper, current
 from poprisk.rules.population import (
@@ -31,7 +33,7 @@ class GateDiagnostics:
     mean_gate: Tensor
     """Mean of q in the last step."""
     noise_scale: Tensor
-    """Gradient noise scale in batches, tr Cov(g_B) / |E g|², both debiased; times the batch size it is B_simple in
+    """Gradient noise scale in batches, ``tr Cov(g_B) / |E g|²``, both debiased; times the batch size it is B_simple in
     examples. Infinite where no signal stands out of the noise."""
     population_rate: Tensor
     """Decrease of the loss per step that the *previous* step's direction gives on the *current* batch, to first order.
@@ -64,10 +66,19 @@ def gate_sums(job: Job, fresh: bool) -> Sums:
     works = [w for w in job.works if was_stepped(w, job.hyper)]
     device = job.works[0].param.device if job.works else torch.device("cpu")
     total = torch.zeros(6, dtype=torch.float64, device=device)
+    spread: dict[Any, tuple[Shard, Tensor]] = {}
     for work in works:
-        total += _sums(work, job, fresh).to(device)  # a group may lie on several devices
-    coordinates = sum(real(w.param).numel() for w in works)
-    return Sums(total, coordinates, fresh and bool(works), job.hyper.gate is not None)
+        sums = _sums(work, job, fresh).to(device)  # a group may lie on several devices
+        if work.shard is None:
+            total += sums
+        else:  # all that is cut alike is added up over the processes at once
+            cut = (work.shard.mesh, work.shard.mesh_axes)
+            spread.setdefault(cut, (work.shard, torch.zeros_like(total)))[1].add_(sums)
+    for shard, sums in spread.values():
+        shard.add_up(sums, shard.mesh_axes)
+        total += sums
+    count = sum(coordinates(w.parameter) for w in works)
+    return Sums(total, count, fresh and bool(works), job.hyper.gate is not None)
 
 
 def over_all(groups: Sequence[Sums]) -> Sums:
@@ -107,7 +118,7 @@ def _sums(work: Work, job: Job, fresh: bool) -> Tensor:
     q = current_gate(state, hyper)
     noise, signal = _powers(state, hyper)
     sums = [(q > 0).sum(), q.sum(), noise, signal]
-    if fresh and work.param.grad is not None:
+    if fresh and work.parameter.grad is not None:
         g = real(work.grad) * job.sign
         if job.grad_scale is not None:  # set by GradScaler on an optimizer that unscales in its step
             g = g / job.grad_scale

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from poprisk.errors import ClosedGateWarning, NonFiniteGradientWarning
+from poprisk.optim.learning_rate import FACTOR
 from poprisk.optim.work import Job, Work, real, rule_state
 from poprisk.rules.coefficients import Hyper
 from poprisk.rules.population import PopulationState, current_gate
 
-CLOSED_BELOW = 0.01
+CLOSED_BELOW = 0.02  # of a gate's value where signal equals noise
 PATIENCE = 200
 EVERY = 25
 AT_MOST = 400
@@ -47,15 +48,17 @@ class Monitor:
         if self.steps < self.next_look or {"closed", "nonfinite"} <= self.said or _capturing():
             return
         self.next_look = self.steps + self.interval
-        gates = [g for g in (sampled_gate(job) for job in jobs) if g is not None]
+        gates = [(g, closed_below(job.hyper)) for job in jobs if (g := sampled_gate(job)) is not None]
         if not gates:
             return
-        device = gates[0].device  # one device speaks for all
-        gate = torch.stack([g for g in gates if g.device == device]).mean()
-        reading = torch.stack([gate.double(), self._total(device)])
+        device = gates[0][0].device  # one device speaks for all
+        gates = [(g, limit) for g, limit in gates if g.device == device]
+        gate = torch.stack([g for g, _ in gates]).mean()
+        limit = sum(limit for _, limit in gates) / len(gates)
+        reading = torch.stack([gate.double(), gate.new_tensor(limit).double(), self._total(device)])
         self._read_pending()
         if reading.is_cuda:
-            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            host = torch.empty(3, dtype=torch.float64, pin_memory=True)
             host.copy_(reading, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -72,10 +75,10 @@ class Monitor:
             self._judge(self.pending.pop(0)[0])
 
     def _judge(self, reading: Tensor) -> None:
-        gate, left_out = reading.tolist()
+        gate, limit, left_out = reading.tolist()
         if left_out:
             self._say_nonfinite(int(left_out))
-        if gate >= CLOSED_BELOW:  # all is well: look less and less often
+        if gate >= limit:  # all is well: look less and less often
             self.closed_since = None
             self.interval = min(2 * self.interval, AT_MOST)
             return
@@ -85,10 +88,11 @@ class Monitor:
         if self.steps - self.closed_since >= PATIENCE and "closed" not in self.said:
             self.said.add("closed")
             warnings.warn(
-                f"the mean gate has been under {CLOSED_BELOW:.0%} for {PATIENCE} steps (now {gate:.2%}): few "
-                "coordinates move. On noisy data that can be right. If the loss falls too slowly: raise lr (10 times "
-                "an AdamW lr is a good start), or lower alpha (alpha='calibrated' is the break-even test), or lower "
-                "strength, or use gate='snr'",
+                f"the mean gate has been under {100 * limit:.2g}% for {PATIENCE} steps (now {100 * gate:.3g}%), a "
+                f"{1 / CLOSED_BELOW:.0f}th of 1/(1 + strength), where signal equals noise: few coordinates move. On "
+                "noisy data that can be right. If the loss falls too slowly: raise lr (the default gate starts at "
+                f"{FACTOR} times an AdamW lr, see suggest_lr), or lower strength with lr in proportion, or lower alpha "
+                "(alpha='calibrated' is the break-even test), or use gate='snr'",
                 ClosedGateWarning,
                 stacklevel=3,
             )
@@ -106,8 +110,27 @@ class Monitor:
         )
 
 
+def closed_below(hyper: Hyper) -> float:
+    r"""The mean gate under which a group counts as closed: a fiftieth of its value where signal equals noise.
+
+    .. math:: \frac{0.02}{1 + \lambda}
+
+    A strong gate that works passes little, and more learning rate makes up for it: 1% at strength 1, 0.02% at 100. The
+    hard gate has no strength; it counts as one of 1.
+
+    >>> closed_below(Hyper()), closed_below(Hyper(gate="hard", strength=100.0))
+    (0.01, 0.01)
+    >>> round(closed_below(Hyper(gate="snr", strength=100.0)), 6)
+    0.000198
+    """
+    return CLOSED_BELOW / (1 + (1.0 if hyper.gate == "hard" else hyper.strength))
+
+
 def sampled_gate(job: Job) -> Tensor | None:
-    """Mean gate of a group on some coordinates of its largest tensors: precise enough for a warning, and cheap."""
+    """Mean gate of a group on some coordinates of its largest tensors: precise enough for a warning, and cheap.
+
+    Each process looks at what it holds itself. When it looks depends on what it saw, so it must not wait for others.
+    """
     hyper = job.hyper
     works = [w for w in job.works if w.param.numel()]
     if hyper.gate is None or not works:
@@ -115,7 +138,8 @@ def sampled_gate(job: Job) -> Tensor | None:
     works = sorted(works, key=lambda w: -w.param.numel())[:SAMPLE_TENSORS]
     works = [w for w in works if w.param.device == works[0].param.device]
     if hyper.granularity != "element" or hyper.normalize_gate:
-        return torch.stack([current_gate(rule_state(w, hyper), hyper).float().mean() for w in works]).mean()
+        states = [replace(rule_state(w, hyper), whole=None) for w in works]
+        return torch.stack([current_gate(state, hyper).float().mean() for state in states]).mean()
     return current_gate(_sample(works, hyper), hyper).float().mean()
 
 
@@ -128,7 +152,7 @@ def _sample(works: list[Work], hyper: Hyper) -> PopulationState:
     names = ["exp_avg", "exp_avg_sq", *(["exp_var"] if hyper.tracks_variance else [])]
     moments = [torch.cat([thin(w.state[name]) for w in works]) for name in names]
     state = rule_state(works[0], hyper)
-    return replace(state, m=moments[0], v=moments[1], s=moments[2] if hyper.tracks_variance else None)
+    return replace(state, m=moments[0], v=moments[1], s=moments[2] if hyper.tracks_variance else None, whole=None)
 
 
 def _capturing() -> bool:

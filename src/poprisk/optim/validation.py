@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from poprisk.errors import DeviceError, GradientError, HyperparameterError
+from poprisk.optim.shards import is_sharded
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_DTYPE_NAMES: dict[Any, torch.dtype] = {str(d).removeprefix("torch."): d for d in STATE_DTYPES}  # in state dicts
 FUSED_DEVICES = ("cpu", "cuda")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "gate": ("soft", "hard", "snr", None),
@@ -49,7 +51,8 @@ def check_state_dtype(value: Any) -> dict[str, torch.dtype] | None:
     """``None``, one dtype for v and s, or a mapping with keys among 'v' and 's' -> the mapping, or None."""
     if value is None:
         return None
-    wanted = dict(value) if isinstance(value, Mapping) else {"v": value, "s": value}
+    wanted: dict[Any, Any] = dict(value) if isinstance(value, Mapping) else {"v": value, "s": value}
+    wanted = {letter: _DTYPE_NAMES.get(d, d) if isinstance(d, str) else d for letter, d in wanted.items()}
     if not set(wanted) <= {"v", "s"} or any(d not in STATE_DTYPES for d in wanted.values()):
         raise HyperparameterError(
             "state_dtype must be a dtype for v and s, or a mapping such as {'s': torch.bfloat16}, with dtypes among "
@@ -138,6 +141,8 @@ def _check_modes(group: dict[str, Any]) -> None:
     for mode in ("fused", "foreach"):
         if group[mode] and group["differentiable"]:
             raise HyperparameterError(f"`{mode}` does not support `differentiable`: use {mode}=None")
+    if group["differentiable"] and any(is_sharded(p) for p in group["params"]):
+        raise HyperparameterError("`differentiable` does not support sharded parameters (DTensor): gather them first")
     if group["fused"]:
         check_one_device({p.device for p in group["params"]})
         for p in group["params"]:

@@ -1,7 +1,7 @@
 """What one step has to do to one parameter: tensors as the backends see them, real and flat in meaning."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,13 +11,19 @@ from poprisk.optim.defaults import RULE_OPTIONS
 from poprisk.rules.coefficients import Hyper
 from poprisk.rules.population import PopulationState, math_dtype
 
+if TYPE_CHECKING:
+    from poprisk.optim.shards import Shard
+
 COUNTERS = ("step", "var_step", "var_gain")
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_var")
 
 
 @dataclass(slots=True)
 class Work:
-    """One parameter with its gradient, its state dict, and the variance of this batch if a source gave one."""
+    """One parameter with its gradient, its state dict, and the variance of this batch if a source gave one.
+
+    Of a parameter spread over processes, all of these are the local parts.
+    """
 
     param: Tensor
     grad: Tensor
@@ -26,6 +32,22 @@ class Work:
     variance: Tensor | None = None
     observed: bool = False
     """Whether the variance of the last step, or of the one now due, came from a source."""
+    shard: "Shard | None" = None
+    """Where in the whole it lies, where ``param`` is only this process's part of a parameter."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter as the user knows it."""
+        return self.param if self.shard is None else self.shard.parameter
+
+    @property
+    def offset(self) -> int:
+        """How many elements of the whole lie before this part."""
+        return 0 if self.shard is None else self.shard.offset
+
+    def global_view(self, x: Tensor) -> Tensor:
+        """A result laid out like ``param`` as one laid out like the whole parameter."""
+        return x if self.shard is None else self.shard.wrap(x)
 
 
 @dataclass
@@ -105,6 +127,7 @@ def rule_state(work: Work, hyper: Hyper) -> PopulationState:
         gain=gain,
         key=work.key,
         observed=work.observed,
+        whole=work.shard,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from poprisk.autodiff import ExampleLoss, FlatModel
 from poprisk.autodiff.flat import Inputs, take_examples
 from poprisk.errors import DataError, GradientError, HyperparameterError
+from poprisk.population.scale import gradient_norm, gradient_ratio, rescale, work_dtype
 
 
 class PerExampleVariance:
@@ -69,7 +70,7 @@ class PerExampleVariance:
         variances = moments.sum_sq.split([p.numel() for p in self._model.parameters.values()])
         self._observed = {}
         for (name, p), variance in zip(self._model.parameters.items(), variances, strict=True):
-            self._observed[p] = ((variance / (b * (b - 1))).view(p.shape), _norm(means[name]))
+            self._observed[p] = ((variance / (b * (b - 1))).view(p.shape), gradient_norm(means[name]))
             if set_grad:
                 p.grad = means[name].clone()
         return loss / b
@@ -79,7 +80,7 @@ class PerExampleVariance:
         observed, self._observed = self._observed, {}
         found = [observed.get(p) for p in parameters]
         return [
-            None if each is None else _rescale(each[0], _gradient_ratio(p, each[1]))
+            None if each is None else rescale(each[0], gradient_ratio(p.grad, each[1]))
             for p, each in zip(parameters, found, strict=True)
         ]
 
@@ -105,7 +106,7 @@ class _Moments:
 
     @classmethod
     def of(cls, G: Tensor) -> "_Moments":
-        G = G.detach().to(_work_dtype(G.dtype))
+        G = G.detach().to(work_dtype(G.dtype))
         mean = G.mean(dim=0)
         return cls(G.shape[0], mean, (G - mean).square_().sum(dim=0))
 
@@ -138,14 +139,14 @@ class MicrobatchVariance:
 
     With one micro-batch there is no variance: ``variances`` gives None and the optimizer uses the stream. If the
     gradients are cleared without a step, the next ``backward`` starts a new batch. Use one source per optimizer, in
-    one process (an all-reduce is not a micro-batch), and zero the gradients between steps, as usual. Frozen and
-    complex parameters are left to the stream.
+    one process (an all-reduce is not a micro-batch: see :class:`poprisk.population.RankVariance` for several), and zero
+    the gradients between steps, as usual. Frozen and complex parameters are left to the stream.
 
     Args:
         parameters: The optimizer's parameters. Hooks stay on them until ``close()``, or the end of a ``with`` block.
 
     Raises:
-        DataError: there is no parameter to watch.
+        DataError: there is no parameter to watch, or one is spread over processes.
         GradientError: a gradient is sparse (from ``backward``), or was not zeroed before the first micro-batch (from
             ``variances``).
 
@@ -163,6 +164,11 @@ class MicrobatchVariance:
         if not self._parameters:
             raise DataError(
                 f"MicrobatchVariance needs a real parameter that requires a gradient, got {len(unique)} without"
+            )
+        if any(hasattr(p, "device_mesh") for p in self._parameters):
+            raise DataError(
+                "MicrobatchVariance works in one process, got sharded parameters: use poprisk.population.RankVariance, "
+                "which takes every rank's micro-batches as samples"
             )
         self._tallies: dict[Tensor, _Tally] = {}
         self._arriving: dict[Tensor, Tensor] = {}
@@ -228,7 +234,7 @@ class MicrobatchVariance:
         if tally is not None and tally.count > 0:
             self._arriving[p] = x.detach()
         else:
-            self._tallies[p] = _Tally(leftover=None if p.grad is None else _norm(p.grad))
+            self._tallies[p] = _Tally(leftover=None if p.grad is None else gradient_norm(p.grad))
 
     def _accumulate(self, p: Tensor) -> None:
         if p.grad is None or p.grad.layout != torch.strided:
@@ -238,7 +244,7 @@ class MicrobatchVariance:
         if tally.count > 0 and x is not None:
             tally.add_deviation(p.grad.detach(), x)
         tally.count += 1
-        tally.norm = _norm(p.grad)
+        tally.norm = gradient_norm(p.grad)
         tally.mark = _mark(p.grad)
 
 
@@ -255,7 +261,7 @@ class _Tally:
     def add_deviation(self, total: Tensor, x: Tensor) -> None:
         """Welford's update; ``total`` is the sum including x."""
         n = self.count
-        work = _work_dtype(total.dtype)
+        work = work_dtype(total.dtype)
         x = x.to(work)
         deviation = x - (total.to(work) - x) / n  # from the mean of the n micro-batches before
         if self.sum_sq is None:
@@ -271,8 +277,8 @@ class _Tally:
         assert p.grad is not None
         assert self.norm is not None
         if self.sum_sq is not None:
-            self.sum_sq = _rescale(self.sum_sq, _gradient_ratio(p, self.norm))
-        self.norm, self.mark = _norm(p.grad), _mark(p.grad)
+            self.sum_sq = rescale(self.sum_sq, gradient_ratio(p.grad, self.norm))
+        self.norm, self.mark = gradient_norm(p.grad), _mark(p.grad)
 
 
 def _on_arrival(me: weakref.ref[MicrobatchVariance], here: weakref.ref[Tensor], x: Tensor) -> None:
@@ -302,9 +308,9 @@ def _check_leftovers(tallies: dict[Tensor, _Tally]) -> None:
 def _sum_variance(p: Tensor, tally: _Tally, k: int) -> Tensor:
     assert p.grad is not None
     assert tally.norm is not None
-    n, total = tally.count, p.grad.to(_work_dtype(p.grad.dtype))
+    n, total = tally.count, p.grad.to(work_dtype(p.grad.dtype))
     sum_sq = torch.zeros_like(total) if tally.sum_sq is None else tally.sum_sq
-    sum_sq = _rescale(sum_sq, _gradient_ratio(p, tally.norm))
+    sum_sq = rescale(sum_sq, gradient_ratio(p.grad, tally.norm))
     if n < k:  # k - n micro-batches did not touch this parameter: as many zeros beside n gradients of mean total / n
         sum_sq = sum_sq + total.square() * ((k - n) / (n * k))
     return sum_sq * (k / (k - 1))
@@ -313,23 +319,3 @@ def _sum_variance(p: Tensor, tally: _Tally, k: int) -> Tensor:
 def _mark(grad: Tensor) -> tuple[int, int]:
     """Changes when the gradient is replaced or written in place."""
     return grad.data_ptr(), grad._version
-
-
-def _norm(grad: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(grad.detach(), dtype=_work_dtype(grad.dtype))
-
-
-def _gradient_ratio(p: Tensor, norm: Tensor) -> Tensor:
-    """By how much ``.grad`` was rescaled since its norm was taken; 1 where that cannot be told."""
-    if p.grad is None:
-        return torch.ones_like(norm)
-    ratio = _norm(p.grad) / norm
-    return torch.where((norm > 0) & torch.isfinite(ratio), ratio, 1.0)
-
-
-def _rescale(variance: Tensor, ratio: Tensor) -> Tensor:
-    return variance * ratio * ratio  # not the square first: it leaves float32's range for loss scales that do not
-
-
-def _work_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

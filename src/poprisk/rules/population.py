@@ -4,7 +4,9 @@ This is the one definition. The optimizer's for-loop backend *is* this function;
 against it, and replay, influence and ensembles call it. In float64 it is accurate to rounding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,13 +19,25 @@ from poprisk.rules.gates import evaluate_gate
 from poprisk.rules.rounding import round_stochastically, rounding_bits, rounding_seed
 
 
+class Whole(Protocol):
+    """The larger tensor of which a state holds one part, where the parts lie in several processes."""
+
+    offset: int
+    """Where this part begins in the whole, so that stochastic rounding draws the numbers it would draw there."""
+
+    def means(self, parts: Sequence[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
+        """For each of several tensors its mean over the given axes of the whole, which are kept with length 1."""
+        ...
+
+
 @dataclass(frozen=True)
 class PopulationState:
     """m, v, s of Algorithm 1 and the counters of their bias corrections, for one tensor of weights.
 
     ``s`` is None without a gate and when it follows from m and v (``shared_state``). ``gain`` is what s would be under
     white noise of unit variance; the calibrated threshold divides by it. ``key`` seeds stochastic rounding.
-    ``observed`` says whether the last variance was given from outside.
+    ``observed`` says whether the last variance was given from outside. ``whole`` is there where the tensor is one
+    process's part of a larger one: pooled and normalized gates then pool over all parts.
     """
 
     m: Float[Tensor, "*shape"]
@@ -34,6 +48,7 @@ class PopulationState:
     gain: Scalar = 0.0
     key: int = 0
     observed: bool = False
+    whole: Whole | None = None
 
 
 def initial_state(w: Float[Tensor, "*shape"], hyper: Hyper) -> PopulationState:
@@ -130,11 +145,11 @@ def population_direction(
     if usable is not None:  # before the gate, which may pool coordinates
         m, v = torch.where(usable, m, m_prev), torch.where(usable, v, v_prev)
         s = s if s is None or state.s is None else torch.where(usable, s, state.s.to(work))
-    q = _gate(m, v, s, g_t, c, h)  # lines 8 and 9
+    q = _gate(m, v, s, g_t, c, h, state.whole)  # lines 8 and 9
     update = q * (m * c.m_debias) / _denominator(v * c.v_debias, h)
     v_out, s_out = _round(v, s, state, c)
     moments = (m.to(state.m.dtype), v_out, s_out)
-    new_state = PopulationState(*moments, c.step, c.var_step, c.gain, state.key, variance is not None)
+    new_state = PopulationState(*moments, c.step, c.var_step, c.gain, state.key, variance is not None, state.whole)
     return Direction(update, q, usable, new_state)
 
 
@@ -150,7 +165,7 @@ def linearize(state: PopulationState, hyper: Hyper) -> Linearization:
     work = math_dtype(state.m.dtype)
     c = current(hyper, state.step, state.var_step, state.gain, observed=state.observed)
     m, v, s = state.m.to(work), state.v.to(work), None if state.s is None else state.s.to(work)
-    q = _gate(m, v, s, m, c, hyper)
+    q = _gate(m, v, s, m, c, hyper, state.whole)
     M = hyper.lr * q * c.m_debias / _denominator(v * c.v_debias, hyper)
     decay = hyper.lr * hyper.weight_decay
     return Linearization(M, hyper.betas[0], decay * q if hyper.gated_decay else decay, 0.0)
@@ -161,7 +176,7 @@ def current_gate(state: PopulationState, hyper: Hyper) -> Float[Tensor, "*shape"
     work = math_dtype(state.m.dtype)
     c = current(hyper, state.step, state.var_step, state.gain, observed=state.observed)
     s = None if state.s is None else state.s.to(work)
-    return _gate(state.m.to(work), state.v.to(work), s, None, c, replace(hyper, signal="ema"))
+    return _gate(state.m.to(work), state.v.to(work), s, None, c, replace(hyper, signal="ema"), state.whole)
 
 
 def debiased_variance(state: PopulationState, hyper: Hyper) -> Float[Tensor, "*shape"]:
@@ -197,7 +212,15 @@ def _variance(m: Tensor, v: Tensor, s: Tensor | None, hyper: Hyper) -> Tensor:
     return s if s is not None else ((v - m * m) / hyper.betas[0]).clamp(min=0)
 
 
-def _gate(m: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, c: Coefficients, hyper: Hyper) -> Tensor:
+def _gate(
+    m: Tensor,
+    v: Tensor,
+    s: Tensor | None,
+    g: Tensor | None,
+    c: Coefficients,
+    hyper: Hyper,
+    whole: Whole | None,
+) -> Tensor:
     """Lines 8 and 9: debias, pool to the asked granularity, compare; then what is decided in advance."""
     if hyper.gate is None:
         return torch.ones_like(m)
@@ -206,16 +229,21 @@ def _gate(m: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, c: Coefficie
     if hyper.granularity != "element" and m.dim() > 0:
         dims = tuple(range(0 if hyper.granularity == "tensor" else 1, m.dim()))
         if dims:
-            signal = signal.square().mean(dims, keepdim=True).sqrt()
-            s_hat = s_hat.mean(dims, keepdim=True)
+            power, s_hat = _means((signal.square(), s_hat), dims, whole)
+            signal = power.sqrt()
     q = evaluate_gate(hyper.gate, signal, s_hat, c.alpha, hyper.strength, hyper.gate_eps).expand_as(m)
     if isinstance(c.open_gate, Tensor):
         q = torch.where(c.open_gate.isnan(), q, c.open_gate.to(q.dtype))
     elif c.open_gate == c.open_gate:
         q = torch.full_like(m, c.open_gate)
     if hyper.normalize_gate:
-        q = q / q.mean().clamp(min=torch.finfo(q.dtype).tiny)
+        mean = q.mean() if whole is None else whole.means((q,), tuple(range(q.dim())))[0]
+        q = q / mean.clamp(min=torch.finfo(q.dtype).tiny)
     return q
+
+
+def _means(xs: Sequence[Tensor], dims: tuple[int, ...], whole: Whole | None) -> list[Tensor]:
+    return [x.mean(dims, keepdim=True) for x in xs] if whole is None else whole.means(xs, dims)
 
 
 def _round(v: Tensor, s: Tensor | None, old: PopulationState, c: Coefficients) -> tuple[Tensor, Tensor | None]:
@@ -223,7 +251,8 @@ def _round(v: Tensor, s: Tensor | None, old: PopulationState, c: Coefficients) -
     if torch.bfloat16 not in (old.v.dtype, None if old.s is None else old.s.dtype):
         return v.to(old.v.dtype), None if s is None or old.s is None else s.to(old.s.dtype)
     step = c.step.long() if isinstance(c.step, Tensor) else int(c.step)
-    bits = rounding_bits(rounding_seed(step, old.key), old.v)
+    offset = 0 if old.whole is None else old.whole.offset
+    bits = rounding_bits(rounding_seed(step, old.key) + offset, old.v)
 
     def store(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
         return round_stochastically(x, noise) if dtype == torch.bfloat16 else x.to(dtype)

@@ -86,7 +86,7 @@ def _call(job: Job, library: CDLL, works: list[Work], done: list[Coefficients], 
             0 if work.variance is None else work.variance.data_ptr(),
             param.numel() * (2 if param.is_complex() else 1),
             place,
-            int(rounding_seed(int(done[place].step), work.key)),
+            int(rounding_seed(int(done[place].step), work.key)) + (0 if work.shard is None else work.shard.offset),
         )
     items = array("q", flat)
     args = (len(works), items.buffer_info()[0], table.buffer_info()[0], torch.get_num_threads())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.optim.backends import plan
+from poprisk.optim.backends import forloop, plan
 from poprisk.optim.backends.cpu import GATES
 from poprisk.optim.backends.layout import one_pass
 from poprisk.optim.backends.plan import Plan
@@ -55,6 +55,8 @@ def step(job: Job, works: list[Work]) -> None:
         dtypes = (work.param.dtype.to_real(), state["exp_avg_sq"].dtype.to_real(), s)
         if work.param.numel():
             batches[(dtypes, work.variance is not None, counters)].append(work)
+        else:  # nothing to launch, but its step counts: as one of several parts of a tensor it must keep their time
+            forloop.step_one(job, work)
     for (dtypes, observed, counters), batch in batches.items():
         _launch(job, batch, dtypes, observed, on_host=counters is not None)
     if len(batches) == 1 and not to_device:
@@ -102,7 +104,7 @@ def _launch(
     plain = hyper.centering == "paper" and job.grad_scale is None and not job.group["maximize"]
     sizes = tuple(real(x.param).numel() for x in works)
     pointers = _pointers(works, sizes, s is not None)
-    single = len(works) == 1
+    single = len(works) == 1 and not works[0].offset
     empty = job.left_out
     records, count = empty, -(-sizes[0] // BLOCK)
     if not single:
@@ -212,9 +214,16 @@ def _pointers(works: list[Work], sizes: tuple[int, ...], has_variance: bool) -> 
             state["exp_var"].data_ptr() if has_variance else 0,
             0 if work.variance is None else work.variance.data_ptr(),
             size,
-            tensor_key(work.key),
+            _rounding_place(work),
         )
     return tuple(flat)
+
+
+def _rounding_place(work: Work) -> int:
+    """Seed of the tensor in the low half, place of this part of it in the high half, as a signed 64-bit number."""
+    offset = work.offset & 0xFFFFFFFF
+    place = tensor_key(work.key) | (offset << 32)
+    return place - (1 << 64) if offset >> 31 else place
 
 
 class _DeviceCache:
@@ -278,5 +287,6 @@ def _records(
     table, width = _cache.get(("table", pointers, device), device, lambda: small)
     records = table[tensor].addcmul_(start[:, None], width)
     records[:, 6] = (tensor << 32) | (records[:, 6] - start).clamp_(max=BLOCK)
-    records[:, 7] = (records[:, 7] << 32) | (start & 0xFFFFFFFF)
+    seed, offset = records[:, 7] & 0xFFFFFFFF, records[:, 7] >> 32
+    records[:, 7] = (seed << 32) | ((start + offset) & 0xFFFFFFFF)
     return _record_cache.keep(key, (records,))[0]
