@@ -53,8 +53,8 @@ class RankVariance:
     After a step that was skipped, clear the gradients by ``zero_grad()`` as it is (or call :meth:`reset`): under FSDP2
     gradients filled with zeros (``set_to_none=False``) look as if they went on.
 
-    With one rank and one micro-batch there is no variance: the optimizer uses the stream. Differs from the paper, whose
-    :math:`\Sigma_B/(b-1)` is over the examples of one batch: it is the same variance, estimated from K group means,
+    With one rank and one micro-batch there is no variance: the optimizer uses the stream. The paper's
+    :math:`\Sigma_B/(b-1)` is over the examples of one batch; this is the same variance, estimated from K group means,
     equal to it for groups of one example.
 
     Args:
