@@ -13,17 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from poprisk.experiments import learning_rate_factors as factors
+from poprisk.experiments.comparison import reading
 from poprisk.experiments.learning_rate_guide import GuideConfig
+from poprisk.experiments.statistics import mean_over_seeds
+from poprisk.optim import DEFAULTS
 from poprisk.optim.learning_rate import FACTOR
 from poprisk.problems.digits import NUM_CLASSES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 GATES = {
-    "soft": "defaults (soft, α = 1)",
+    "default": "the defaults",
+    "soft": "Algorithm 1 (soft, α = 1)",
     "calibrated": '`alpha="calibrated"`',
     "snr": '`gate="snr"`',
 }
+WEAK = tuple(name for name in GATES if name != "default")
+"""The gates of strength 1, which share a factor of their own."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def clean_lm() -> str:
     saved = load("clean_lm.json")
     cells = {(r["optimizer"], r["lr"]): r for r in saved["result"]["summary"]}
     lrs = sorted({lr for _, lr in cells})
-    names = {"AdamW": "AdamW", **GATES, "soft": f"PopRiskAdamW, {GATES['soft']}"}
+    names = {"AdamW": "AdamW", **{name: GATES[name] for name in WEAK}}
 
     def cell(name: str, lr: float) -> str:
         row = cells.get((name, lr))
@@ -78,9 +84,11 @@ def clean_lm() -> str:
     same = cells[("soft", 1e-3)]["loss"]["value"]
     tenfold = {name: cells[(name, 1e-2)]["loss"]["value"] - adamw for name in ("soft", "calibrated", "snr")}
     words = (
-        f"Swapped in at an unchanged lr of 1e-3, the defaults end {same - adamw:.2f} nats behind AdamW; at ten times "
-        f'the lr {tenfold["soft"]:.2f} behind, with `alpha="calibrated"` {tenfold["calibrated"]:.2f} and with '
-        f'`gate="snr"` {tenfold["snr"]:.2f}. (AdamW at the best lr of its grid is another {adamw - tuned:.2f} lower.)'
+        f"{_default_cost()} Other gates were measured at strength 1, on a model of their own. Swapped in at an "
+        f"unchanged lr of 1e-3, Algorithm 1 ends {same - adamw:.2f} nats behind AdamW; at ten times the lr "
+        f"{tenfold['soft']:.2f} behind, "
+        f'with `alpha="calibrated"` {tenfold["calibrated"]:.2f} and with `gate="snr"` {tenfold["snr"]:.2f}. (AdamW at '
+        f"the best lr of its grid is another {adamw - tuned:.2f} lower.)"
     )
     model = saved["config"]["model"]
     note = (
@@ -89,6 +97,18 @@ def clean_lm() -> str:
         f"{saved['config']['seeds']} seeds."
     )
     return "\n\n".join([words, table(["lr", *map(rate, lrs)], rows), note])
+
+
+def _default_cost() -> str:
+    """What the defaults lose on the clean language model of the comparisons."""
+    study = load("char_language.json")["result"]["studies"]["char_clean"]
+    name = reading.primary(study)["name"]
+    labels = ("PopRiskAdamW, defaults", "AdamW, lr 1e-3", "adamw")
+    ours, usual, tuned = (mean_over_seeds(reading.final(reading.row(study, label), name)).value for label in labels)
+    return (
+        f"At its defaults PopRiskAdamW ends at {ours:.2f} nats where AdamW at lr 1e-3 ends at {usual:.2f} and a tuned "
+        f"one at {tuned:.2f} (`results/char_language.json`)."
+    )
 
 
 def clipping() -> str:
@@ -138,6 +158,11 @@ def lr_tasks(rows: Any) -> list[str]:
     return [task for task in factors.tasks_of(rows) if task != factors.CONSTANT_LR]
 
 
+def suggested(rows: Any, name: str) -> int:
+    """What to multiply AdamW's learning rate with: as :func:`suggest_lr` says, or as the guide found for weak gates."""
+    return FACTOR if name == "default" else factors.recommended_factor(rows, name)
+
+
 def lr_swap() -> str:
     rows, lines = lr_rows(), []
     for task in lr_tasks(rows):
@@ -147,16 +172,19 @@ def lr_swap() -> str:
         for name, text in GATES.items():
             cells = factors.cells_of(rows, task, name)
             best = max(cells, key=lambda lr, cells=cells: factors.progress(rows, cells[lr]))
-            measured = [metric(factors.cell_at(rows, task, name, f)) for f in (1, FACTOR)]
+            measured = [metric(factors.cell_at(rows, task, name, f)) for f in (1, suggested(rows, name))]
             lines.append([text, *measured, f"{metric(cells[best])} (lr {rate(best)})"])
-    head = ["last step", "lr unchanged", f"lr × {FACTOR}, the suggestion", "best of its grid"]
+    weak = suggested(rows, WEAK[0])
+    head = ["last step", "lr unchanged", f"lr × {weak}, for the defaults × {FACTOR}", "best of its grid"]
     config, runs = load("learning_rate_guide.json")["config"], load("learning_rate_guide.json")["result"]["runs"]
     digits, text, seeds = config["digits"], config["language_model"], len({r["seed"] for r in runs})
+    of_default = len({r["seed"] for r in runs if r["optimizer"] == "default"})
     shared = config["trainer"]
     note = (
         f"`transformers.Trainer` on the CPU, {shared['schedule']} schedule with {shared['warmup_share']:.0%} warm-up, "
-        f"gradients clipped at norm {shared['max_grad_norm']:g}, weight decay {shared['weight_decay']:g}; {seeds} "
-        f"paired seeds, mean ± standard error. Digits: test accuracy of a vision transformer of width "
+        f"gradients clipped at norm {shared['max_grad_norm']:g}, weight decay {shared['weight_decay']:g} (the "
+        f"defaults' own: {DEFAULTS.weight_decay:g}); {seeds} paired seeds, mean ± standard error, of the defaults "
+        f"{of_default} of these seeds. Digits: test accuracy of a vision transformer of width "
         f"{digits['width']} with {digits['layers']} layers on {digits['train_size']} images, {digits['steps']} steps "
         f"of {digits['batch_size']}. Clean text: held-out nats per character of a Qwen2 of width {text['width']} with "
         f"{text['layers']} layers, {text['steps']} steps of {text['batch_size']} windows of {text['context']} "
@@ -169,13 +197,53 @@ def lr_cost() -> str:
     rows = lr_rows()
     text = next(task for task in lr_tasks(rows) if factors.cell_at(rows, task, "AdamW", 1)["metric"] == "loss")
     adamw = factors.cell_at(rows, text, "AdamW", 1)["last"]["value"]
-    soft = [row["last"]["value"] - adamw for row in factors.cells_of(rows, text, "soft").values()]
-    at = {name: factors.cell_at(rows, text, name, FACTOR)["last"]["value"] - adamw for name in GATES}
+    grids = {
+        name: [row["last"]["value"] - adamw for row in factors.cells_of(rows, text, name).values()] for name in GATES
+    }
+    at = {name: factors.cell_at(rows, text, name, suggested(rows, name))["last"]["value"] - adamw for name in GATES}
     return (
-        f"On clean text the default gate ends {min(soft):.2f} nats behind AdamW at the best of its {len(soft)} "
-        "learning rates: no learning rate mends that. At the suggested one "
-        f'`alpha="calibrated"` is {at["calibrated"]:.2f} behind and `gate="snr"` {at["snr"]:.2f}.'
+        f"On clean text the defaults end {min(grids['default']):.2f} nats behind AdamW at the best of their "
+        f"{len(grids['default'])} learning rates, and {at['default']:.2f} at the suggested one. Algorithm 1 is "
+        f"{min(grids['soft']):.2f} behind at the best of its {len(grids['soft'])}: no learning rate mends that. At ten "
+        f'times AdamW\'s `alpha="calibrated"` is {at["calibrated"]:.2f} behind and `gate="snr"` {at["snr"]:.2f}.'
     )
+
+
+def lr_default() -> str:
+    """What the guide, and the studies that trained the defaults at the suggested rate too, say of the factor."""
+    rows = lr_rows()
+    noisy = lr_tasks(rows)[0]
+    means, seeds = (
+        factors.mean_regrets(rows, "default"),
+        factors.cell_at(rows, noisy, "default", FACTOR)["last"]["count"],
+    )
+    tried = ", ".join(f"{f}" for f in means)
+    grid = factors.cells_of(rows, noisy, "default")
+    at, own, reference = (
+        factors.cell_at(rows, noisy, "default", FACTOR),
+        grid[DEFAULTS.lr],
+        factors.reference_lr(rows, noisy),
+    )
+    parts = [
+        f"Of the factors that were tried with the defaults on every task ({tried}; seeds: {seeds}), "
+        f"{factors.recommended_factor(rows, 'default')} loses least.",
+        f"With {noisy.split(', ')[1]} they end at {100 * at['last']['value']:.1f}% at {FACTOR} times AdamW's best "
+        f"learning rate there, a low one ({rate(reference)}), and at {100 * own['last']['value']:.1f}% at their own "
+        f"{DEFAULTS.lr:g}, {round(own['lr'] / reference)} times it.",
+    ]
+    for name, task, unit in (("dpo", "dpo_30_swapped", "reward accuracy"), ("sft", "sft_0_replaced", "nats")):
+        study = load(f"{name}.json")["result"]["studies"][task]
+        metric_name = reading.primary(study)["name"]
+        ends = {}
+        for label in ("PopRiskAdamW at the suggested lr", "PopRiskAdamW, defaults", "AdamW at the shared lr"):
+            found = reading.row(study, label)
+            ends[label] = (found["hyper"]["lr"], mean_over_seeds(reading.final(found, metric_name)).value)
+        (low, first), (high, second), (shared, adamw) = ends.values()
+        parts.append(
+            f"`results/{name}.json` (`{task}`), {unit}: AdamW at {rate(shared)} {adamw:.3f}, the defaults at {FACTOR} "
+            f"times that ({low:g}) {first:.3f}, at {high:g} {second:.3f}."
+        )
+    return " ".join(parts)
 
 
 def lr_transfer() -> str:
@@ -184,7 +252,8 @@ def lr_transfer() -> str:
     noisy, clean = lr_tasks(rows)[:2]
     reference = factors.reference_lr(rows, clean)
     cells = [("AdamW", "AdamW", 1)]
-    cells += [(name, text, f) for name, text in GATES.items() for f in (1, FACTOR)]
+    cells += [("default", GATES["default"], FACTOR)]
+    cells += [(name, GATES[name], f) for name in WEAK for f in (1, suggested(rows, name))]
     lines = []
     for name, text, factor in cells:
         grid = factors.cells_of(rows, noisy, name)
@@ -198,6 +267,8 @@ def lr_regret() -> str:
     rows, lines = lr_rows(), []
     for name, text in GATES.items():
         for task in factors.tasks_of(rows):
+            if not factors.cells_of(rows, task, name):
+                continue
             found = [factors.regret(rows, task, name, f) for f in factors.FACTORS]
             lines.append([f"{text}: {task}", *("" if r is None else f"{100 * r:.1f}" for r in found)])
         means = factors.mean_regrets(rows, name)
@@ -224,19 +295,19 @@ def lr_grid() -> str:
 
 
 def lr_gate() -> str:
-    rows, lines = lr_rows(), []
+    rows, lines, shown = lr_rows(), [], (1, 10, 30, FACTOR)
     for task in lr_tasks(rows):
         for name, text in GATES.items():
-            found = [factors.cell_at(rows, task, name, f) for f in (1, FACTOR, 30)]
-            gates = [f"{r['mean_gate']['value']:.4f} · {r['train_loss']['value']:.2f}" for r in found if r]
-            lines.append([f"{task}: {text}", *gates, *[""] * (3 - len(gates))])
+            found = [factors.cell_at(rows, task, name, f) for f in shown]
+            gates = [f"{r['mean_gate']['value']:.4f} · {r['train_loss']['value']:.2f}" if r else "" for r in found]
+            lines.append([f"{task}: {text}", *gates])
     wrong, others = max(sweep.noise or 0.0 for sweep in GuideConfig().sweeps), NUM_CLASSES - 1
     floor = -(1 - wrong) * math.log(1 - wrong) - wrong * math.log(wrong / others)
     note = (
         f"With {wrong:.0%} of the labels wrong, at random among the {others} other digits, a model that knows the "
         f"truth and no more has a training loss of {floor:.2f}. Below that it memorizes."
     )
-    head = ["mean gate · training loss at the end", "× 1", f"× {FACTOR}", "× 30"]
+    head = ["mean gate · training loss at the end", *(f"× {f}" for f in shown)]
     return "\n\n".join([table(head, lines), note])
 
 
@@ -246,6 +317,7 @@ PAGES: dict[str, Sections] = {
     "docs/learning_rate.md": {
         "lr_swap": lr_swap,
         "lr_cost": lr_cost,
+        "lr_default": lr_default,
         "lr_transfer": lr_transfer,
         "lr_gate": lr_gate,
         "lr_regret": lr_regret,

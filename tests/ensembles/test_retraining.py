@@ -22,8 +22,17 @@ OPTIMIZERS = {
     "nesterov": partial(SGD, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.1),
     "adam": partial(Adam, lr=0.05, weight_decay=0.1),
     "adamw": partial(AdamW, lr=0.05, weight_decay=0.2),
-    "poprisk": partial(PopRiskAdamW, lr=0.05, alpha=0.1),
-    "poprisk rows": partial(PopRiskAdamW, lr=0.05, alpha=0.1, granularity="row", gated_decay=True),
+    "poprisk": partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha=0.1),
+    "poprisk rows": partial(
+        PopRiskAdamW,
+        gate="soft",
+        strength=1.0,
+        weight_decay=0.01,
+        lr=0.05,
+        alpha=0.1,
+        granularity="row",
+        gated_decay=True,
+    ),
 }
 
 
@@ -221,7 +230,11 @@ def test_runs_that_cannot_be_taken_again_are_refused():
 
     problem = classification()
     ones = Members(torch.ones(1, N))
-    run = record(problem, lambda model: None, partial(PopRiskAdamW, lr=0.05, variance=Fixed()))
+    run = record(
+        problem,
+        lambda model: None,
+        partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, variance=Fixed()),
+    )
     with pytest.raises(RunError, match="variance source"):
         retrain(run, ones)
     dropout = Problem(lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), "cross_entropy", *examples())

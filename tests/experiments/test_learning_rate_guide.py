@@ -12,6 +12,7 @@ import torch
 from poprisk.errors import MissingExtraError
 from poprisk.experiments import learning_rate_guide as guide
 from poprisk.experiments.learning_rate_factors import cells_of, reference_lr, tasks_of
+from poprisk.optim import DEFAULTS
 from poprisk.problems.char_lm import help_topics
 from poprisk.store import load_result
 
@@ -115,6 +116,26 @@ def test_learning_rate_reaches_the_optimizer_through_the_schedule():
     assert all(decays == [0.01, 0.0] and alphas == {"calibrated"} for _, decays, alphas in seen)
 
 
+def test_the_default_is_trained_as_it_comes_and_the_others_are_spelt_out():
+    task = guide.make_task(guide.SMOKE, help_topics(), TEXT, seed=0)
+    made, step = {}, guide.PopRiskAdamW.step
+
+    def spy(self, closure=None):
+        made[name] = self.param_groups[0]
+        return step(self, closure)
+
+    with patch.object(guide.PopRiskAdamW, "step", spy):
+        for name in guide.SETTINGS:
+            guide.train(task, guide.SMOKE.trainer, name, 1e-2, 0)
+    chosen = {name: (g["gate"], g["strength"], g["alpha"], g["weight_decay"]) for name, g in made.items()}
+    assert chosen == {
+        "soft": ("soft", 1.0, 1.0, 0.01),
+        "calibrated": ("soft", 1.0, "calibrated", 0.01),
+        "snr": ("snr", 1.0, 1.0, 0.01),
+        "default": (DEFAULTS.gate, DEFAULTS.strength, DEFAULTS.alpha, DEFAULTS.weight_decay),
+    }
+
+
 def test_says_what_is_missing(tmp_path):
     with patch.dict("sys.modules", {"transformers": None}), pytest.raises(MissingExtraError, match=r"poprisk\[hf\]"):
         guide.run(guide.SMOKE, tmp_path / "x.json")
@@ -143,5 +164,6 @@ def test_stored_result_is_of_the_configuration_the_command_runs():
     stored = load_result(Path(__file__).parents[2] / "results/learning_rate_guide.json", guide.KIND)
     config = guide.GuideConfig()
     assert [(r["task"], r["optimizer"], r["lr"]) for r in stored["result"]["summary"]] == config.cells()
-    assert {r["last"]["count"] for r in stored["result"]["summary"]} == {config.seeds}
+    assert all(r["last"]["count"] == config.seeds_of(r["optimizer"]) for r in stored["result"]["summary"])
+    assert config.seeds_of("AdamW") == config.seeds == 3
     assert stored["config"] | guide.sizes(config) == stored["config"]

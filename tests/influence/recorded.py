@@ -18,9 +18,9 @@ OPTIMIZERS = {
     "adam": partial(torch.optim.Adam, lr=0.02),
     "coupled adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.1),
     "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
-    "soft": partial(PopRiskAdamW, lr=0.05, alpha=0.2, strength=0.5),
-    "snr": partial(PopRiskAdamW, lr=0.05, gate="snr"),
-    "row": partial(PopRiskAdamW, lr=0.05, gate="snr", granularity="row"),
+    "soft": partial(PopRiskAdamW, gate="soft", weight_decay=0.01, lr=0.05, alpha=0.2, strength=0.5),
+    "snr": partial(PopRiskAdamW, strength=1.0, weight_decay=0.01, lr=0.05, gate="snr"),
+    "row": partial(PopRiskAdamW, strength=1.0, weight_decay=0.01, lr=0.05, gate="snr", granularity="row"),
 }
 LOSSES = {
     "cross_entropy": lambda u, y: F.cross_entropy(u, y, reduction="none"),

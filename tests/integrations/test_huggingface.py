@@ -79,14 +79,14 @@ def _in(p, group):
 
 def test_every_way_in_gives_the_same_run(tmp_path):
     """Class and kwargs, text in optim_args, the factory, an optimizer by hand, and use_poprisk after construction."""
-    text = "alpha=0.5,betas=(0.9,0.99),strength=2"
-    options = {"alpha": 0.5, "betas": (0.9, 0.99), "strength": 2.0}
+    text = "gate=soft,alpha=0.5,betas=(0.9,0.99),strength=2"
+    options = {"gate": "soft", "alpha": 0.5, "betas": (0.9, 0.99), "strength": 2.0}
     named = {"adam_beta1": 0.9, "adam_beta2": 0.99}
     ways = {
         "pair": lambda: trainer(tmp_path, pair=(PopRiskAdamW, {"lr": 1e-2, **options})),
         "text": lambda: trainer(tmp_path, pair=poprisk_optimizer(arguments(tmp_path, optim_args=text))),
         "factory": lambda: trainer(tmp_path, pair=(PopRiskFactory, {"lr": "1e-2", "weight_decay": 0.1, **options})),
-        "after": lambda: use_poprisk(trainer(tmp_path, **named), alpha="0.5", strength=2),
+        "after": lambda: use_poprisk(trainer(tmp_path, **named), gate="soft", alpha="0.5", strength=2),
     }
     results = {}
     for name, way in ways.items():
@@ -194,7 +194,8 @@ def test_clipping_leaves_s_finite_and_the_gate_about_the_same(tmp_path):
     """Measured over many runs the mean gate moves by about a tenth (results/clipping.json)."""
     gates, norms = {}, []
     for max_norm in (0.0, 1.0, 0.1):
-        run = use_poprisk(trainer(tmp_path, max_steps=40, max_grad_norm=max_norm), every=4, alpha=0.1)
+        run = trainer(tmp_path, max_steps=40, max_grad_norm=max_norm)
+        use_poprisk(run, every=4, gate="soft", strength=1.0, alpha=0.1)
         run.train()
         optimizer = find_poprisk(run.optimizer)
         assert all(s["exp_var"].isfinite().all() for s in optimizer.state.values())
@@ -213,7 +214,7 @@ def test_fp16_scaling_skips_an_overflow_and_leaves_s_finite(clip, fused):
     """Trainer refuses fp16 on a CPU, so this is accelerate's part of it: prepare, scale, clip, the callback, step."""
     torch.manual_seed(0)
     network = nn.Linear(4, 3)
-    inner = PopRiskAdamW(network.parameters(), lr=1e-2, weight_decay=0.0, fused=fused)
+    inner = PopRiskAdamW.paper(network.parameters(), lr=1e-2, weight_decay=0.0, fused=fused)
     Accelerator(cpu=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
     optimizer = AcceleratedOptimizer(inner, device_placement=True, scaler=scaler)
@@ -272,8 +273,8 @@ def test_names_opt_out_of_the_gate(tmp_path):
     run.train()
     groups = find_poprisk(run.optimizer).param_groups
     assert [(g["gate"], g["weight_decay"], g["initial_lr"]) for g in groups] == [
-        ("soft", 0.1, 1e-2),
-        ("soft", 0.0, 1e-2),
+        ("snr", 0.1, 1e-2),
+        ("snr", 0.0, 1e-2),
         (None, 0.1, 1e-3),
     ]
     assert groups[2]["params"][0] is run.model.get_input_embeddings().weight
@@ -345,7 +346,7 @@ def test_a_missing_package_names_the_extra():
 
 def test_one_pattern_may_be_given_alone():
     groups = PopRiskFactory()(nn.Linear(2, 2), ungated="bias").param_groups
-    assert [(g["gate"], len(g["params"])) for g in groups] == [("soft", 1), (None, 1)]
+    assert [(g["gate"], len(g["params"])) for g in groups] == [("snr", 1), (None, 1)]
 
 
 @pytest.mark.parametrize("way", ["keyword", "text"])

@@ -217,7 +217,7 @@ def test_histograms_come_at_the_first_line_and_then_now_and_then():
         {},
         {"gate": "hard"},
         {"gate": "snr", "granularity": "row"},
-        {"alpha": "calibrated", "normalize_gate": True},
+        {"gate": "soft", "alpha": "calibrated", "normalize_gate": True},
         {"state": "shared", "betas": (0.9, 0.9), "rho": 0.9},
         {"state_dtype": torch.bfloat16},
         {"fused": True},

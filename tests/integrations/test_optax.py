@@ -173,8 +173,10 @@ def assert_same_meters(readings, theirs, rtol, message=""):
 
 # --- equal to the torch class ---------------------------------------------------------------------------------------
 
+SOFT = {"gate": "soft", "strength": 1.0}
+ALGORITHM1 = {**SOFT, "weight_decay": 1e-2}
 COMBINATIONS = [
-    {"alpha": alpha, "centering": centering, "granularity": granularity}
+    {"strength": 1.0, "alpha": alpha, "centering": centering, "granularity": granularity}
     for alpha, centering, granularity in product(
         (0.7, "calibrated"), ("paper", "corrected"), ("element", "row", "tensor")
     )
@@ -192,15 +194,16 @@ def test_every_gate_follows_the_torch_class(gate):
 
 
 DOUBLE = [
-    *({"gate": gate} for gate in (*GATES, None)),
-    {"alpha": "calibrated", "granularity": "row", "warmup_steps": 3},
-    {"alpha": 0.3, "granularity": "tensor", "centering": "corrected"},
-    {"alpha": 0.3, "strength": 3.0, "rho": 0.9, "gate_eps": 1e-3, "eps": 1e-6, "weight_decay": 0.3},
+    {},
+    *({**SOFT, "gate": gate} for gate in (*GATES, None)),
+    {**SOFT, "alpha": "calibrated", "granularity": "row", "warmup_steps": 3},
+    {**SOFT, "alpha": 0.3, "granularity": "tensor", "centering": "corrected"},
+    {"gate": "soft", "alpha": 0.3, "strength": 3.0, "rho": 0.9, "gate_eps": 1e-3, "eps": 1e-6, "weight_decay": 0.3},
     {"gate": "hard", "alpha": "calibrated", "centering": "corrected", "normalize_gate": True},
     {"gate": "snr", "normalize_gate": True, "granularity": "row"},
-    {"signal": "batch", "alpha": 0.5},
+    {**SOFT, "signal": "batch", "alpha": 0.5},
     {"signal": "batch", "alpha": "calibrated", "gate": "hard"},
-    {"b1": 0.0, "rho": 0.0, "eps": 0.0, "alpha": 0.5},
+    {**SOFT, "b1": 0.0, "rho": 0.0, "eps": 0.0, "alpha": 0.5},
 ]
 
 
@@ -234,7 +237,8 @@ def test_without_a_gate_it_is_optax_adamw():
     gradients = jax.tree.map(jnp.asarray, stream(TREE, steps=20, spoiled=False))
     params = jax.tree.map(jnp.float32, numbers(TREE))
     mask = {"a": [True, False]}
-    ours, theirs = poprisk_adamw(1e-3, gate=None, mask=mask), optax.adamw(1e-3, weight_decay=1e-2, mask=mask)
+    options = {"weight_decay": 1e-2, "mask": mask}  # whose default is neither optax's nor torch's
+    ours, theirs = poprisk_adamw(1e-3, gate=None, **options), optax.adamw(1e-3, **options)
     (w, state), (expected, _) = jax.jit(lambda: (scan(ours, params, gradients), scan(theirs, params, gradients)))()
     assert_near(w, expected, 1e-6)
     assert state[0].s is None
@@ -243,7 +247,7 @@ def test_without_a_gate_it_is_optax_adamw():
 def test_non_finite_gradients_can_be_let_through():
     w = jnp.ones(2)
     for skip in (True, False):
-        optimizer = jitted(poprisk_adamw(skip_nonfinite=skip))
+        optimizer = jitted(poprisk_adamw(1e-2, skip_nonfinite=skip, **ALGORITHM1))
         updates, state = optimizer.update(jnp.array([jnp.nan, 1.0]), optimizer.init(w), w)
         assert jnp.isnan(updates).tolist() == [not skip, False]
         assert jnp.isnan(state[0].mu).tolist() == [not skip, False]
@@ -268,7 +272,7 @@ def test_complex_parameters_are_pairs_of_real_ones():
     gradients = {"z": np.asarray(real["z"] + 1j * imaginary["z"], np.complex64)}
     gradients["z"][7, 0, 0] = complex(np.nan, 1.0)
     start = {"z": np.ones((4, 3), np.complex64) * (1 - 2j)}
-    rows = [{}, {"alpha": "calibrated", "granularity": "row"}]
+    rows = [{}, SOFT, {**SOFT, "alpha": "calibrated", "granularity": "row"}]
     ours, theirs = (paths(rows, None, gradients, start=start) for paths in (jax_paths, torch_paths))
     for options, path, readings, other in zip(rows, ours, all_meters(rows, ours), theirs, strict=True):
         assert_follows(path, other, "float32", str(options))
@@ -280,7 +284,7 @@ def test_the_gate_joins_a_run_that_began_with_adam():
     gradients = stream(MATRIX, steps=60, spoiled=False)
     first, rest = (jax.tree.map(lambda x, i=i: x[30 * i : 30 * (i + 1)], gradients) for i in (0, 1))
     parameter = torch.nn.Parameter(torch.tensor(numbers(MATRIX)["w"], dtype=torch.float32))
-    gated = PopRiskAdamW([parameter], alpha="calibrated", lr=1e-2)
+    gated = PopRiskAdamW([parameter], alpha="calibrated", lr=1e-2, **ALGORITHM1)
     adamw = torch.optim.AdamW([parameter], lr=1e-3)
     for i, row in enumerate([*first["w"], *rest["w"]]):
         if i == 30:
@@ -289,7 +293,7 @@ def test_the_gate_joins_a_run_that_began_with_adam():
         (adamw if i < 30 else gated).step()
 
     adam = optax.adamw(1e-3, weight_decay=1e-2)
-    optimizer = poprisk_adamw(alpha="calibrated")
+    optimizer = poprisk_adamw(1e-2, alpha="calibrated", **ALGORITHM1)
 
     @jax.jit
     def run(params):
@@ -310,7 +314,7 @@ def test_the_gate_joins_a_run_that_began_with_adam():
 def test_around_adam_it_is_algorithm_1():
     gradients = jax.tree.map(jnp.asarray, stream(MATRIX, steps=30, spoiled=False))
     params = jax.tree.map(jnp.float32, numbers(MATRIX))
-    alone, around = population_risk_gate(alpha=0.5), population_risk_gate(alpha=0.5, inner=optax.scale_by_adam())
+    alone, around = (population_risk_gate(alpha=0.5, **SOFT, inner=inner) for inner in (None, optax.scale_by_adam()))
     chains = [optax.chain(x, optax.scale_by_learning_rate(1e-2)) for x in (alone, around)]
     (w, state), (expected, _) = jax.jit(lambda: [scan(x, params, gradients) for x in chains])()
     assert_near(w, expected, 1e-6)
@@ -320,9 +324,9 @@ def test_around_adam_it_is_algorithm_1():
 def test_around_a_chain_with_decay_it_gates_the_decay():
     gradients = stream(MATRIX, steps=30, spoiled=False)
     inner = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.3))
-    optimizer = optax.chain(population_risk_gate(alpha=0.5, inner=inner), optax.scale_by_learning_rate(1e-2))
+    optimizer = optax.chain(population_risk_gate(alpha=0.5, **SOFT, inner=inner), optax.scale_by_learning_rate(1e-2))
     w, state = jax.jit(lambda w: scan(optimizer, w, gradients))(jax.tree.map(jnp.float32, numbers(MATRIX)))
-    options = {"alpha": 0.5, "weight_decay": 0.3, "gated_decay": True}
+    options = {**SOFT, "alpha": 0.5, "weight_decay": 0.3, "gated_decay": True}
     [expected] = torch_paths([options], MATRIX, gradients, rate=lambda _: 1e-2)
     assert_near(w, expected.weights, 1e-6)
     assert_near(state[0].s, expected.states["s"], 1e-6)
@@ -378,7 +382,7 @@ def targets():
 @pytest.mark.parametrize("gate", GATES)
 def test_it_converges(gate):
     start, best, objective = targets()
-    optimizer = poprisk_adamw(1e-2, gate=gate, weight_decay=1e-4)  # optax.adamw's decay, which moves the optimum less
+    optimizer = poprisk_adamw(1e-2, gate=gate, strength=1.0, weight_decay=1e-4)  # optax.adamw's: moves the optimum less
 
     @jax.jit
     def train(params):
@@ -395,7 +399,7 @@ def test_it_converges(gate):
 
 
 def test_unknown_extra_arguments_and_no_second_compilation():
-    optimizer, traces = poprisk_adamw(schedule, alpha="calibrated", centering="corrected"), []
+    optimizer, traces = poprisk_adamw(schedule, alpha="calibrated", centering="corrected", **SOFT), []
 
     @jax.jit
     def step(params, state):
@@ -415,6 +419,7 @@ def test_hyperparameters_can_be_injected():
     """Every number becomes a traced array; the result is the same, and can be changed or scheduled on the way."""
     factory = optax.inject_hyperparams(poprisk_adamw, static_args="mask")
     options = {"learning_rate": 1e-2, "alpha": 0.7, "strength": 2.0, "warmup_steps": 2, "centering": "corrected"}
+    options |= {"gate": "soft"}
     gradients = jax.tree.map(jnp.asarray, stream(MATRIX, steps=6))
     params = jax.tree.map(jnp.float32, numbers(MATRIX))
     scheduled = factory(**{**options, "alpha": lambda i: jnp.where(i < 3, 5.0, 0.7)})
@@ -435,7 +440,7 @@ def test_hyperparameters_can_be_injected():
 def test_dtypes_and_shapes_are_stable(dtype):
     """Updates have the parameters' dtype; moments are float32 or better; both are what a branch not taken returns."""
     with jax.enable_x64(dtype == "float64"):
-        optimizer = poprisk_adamw(1e-2, alpha="calibrated", granularity="row")
+        optimizer = poprisk_adamw(1e-2, alpha="calibrated", granularity="row", **SOFT)
         params = jnp.array([[-1.0, 10.0, 1.0]], dtype)
         state = optimizer.init(params)
 
@@ -482,7 +487,7 @@ def test_mu_dtype_is_that_of_m_alone():
 
 
 def test_accumulated_gradients_are_one_step_on_their_mean():
-    inner = poprisk_adamw(1e-2, alpha=0.5, warmup_steps=1)
+    inner = poprisk_adamw(1e-2, alpha=0.5, warmup_steps=1, **SOFT)
     optimizer = optax.MultiSteps(inner, every_k_schedule=4)
     gradients = jax.tree.map(jnp.asarray, stream(MATRIX, steps=12, spoiled=False))
     params = jax.tree.map(jnp.float32, numbers(MATRIX))
@@ -517,10 +522,11 @@ from jax.sharding import AxisType, NamedSharding
 from poprisk.integrations.optax import gate_diagnostics, poprisk_adamw
 
 assert "torch" not in sys.modules and jax.device_count() == 2
-optimizer = poprisk_adamw(centering="corrected", granularity="tensor", alpha="calibrated")
+options = {"gate": "soft", "strength": 1.0, "centering": "corrected", "granularity": "tensor", "alpha": "calibrated"}
+optimizer = poprisk_adamw(**options)
 gradient = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32) + 1
 update = jax.jit(optimizer.update)
-meters = jax.jit(lambda x: gate_diagnostics(x, centering="corrected", granularity="tensor", alpha="calibrated"))
+meters = jax.jit(lambda x: gate_diagnostics(x, **options))
 
 def two_steps(params, sharding):
     place = lambda x: x if sharding is None else jax.device_put(x, sharding)
@@ -624,7 +630,7 @@ def test_state_can_be_made_from_shapes_and_mapped_over():
 
 def test_the_gate_works_under_strict_promotion():
     """No dtype is left to JAX's promotion rules, also with float64 scalars beside a state made without x64."""
-    gate = jitted(population_risk_gate(alpha="calibrated", granularity="row", strength=jnp.float32(2.0)))
+    gate = jitted(population_risk_gate(gate="soft", alpha="calibrated", granularity="row", strength=jnp.float32(2.0)))
     g = {"x": jnp.ones((2, 2), jnp.float32), "y": jnp.ones(2, jnp.bfloat16)}
     state = gate.init(g)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
@@ -637,7 +643,7 @@ def test_the_gate_works_under_strict_promotion():
 
 
 def test_diagnostics_in_single_precision_through_wrappers():
-    options = {"gate": "soft", "alpha": 0.5}
+    options = {**SOFT, "alpha": 0.5}
     gradients = stream(MATRIX, steps=30, spoiled=False)
     [theirs] = torch_paths([options], MATRIX, gradients)
     wrapped = optax.MultiSteps(optax.inject_hyperparams(poprisk_adamw, static_args="mask")(**options), 1)
@@ -763,7 +769,7 @@ def test_the_example_shows_what_its_page_says(capsys):
     assert lost["optax.adamw"] > 5
     assert lost["poprisk_adamw"] < 1
     printed = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith(("optax.adamw", "poprisk_adamw ")) for line in printed) == 5 + 4 + 1
+    assert sum(line.startswith(("optax.adamw", "poprisk_adamw ")) for line in printed) == 5 + 5 + 1
     assert "at its default lr minus optax.adamw" in printed[-1]
     with pytest.raises(SystemExit):
         example.main(["--steps", "10"])
@@ -777,8 +783,9 @@ def test_the_code_on_the_page_runs(capsys):
     names = {}
     for block in blocks:
         exec(block, names)
-    assert capsys.readouterr().out.startswith("0.0 0.0")  # closed at the first step
+    gate, active, _ = map(float, capsys.readouterr().out.split())
+    assert (gate, active) == (pytest.approx(1 / 101), 1.0)  # m̂² = ŝ at the first step: 1/(1 + strength)
     params = {"w": jnp.ones(2)}
-    for name in ("clipped", "gated_lion", "gated_descent"):
+    for name, rate in {"clipped": 0.06, "gated_lion": 6e-3, "gated_descent": 1.0}.items():
         updates, _ = jitted(names[name]).update(params, names[name].init(params))
-        assert_array_equal(updates["w"], 0)
+        assert_allclose(updates["w"], -rate / 101, rtol=1e-5)

@@ -23,7 +23,8 @@ def trained(run):
 
 
 def test_dpo_trains_the_adapters_and_nothing_else(tmp_path):
-    run = use_poprisk(dpo(tmp_path, max_steps=16, lr_scheduler_type="constant"), alpha="calibrated", every=1)
+    run = dpo(tmp_path, max_steps=16, lr_scheduler_type="constant")
+    use_poprisk(run, gate="soft", strength=1.0, alpha="calibrated", every=1)
     before = weights(run.model)
     run.train()
     optimizer = find_poprisk(run.optimizer)

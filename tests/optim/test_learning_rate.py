@@ -23,7 +23,7 @@ NOISY, CLEAN, TEXT = (sweep.task for sweep in GuideConfig().sweeps)
 WEAK = [name for name in SETTINGS if name != DEFAULT]
 WEAK_FACTOR = 10
 """What the page and the docstring say of gates of strength 1."""
-MEASURED = (10, 30, 60)
+MEASURED = (10, 30, 60, 100)
 """Factors at which the defaults were trained on every task."""
 
 
@@ -85,7 +85,7 @@ def test_rule_written_out_again(rows, setting):
             regrets[factor] += (best - score[setting, lr]) / (adamw[0] - start)
     without_constant = [row for row in rows if row["task"] != factors.CONSTANT_LR]
     found = factors.mean_regrets(without_constant, setting)
-    assert set(found) == set(regrets)
+    assert set(regrets) <= set(found)
     for factor, total in regrets.items():
         assert found[factor] == pytest.approx(total / 3, abs=1e-12)
 
@@ -112,8 +112,8 @@ def test_docstring_has_the_measured_numbers(rows):
     own = f"{100 * factors.cells_of(rows, NOISY, DEFAULT)[DEFAULTS.lr]['last']['value']:.1f}%"
     ours = {task: at(task, DEFAULT, FACTOR) for task in (NOISY, CLEAN, TEXT)}
     seeds = {(r["optimizer"], r["last"]["count"]) for r in rows if r["optimizer"] in ("AdamW", DEFAULT)}
-    assert {(DEFAULT, 1), ("AdamW", 3)} <= seeds
-    assert "one seed of the defaults beside three of AdamW" in said
+    assert {(DEFAULT, 2), ("AdamW", 3)} <= seeds
+    assert "two seeds of the defaults beside three of AdamW" in said
     assert f"AdamW at its best lr {best(CLEAN)}, the defaults at 60 times it {ours[CLEAN]}." in said
     assert f"AdamW at its best lr {best(TEXT)}, the defaults at 60 times it {ours[TEXT]}." in said
     assert f"AdamW at its best lr, 1e-4, {best(NOISY)}. The defaults at 60 times it end at {ours[NOISY]}," in said
@@ -144,9 +144,13 @@ def test_docstring_claims_hold(rows):
         assert found[1]["hyper"]["lr"] == pytest.approx(suggest_lr(shared))
 
 
-def test_of_the_factors_tried_the_defaults_lose_least_at_theirs(rows):
-    """The largest one that was tried on every task: more may be better still, as the page says."""
-    assert factors.recommended_factor(rows, DEFAULT) == FACTOR == max(MEASURED)
+def test_what_the_page_says_of_the_defaults_factor(rows):
+    """The rule takes the largest that was tried on every task, for the wrong labels' sake; on clean data 60 will do."""
+    assert factors.recommended_factor(rows, DEFAULT) == max(MEASURED) > FACTOR
+    noisy, *clean = (factors.regret(rows, task, DEFAULT, FACTOR) for task in (NOISY, CLEAN, TEXT))
+    assert noisy > 0.1
+    for task, lost in zip((CLEAN, TEXT), clean, strict=True):
+        assert lost - factors.regret(rows, task, DEFAULT, 100) < 0.02
 
 
 def test_rule_needs_a_factor_measured_everywhere(rows):

@@ -74,13 +74,13 @@ def test_the_default_gate_is_not_reported_at_its_work(mean):
 
 
 def test_groups_of_different_strength_are_judged_together():
-    """One closed group does not speak for two, nor does an open one hide that the mean is small."""
+    """The mean of their gates is held against the mean of what each would count as closed."""
     params = parameters()[:1] + parameters()[:1]
     groups = [{"params": params[:1], "strength": 1.0}, {"params": params[1:], "strength": 100.0}]
-    means = [closed_below(Hyper(gate="soft", strength=s)) for s in (1.0, 100.0)]
+    limits = [closed_below(Hyper(gate="soft", strength=s)) for s in (1.0, 100.0)]
     steps, messages = warned_at(PopRiskAdamW.paper(groups, fused=True), params, [0.0] * 205)
     assert steps == [200]
-    assert f"under {100 * sum(means) / 2:.2g}% " in messages[0]
+    assert f"under {100 * sum(limits) / 2:.2g}% " in messages[0]
 
 
 def test_the_reported_value_is_the_measured_one():

@@ -28,6 +28,7 @@ from poprisk.report.run_report import report_page, run_report, training_call
 from poprisk.runs import Recorder, Run, train
 
 STEPS = 24
+GATED = partial(PopRiskAdamW, lr=0.1, gate="soft", strength=1.0, weight_decay=0.01)  # Algorithm 1: quick enough to err
 
 
 def call(capsys, *arguments):
@@ -41,7 +42,7 @@ def call(capsys, *arguments):
 def folder(tmp_path_factory):
     """A run of pictures on disk, made by the trainer."""
     path = tmp_path_factory.mktemp("report") / "run"
-    train(Problem.build(pictures), partial(PopRiskAdamW, lr=0.1), STEPS, batch_size=7, path=path, progress=False)
+    train(Problem.build(pictures), GATED, STEPS, batch_size=7, path=path, progress=False)
     return path
 
 
@@ -141,7 +142,10 @@ def test_gates_are_those_that_the_training_had(every):
     problem = pictures()
     module = problem.module()
     optimizer = PopRiskAdamW(
-        [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 3e-3, "alpha": 0.5}]
+        [
+            {"params": module[0].parameters()},
+            {"params": module[2].parameters(), "lr": 3e-3, "gate": "soft", "alpha": 0.5},
+        ]
     )
     live = {}
     generator = torch.Generator().manual_seed(5)

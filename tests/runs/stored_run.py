@@ -34,7 +34,10 @@ def write(folder: Path) -> list[Run]:
     """Two optimizers, clipping, accumulation, a schedule: what a format has to hold."""
     made = Problem.build("stored_run:problem")
     options = {"batch_size": BATCH, "accumulate": 2, "clip_norm": 1.0, "dtype": torch.float64, "progress": False}
-    gated, plain = partial(PopRiskAdamW, lr=0.3), partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01)
+    gated, plain = (
+        partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.3),
+        partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01),
+    )
     return [
         train(made, gated, STEPS, path=folder / "dense", **options),
         train(made, plain, STEPS, path=folder / "sparse", every=EVERY, schedule=lambda k: 1 / (1 + k), **options),

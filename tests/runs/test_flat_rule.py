@@ -18,12 +18,18 @@ from poprisk.runs import Recorder, flat_rule, train
 
 OPTIMIZERS = {
     **{name: make for name, make in LINEARIZED.items() if "amsgrad" not in name},
-    "poprisk tensor": partial(PopRiskAdamW, lr=0.05, alpha=0.1, granularity="tensor"),
-    "poprisk calibrated paper": partial(PopRiskAdamW, lr=0.05, alpha="calibrated"),
-    "poprisk hard rows calibrated": partial(
-        PopRiskAdamW, lr=0.05, gate="hard", alpha="calibrated", granularity="row", warmup_steps=2
+    "poprisk tensor": partial(
+        PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha=0.1, granularity="tensor"
     ),
-    "poprisk gated decay": partial(PopRiskAdamW, lr=0.05, alpha=0.1, gated_decay=True, weight_decay=0.3),
+    "poprisk calibrated paper": partial(
+        PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha="calibrated"
+    ),
+    "poprisk hard rows calibrated": partial(
+        PopRiskAdamW, weight_decay=0.01, lr=0.05, gate="hard", alpha="calibrated", granularity="row", warmup_steps=2
+    ),
+    "poprisk gated decay": partial(
+        PopRiskAdamW, gate="soft", strength=1.0, lr=0.05, alpha=0.1, gated_decay=True, weight_decay=0.3
+    ),
 }
 POOLED = {
     "poprisk gated decay rows",
@@ -104,7 +110,7 @@ def test_options_that_begin_late():
             {2: {"momentum": 0.5}, 4: {"momentum": 0.0}, 6: {"momentum": 0.8}},
         ),
         "gate": (
-            partial(PopRiskAdamW, lr=0.05, gate=None),
+            partial(PopRiskAdamW, strength=1.0, weight_decay=0.01, lr=0.05, gate=None),
             {2: {"gate": "soft", "alpha": 0.1}, 5: {"alpha": "calibrated"}, 7: {"gate": "snr"}},
         ),
     }
@@ -129,7 +135,10 @@ def test_options_that_begin_late():
     [
         (partial(SGD, lr=0.1, momentum=0.9, dampening=0.5), ["momentum_buffer"]),
         (partial(AdamW, lr=0.05), ["exp_avg", "exp_avg_sq"]),
-        (partial(PopRiskAdamW, lr=0.05, alpha="calibrated"), ["exp_avg", "exp_avg_sq", "exp_var"]),
+        (
+            partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha="calibrated"),
+            ["exp_avg", "exp_avg_sq", "exp_var"],
+        ),
     ],
 )
 def test_a_recording_that_starts_in_the_middle(make, saved):
@@ -243,7 +252,11 @@ def test_what_has_no_flat_rule_is_refused():
     run, _ = record(problem, partial(Adam, amsgrad=True), steps=1)
     with pytest.raises(RunError, match="amsgrad=False"):
         flat_rule(run)
-    run, _ = record(problem, partial(PopRiskAdamW, state_dtype=torch.bfloat16), steps=1)
+    run, _ = record(
+        problem,
+        partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, state_dtype=torch.bfloat16),
+        steps=1,
+    )
     with pytest.raises(RunError, match="state_dtype=None"):
         flat_rule(run)
     run = train(problem, SGD, 1, dtype=torch.bfloat16, progress=False)

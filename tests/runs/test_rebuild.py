@@ -21,7 +21,7 @@ X = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.f
 Y = X[:, :1] * X[:, 1:2]
 ADAM = partial(torch.optim.Adam, lr=0.05)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
-GATED = partial(PopRiskAdamW, lr=0.1, alpha="calibrated", weight_decay=0.05)
+GATED = partial(PopRiskAdamW, gate="soft", strength=1.0, lr=0.1, alpha="calibrated", weight_decay=0.05)
 
 
 def network(activation="Tanh"):

@@ -154,7 +154,9 @@ def make_normalized():
 def test_low_precision_runs_are_replayed():
     inputs, labels = tiny_data(dtype=torch.bfloat16)
     problem = Problem(make_mlp, "cross_entropy", inputs, labels)
-    make = partial(PopRiskAdamW, lr=0.05, alpha=0.1, state_dtype=torch.bfloat16)
+    make = partial(
+        PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha=0.1, state_dtype=torch.bfloat16
+    )
     run = quiet(problem, make, 6, every=3, dtype=torch.bfloat16)
     assert replay(run).exact
     with pytest.raises(RunError, match="bfloat16"):

@@ -43,7 +43,14 @@ def assert_same_run(one, other):
 
 
 @pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("make", [SGD, ADAM, partial(PopRiskAdamW, lr=0.05, alpha=0.1, gated_decay=True)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        SGD,
+        ADAM,
+        partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha=0.1, gated_decay=True),
+    ],
+)
 def test_disk_and_memory_hold_the_same(tmp_path, every, make):
     problem = Problem.build(classification)
     kept = quiet(problem, make, 10, path=tmp_path / "run", every=every, segment_steps=3 if every == 1 else None)
@@ -146,7 +153,7 @@ def test_a_directory_with_another_run_is_refused(tmp_path):
 def test_going_on_leads_to_the_same_bits(tmp_path, problem, every):
     options = {"every": every, "clip_norm": 0.5, "schedule": lambda k: 1 / (k + 1), "accumulate": 2}
     options["segment_steps"] = 5 if every == 1 else None
-    make = partial(PopRiskAdamW, lr=0.1, alpha=0.1)
+    make = partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.1, alpha=0.1)
     quiet(problem, make, 20, path=tmp_path / "whole", **options)
     for steps in (10, 10, 20):  # the second time there is nothing to do
         run = quiet(problem, make, steps, path=tmp_path / "parts", resume=True, **options)

@@ -15,7 +15,7 @@ EXAMPLES, OUTPUTS, TESTS = 6, 2, 4
 RULES = {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.8),
     "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
-    "poprisk": partial(PopRiskAdamW, lr=0.2, alpha="calibrated", weight_decay=0.05),
+    "poprisk": partial(PopRiskAdamW, gate="soft", strength=1.0, lr=0.2, alpha="calibrated", weight_decay=0.05),
 }
 
 

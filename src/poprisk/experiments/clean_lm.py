@@ -28,11 +28,11 @@ from poprisk.problems.char_lm import (
 
 KIND = "clean_lm"
 GATES: dict[str, dict[str, Any]] = {
-    "soft": {},
-    "calibrated": {"alpha": "calibrated"},
-    "snr": {"gate": "snr", "strength": 1.0},
+    "soft": {"gate": "soft", "strength": 1.0, "weight_decay": 1e-2},
+    "calibrated": {"gate": "soft", "strength": 1.0, "weight_decay": 1e-2, "alpha": "calibrated"},
+    "snr": {"gate": "snr", "strength": 1.0, "weight_decay": 1e-2},
 }
-"""PopRiskAdamW's options beside its learning rate; ``soft`` is the default."""
+"""PopRiskAdamW's options beside its learning rate, with AdamW's weight decay; ``soft`` is Algorithm 1."""
 
 
 @dataclass(frozen=True)

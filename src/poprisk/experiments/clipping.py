@@ -34,10 +34,11 @@ class ClippingConfig:
 
     max_norms: tuple[float | None, ...] = (None, 100.0, 1.0, 0.3, 0.03)
     lrs: dict[str, float] = field(default_factory=lambda: {"AdamW": 1e-3, "soft": 1e-2})
-    """The usual learning rates of AdamW and of PopRiskAdamW; the language model is trained with the latter only."""
+    """The usual learning rate of AdamW and ten times it for Algorithm 1, which alone trains the language model."""
     lm: clean_lm.ModelConfig = field(default_factory=clean_lm.ModelConfig)
     lm_seeds: int = 2
-    digits: DemoConfig = field(default_factory=DemoConfig)
+    digits: DemoConfig = field(default_factory=lambda: DemoConfig(poprisk_lrs=(1e-3, 3e-3, 1e-2, 3e-2)))
+    """The demo's network and data; its learning rates are not used."""
 
 
 SMOKE = ClippingConfig(

@@ -7,8 +7,8 @@ from typing import Any
 from poprisk.errors import DataError
 
 ADAMW = "AdamW"
-FACTORS = (1, 3, 10, 30, 100)
-"""Half a decade apart, like the grids."""
+FACTORS = (1, 3, 10, 30, 60, 100)
+"""Half a decade apart, like the grids, and the one that the defaults have at AdamW's usual learning rate."""
 CONSTANT_LR = "clean text, constant lr"
 Rows = Sequence[Mapping[str, Any]]
 """One row for each task, optimizer and learning rate, as in the summary of a ``learning_rate_guide`` result."""
@@ -83,8 +83,9 @@ def regret(rows: Rows, task: str, optimizer: str, factor: float) -> float | None
 
 
 def mean_regrets(rows: Rows, optimizer: str) -> dict[int, float]:
-    """The regret averaged over the tasks, of each factor that was measured on all of them."""
-    found = {f: [regret(rows, task, optimizer, f) for task in tasks_of(rows)] for f in FACTORS}
+    """The regret averaged over the tasks of the optimizer, of each factor that was measured on all of them."""
+    tasks = [task for task in tasks_of(rows) if cells_of(rows, task, optimizer)]
+    found = {f: [regret(rows, task, optimizer, f) for task in tasks] for f in FACTORS if tasks}
     return {f: math.fsum(r for r in each if r is not None) / len(each) for f, each in found.items() if None not in each}
 
 

@@ -23,9 +23,10 @@ except ImportError:
 # Okabe and Ito's colours, told apart with any colour vision; markers tell the lines apart without any.
 _LINES: dict[str, tuple[str, str, str]] = {
     ADAMW: ("AdamW", "#444444", "s"),
-    "soft": ("PopRiskAdamW, defaults (soft, α = 1)", "#0072B2", "o"),
-    "calibrated": ('alpha="calibrated"', "#D55E00", "^"),
-    "snr": ('gate="snr"', "#009E73", "D"),
+    "default": ("PopRiskAdamW, defaults", "#0072B2", "o"),
+    "soft": ("Algorithm 1 (soft, α = 1)", "#CC79A7", "v"),
+    "calibrated": ('soft, alpha="calibrated"', "#D55E00", "^"),
+    "snr": ("SNR, strength 1", "#009E73", "D"),
 }
 _INK, _FAINT = "#222222", "#8A8A8A"
 _STYLE: Any = {
@@ -88,7 +89,7 @@ def _draw_task(axes: Axes, rows: Rows, task: str) -> None:
 
 
 def _mark_factors(axes: Axes) -> None:
-    """Where an unchanged learning rate lies, and the suggested one."""
+    """Where an unchanged learning rate lies, and the one suggested for the defaults."""
     for factor, name in ((1.0, "unchanged"), (suggest_lr(1.0), "suggested")):
         axes.axvline(factor, color=_FAINT, linewidth=1, linestyle=":", zorder=0)
         place: Any = {"xy": (factor, 1.0), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
