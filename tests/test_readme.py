@@ -11,7 +11,7 @@ import pytest
 from readme_code import blocks, run_block
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/learning_rate.md")
+PAGES = ("README.md", "docs/optimizer.md", "docs/recorded_runs.md", "docs/learning_rate.md")
 SNIPPETS = [block for page in PAGES for block in blocks((ROOT / page).read_text())]
 
 

@@ -97,7 +97,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = train(options.kind, options.output, options.steps)
     if dist.get_rank() == 0:
-        print(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+        print("PopRiskAdamW: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
     dist.destroy_process_group()
 
 

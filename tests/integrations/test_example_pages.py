@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TINY = {
+    "distributed": "--steps 3",
     "dpo_paper": "",
     "fix_labels": "--steps 30 --seeds 1 --size 200",
     "huggingface": "--steps 6",
@@ -22,19 +23,25 @@ TINY = {
     "record_your_loop": "--epochs 2",
     "trl": "--steps 6",
 }
+STARTERS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 PAGES = sorted(EXAMPLES.glob("*/README.md"))
 
 
 def commands(page):
-    """The lines of the page's console blocks that start Python."""
+    """What the page's console blocks start with Python: how, which script, with what arguments."""
     blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line.removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("python ")]
+    found = []
+    for program, *words in (shlex.split(line, comments=True) for line in lines if line):
+        if program in STARTERS:
+            at = next(k for k, word in enumerate(words) if word.endswith(".py"))
+            found.append(([*STARTERS[program], *words[:at]], words[at], words[at + 1 :]))
+    return found
 
 
 def test_every_example_has_a_page_that_runs_it():
     scripts = {str(path.relative_to(ROOT)) for path in EXAMPLES.glob("*/*.py")}
-    assert {command[1] for page in PAGES for command in commands(page)} == scripts
+    assert {script for page in PAGES for _, script, _ in commands(page)} == scripts
     for page in PAGES:
         assert "pip install -c constraints.txt" in page.read_text(encoding="utf-8"), page
 
@@ -42,10 +49,10 @@ def test_every_example_has_a_page_that_runs_it():
 @pytest.mark.parametrize("page", PAGES, ids=[page.parent.name for page in PAGES])
 def test_the_first_command_of_a_page_runs(page, tmp_path):
     """From an empty directory, offline, with nothing but the package's extras."""
-    script, *arguments = commands(page)[0][1:]
+    start, script, arguments = commands(page)[0]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments, *TINY[page.parent.name].split()],
+        [*start, str(ROOT / script), *arguments, *TINY[page.parent.name].split()],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
