@@ -116,7 +116,9 @@ def test_a_plan_for_gpus_asks_for_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variable", "start"), [("SLURM_ARRAY_TASK_ID", "task3-"), ("RANK", "rank3-"), (None, f"process{os.getpid()}-")]
+    ("variable", "start"),
+    [("SLURM_ARRAY_TASK_ID", "task3-"), ("RANK", "rank3-"), (None, f"process{os.getpid()}-")],
+    ids=("slurm", "torchrun", "alone"),  # a number that each process has for itself is no name for a test
 )
 def test_names_come_from_the_launcher(monkeypatch, variable, start):
     for each in ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "RANK"):
