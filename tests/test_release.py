@@ -133,7 +133,7 @@ def test_the_quick_start_runs_from_the_wheel(borrowed, tmp_path):
     script = (borrowed / "python", "-I", "-W", "error", ROOT / "tests/readme_code.py")
     said = call(*script, cwd=tmp_path, POPRISK_CACHE_DIR=str(tmp_path)).splitlines()[-1]
     count, where = said.split(" blocks, ")
-    assert int(count) == len(blocks((ROOT / "README.md").read_text())) >= 4
+    assert int(count) == len(blocks((ROOT / "README.md").read_text())) >= 3
     assert Path(where).is_relative_to(borrowed.parent)
 
 

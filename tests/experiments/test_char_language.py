@@ -19,7 +19,6 @@ from poprisk.experiments.char_language import (
 )
 from poprisk.experiments.char_language_task import HELD_OUT, TRAIN, CharLanguageTask
 from poprisk.experiments.comparison import reading
-from poprisk.experiments.comparison.arms import ALL_ARMS
 from poprisk.problems.char_lm import all_windows, help_topics
 from poprisk.store import write_figure
 
@@ -137,7 +136,7 @@ def test_the_smoke_study_has_every_arm_and_setting(saved) -> None:
     studies = saved["result"]["studies"]
     assert list(studies) == ["char_clean", "char_noisy"]
     for study in studies.values():
-        assert set(study["arms"]) == set(ALL_ARMS)
+        assert set(study["arms"]) == set(CharLanguageConfig().arms)
         assert {setting.label for setting in SETTINGS} <= {row["label"] for row in study["rows"]}
         assert study["task"]["config"]["text_sha256"] == help_topics().sha256
 
