@@ -48,7 +48,8 @@ class DefaultTasks:
             f"PopRiskAdamW's defaults are the same on every task, {source} "
             f"candidates on {', '.join(self.names)}, with other seeds "
             f"({', '.join(str(seed) for seed in self.seeds)}) but the same test metric. Tasks of those families, noisy "
-            "and clean apart, are marked in-sample; all others are out-of-sample."
+            "and clean apart, are marked in-sample; all others are out-of-sample. The study's rule was changed once "
+            "after its first answer had been seen: its module says how."
         )
 
 

@@ -112,8 +112,8 @@ def _draw_best_and_final(axes: Axes, study: StoredStudy, title: str) -> None:
     checkpoint = best(rows[SHARED_ADAMW][0], _MSE, False)
     axes.axvline(math.fsum(checkpoint) / len(checkpoint), color=BLUE, linestyle=":", linewidth=1.3)
     axes.set_yticks(range(len(rows)), list(reversed(rows)), fontsize=8.5)
-    axes.locator_params(axis="x", nbins=5)
-    axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
+    axes.locator_params(axis="x", nbins=4)
+    axes.xaxis.set_major_formatter("{x:.1g}")
     axes.set_title(title)
     axes.set_xlabel(f"one-step MSE; pale: best step, full: last step\ndotted: best checkpoint of {SHARED_ADAMW}")
 
