@@ -14,7 +14,7 @@ from poprisk.ensembles import Members, retrain
 from poprisk.influence import Unrolled, influence_on, k_fold, sensitivity
 from poprisk.problems import Problem
 from poprisk.runs import Run, train
-from scale_recorder import Recorder, parts, timed
+from scale_recorder import Recorder, parts, synchronize, timed
 
 
 def perceptron(inputs: int, hidden: list[int], outputs: int = 10) -> nn.Module:
@@ -50,25 +50,52 @@ def recorded(device: str, name: str, smoke: bool, hidden: list[int] | None = Non
     return train(problem, OPTIMIZERS[name], steps, batch_size=min(batch, n), dtype=torch.float32, progress=False)
 
 
+def load(r: Recorder) -> None:
+    """What a first training and its analysis load (modules, CUDA's libraries) is no part of any figure."""
+    synchronize(r.device)
+    r.reached("the device is there")
+    run = recorded(r.device, "SGD, ReLU", smoke=True)
+    r.reached("a small run was recorded")
+    unrolled = Unrolled(run)
+    influence_on(unrolled, unrolled.inputs[:4], unrolled.targets[:4])
+    r.reached("and analysed")
+
+
 def adjoint(r: Recorder) -> None:
-    """All 500 queries through the whole run, captured; without graphs; and as it was before, on fewer steps."""
+    """All 500 queries through the whole run, captured; then without graphs; and as it was before, on fewer steps."""
     queries = 12 if r.smoke else 500
     x, y = clusters(queries, 20 if r.smoke else 784, 1)
     x, y = x.to(r.device), y.to(r.device)
+    load(r)
+    runs: dict[str, Run] = {}
+    found: dict[str, Tensor] = {}
 
-    def one(name: str) -> None:
-        run = recorded(r.device, name, r.smoke)
-        influence_on(Unrolled(run, stop=3), x[:4], y[:4])  # loads what the first call loads
-        figures: dict[str, Any] = {"queries": queries, "steps": run.num_steps, "weights": run.num_weights}
+    def note(name: str, **figures: Any) -> None:
+        r.note(**{name: r.figures.get(name, {}) | figures})
 
-        def whole(graphs: bool | None) -> Tensor:
-            return influence_on(Unrolled(run, graphs=graphs), x, y)
+    def captured(name: str) -> None:
+        recording, run = timed(lambda: recorded(r.device, name, r.smoke), r.device)
+        r.reached(f"{name}: recorded in {recording:.2f} s")
+        runs[name] = run
+        seconds, _ = timed(lambda: influence_on(Unrolled(run, stop=3), x[:4], y[:4]), r.device)  # loads what it loads
+        r.reached(f"{name}: three steps for four queries in {seconds:.2f} s")
+        note(name, queries=queries, steps=run.num_steps, weights=run.num_weights, recording_seconds=recording)
+        every: list[float] = []
+        for _ in range(2):
+            seconds, found[name] = timed(lambda: influence_on(Unrolled(run), x, y), r.device)
+            every.append(seconds)
+            note(name, seconds=min(every), all_seconds=every)
+            r.reached(f"{name}: all queries in {seconds:.2f} s")
 
-        captured = [timed(lambda: whole(None), r.device) for _ in range(2)]
-        figures["seconds"] = min(seconds for seconds, _ in captured)
-        figures["all_seconds"] = [seconds for seconds, _ in captured]
-        figures["without_graphs_seconds"], plain = timed(lambda: whole(False), r.device)
-        figures["difference_of_graphs"] = float((captured[0][1] - plain).abs().max() / plain.abs().max())
+    def plain(name: str) -> None:
+        run = runs[name]
+        seconds, matrix = timed(lambda: influence_on(Unrolled(run, graphs=False), x, y), r.device)
+        r.reached(f"{name}: without graphs in {seconds:.2f} s")
+        difference = float((found[name] - matrix).abs().max() / matrix.abs().max())
+        note(name, without_graphs_seconds=seconds, difference_of_graphs=difference)
+
+    def before(name: str) -> None:
+        run = runs[name]
         steps = min(24, run.num_steps - 1)
         usual, sensitivity._GPU_BYTES = sensitivity._GPU_BYTES, sensitivity._CACHE_BYTES
         try:
@@ -77,10 +104,12 @@ def adjoint(r: Recorder) -> None:
             seconds, _ = timed(lambda: influence_on(window, x, y), r.device)
         finally:
             sensitivity._GPU_BYTES = usual
-        figures["before_seconds"], figures["before_steps"] = seconds * run.num_steps / steps, steps
-        r.note(**{name: figures})
+        r.reached(f"{name}: {steps} steps as before in {seconds:.2f} s")
+        note(name, before_seconds=seconds * run.num_steps / steps, before_steps=steps)
 
-    parts(r, [(name, 8, partial(one, name)) for name in OPTIMIZERS])
+    parts(r, [(f"{name}, captured", 6, partial(captured, name)) for name in OPTIMIZERS])
+    parts(r, [(f"{name}, without graphs", 6, partial(plain, name)) for name in found])
+    parts(r, [(f"{name}, before", 4, partial(before, name)) for name in found])
 
 
 def adjoint_cpu(r: Recorder) -> None:
@@ -107,29 +136,35 @@ def adjoint_cpu(r: Recorder) -> None:
 def ten_folds(r: Recorder) -> None:
     """Ten trainings stacked, over one: by the same code, as `train` records it, and as a bare loop."""
     sizes = {"784-128-64-10, batch 64": ([128, 64], 64), "784-1024-1024-10, batch 128": ([1024, 1024], 128)}
+    load(r)
     if r.smoke:
         sizes = {"20-8-6-10, batch 32": ([8, 6], 32)}
 
     def one(name: str, hidden: list[int], batch: int) -> None:
         recording, run = timed(lambda: recorded(r.device, "SGD, ReLU", r.smoke, hidden, batch), r.device)
+        r.reached(f"{name}: recorded in {recording:.2f} s")
         n = run.num_examples
         ones = torch.ones(1, n)
         folds = torch.ones(10, n)
         folds[torch.arange(n) % 10, torch.arange(n)] = 0
         options = {"progress": False, "memory": 2**33}
-        retrain(run, Members(folds), stop=3, **options)  # warm
+        warm, _ = timed(lambda: retrain(run, Members(folds), stop=5, **options), r.device)
+        r.reached(f"{name}: five steps of ten members in {warm:.2f} s")
+        figures: dict[str, Any] = {"steps": run.num_steps, "weights": run.num_weights, "recording_seconds": recording}
         rows = []
-        for _ in range(3):
+        while len(rows) < 3 and (not rows or r.left() > 2 * sum(rows[-1])):
             ten, _ = timed(lambda: retrain(run, Members(folds), **options), r.device)
+            r.reached(f"{name}: ten members in {ten:.2f} s")
             single, _ = timed(lambda: retrain(run, Members(ones), **options), r.device)
             bare, _ = timed(lambda: bare_loop(run, batch, r.device), r.device)
+            r.reached(f"{name}: one in {single:.2f} s, a bare loop in {bare:.2f} s")
             rows.append((ten, single, bare))
-        ten, single, bare = (statistics.median(column) for column in zip(*rows, strict=True))
+            ten, single, bare = (statistics.median(column) for column in zip(*rows, strict=True))
+            figures |= {"rounds": len(rows), "ten_seconds": ten, "one_seconds": single, "bare_loop_seconds": bare}
+            figures |= {"ratio_to_one": ten / single, "ratio_to_bare_loop": ten / bare, "reached": ten <= 3 * single}
+            r.note(**{name: figures})
         validated, _ = timed(lambda: k_fold(run, 10, **options), r.device)
-        figures = {"steps": run.num_steps, "weights": run.num_weights, "ten_seconds": ten, "one_seconds": single}
-        figures |= {"bare_loop_seconds": bare, "recording_seconds": recording, "k_fold_seconds": validated}
-        figures |= {"ratio_to_one": ten / single, "ratio_to_bare_loop": ten / bare, "k_fold_to_one": validated / single}
-        r.note(**{name: figures})
+        r.note(**{name: figures | {"k_fold_seconds": validated, "k_fold_to_one": validated / figures["one_seconds"]}})
 
     parts(r, [(name, 6, partial(one, name, *size)) for name, size in sizes.items()])
 

@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ class Recorder:
     """Figures of one measurement, on disk after each part."""
 
     def __init__(self, path: Path, seconds: float, smoke: bool) -> None:
-        self.path, self.smoke, self.end = path, smoke, time.monotonic() + seconds
+        self.path, self.smoke, self.begin = path, smoke, time.monotonic()
+        self.end = self.begin + seconds
         self.figures: dict[str, Any] = {}
         self.device = "cpu" if smoke or not torch.cuda.is_available() else "cuda"
 
@@ -28,6 +29,11 @@ class Recorder:
         """More figures."""
         self.figures |= figures
         write_json(self.path, self.figures)
+
+    def reached(self, stage: str) -> None:
+        """A stage that is over, with the second at which it was: what a kill leaves as evidence."""
+        at = round(time.monotonic() - self.begin, 2)
+        self.note(progress=[*self.figures.get("progress", []), [at, stage]])
 
     @contextmanager
     def part(self, name: str, needs: float = 0.0) -> Iterator[None]:
@@ -41,7 +47,8 @@ class Recorder:
         except Exception:
             self.note(**{f"{name}_error": traceback.format_exc(limit=-6)})
             if self.device == "cuda":
-                torch.cuda.empty_cache()
+                with suppress(RuntimeError):  # after an illegal access nothing works: the next part says so itself
+                    torch.cuda.empty_cache()
             raise _Skip from None
         self.note(**{f"{name}_wall_seconds": time.monotonic() - begin})
 

@@ -42,3 +42,26 @@ def test_captured_and_refused():
     assert replayed.refused is None
     assert waiting.refused is not None
     assert_close(weight @ weight, torch.mm(weight, weight))  # and the stream works on
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_random_numbers_and_memory_as_they_were():
+    """The function waits only while it is captured: no rehearsal can know."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * float(x.sum()) if torch.cuda.is_current_stream_capturing() else x * x.sum()
+
+    torch.manual_seed(3)
+    sudden, drawn = Replayed(function, capture=True), []
+    for _ in range(5):
+        drawn.append(torch.randn(4, device="cuda"))
+        assert_close(sudden(drawn[-1]), drawn[-1] * drawn[-1].sum())
+    assert sudden.refused is not None
+    torch.manual_seed(3)
+    again = torch.stack([torch.randn(4, device="cuda") for _ in range(5)])
+    assert torch.equal(torch.stack(drawn), again)
+    torch.cuda.empty_cache()
+    replayed = Replayed(torch.sin, capture=True)
+    for row in drawn:
+        assert_close(replayed(row), row.sin())
+    assert replayed.refused is None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, vmap
 
 from poprisk.autodiff.function import FunctionModule
+from poprisk.autodiff.graph_capture import wake_backward
 from poprisk.autodiff.independence import check_independence
 from poprisk.autodiff.loss_derivatives import loss_hessians
 from poprisk.autodiff.losses import ExampleLoss, resolve_loss, scalar_loss
@@ -58,6 +59,8 @@ class FlatModel(BatchProducts):
             raise DataError(
                 "the module has no trainable parameter: call requires_grad_(True) on those to differentiate by"
             )
+        for device in {p.device for p in self.parameters.values()}:
+            wake_backward(device)
 
     @classmethod
     def from_function(

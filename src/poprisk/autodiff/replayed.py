@@ -11,8 +11,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from poprisk.autodiff.graph_capture import capture_graph, no_waiting
+
 T = TypeVar("T")
-# They load what a capture must find loaded; and what is called twice is not worth one.
+# They load what a capture must find loaded, and the last is a rehearsal; what is called twice is not worth a capture.
 _PLAIN_CALLS = 2
 
 
@@ -20,7 +22,7 @@ class Replayed(Generic[T]):
     """The function, replayed from the third call with the same shapes on; the first two run it as it is.
 
     What a replay returns is overwritten by the next call. A function that cannot be captured (it waits for the GPU, or
-    moves data to the host) is called as it is.
+    moves data to the host) is called as it is; the second call finds that out, so that no capture has to fail for it.
 
     Args:
         function: Of tensors only; everything else that it reads must stay in place and unchanged.
@@ -53,7 +55,8 @@ class Replayed(Generic[T]):
             return self._function(*arguments)
         self._calls[form] = self._calls.get(form, 0) + 1
         if self._calls[form] <= _PLAIN_CALLS:
-            return self._function(*arguments)
+            rehearsed = self._capture and self._calls[form] == _PLAIN_CALLS
+            return self._rehearsal(arguments) if rehearsed else self._function(*arguments)
         if form not in self._captured:
             still = tuple(x.clone(memory_format=torch.contiguous_format) for x in arguments)
             graph, result = self._record(still) if self._capture else (None, None)
@@ -68,13 +71,18 @@ class Replayed(Generic[T]):
         graph.replay()
         return result
 
-    def _record(self, still: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph | None, T | None]:
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    def _rehearsal(self, arguments: tuple[Tensor, ...]) -> T:
         try:
-            with torch.cuda.graph(graph):
-                result = self._function(*still)
+            with no_waiting():
+                return self._function(*arguments)
         except RuntimeError as error:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own
+            result = self._function(*arguments)  # raises again what has nothing to do with waiting
+            self.refused = str(error)
+            return result
+
+    def _record(self, still: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph | None, T | None]:
+        try:
+            return capture_graph(lambda: self._function(*still))
+        except RuntimeError as error:
             self.refused = str(error)
             return None, None
-        return graph, result

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from poprisk.autodiff.graph_capture import capture_graph
 from poprisk.influence.linear_stack import StackBatch
 from poprisk.influence.linear_step import LinearStep
 from poprisk.influence.rule_jacobian import DiagonalJacobian, Entry
@@ -64,14 +65,11 @@ class ReplayedSteps:
     def _captured(self, still: LinearStep) -> tuple[LinearStep, torch.cuda.CUDAGraph | None, Tensor | None]:
         if not self._capture:
             return still, None, None
-        graph, before, given = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
         try:
-            with torch.cuda.graph(graph):
-                given = self._work(still)
+            return (still, *capture_graph(lambda: self._work(still)))
         except RuntimeError as error:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own
             self.refused = str(error)
-        return still, graph, given
+            return still, None, None
 
 
 def form_of(step: LinearStep) -> Hashable | None:

@@ -205,6 +205,21 @@ def require_real(dtype: torch.dtype, what: str) -> None:
         raise DataError(f"{what} must have a floating-point dtype, got {dtype}: convert it with .float() or .double()")
 
 
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two names mean one device: "cuda" is the current one, whatever its number.
+
+    >>> same_device(torch.device("cpu"), torch.device("cpu:0")), same_device(torch.device("cpu"), torch.device("meta"))
+    (True, False)
+    """
+    return one == other or (one.type == other.type and _number(one) == _number(other))
+
+
+def _number(device: torch.device) -> int:
+    if device.index is not None:
+        return device.index
+    return torch.cuda.current_device() if device.type == "cuda" else 0
+
+
 def check_block(X: Tensor, rows: int, A: LinearOperator) -> None:
     """The door of every product: a matrix with this many rows, of the operator's dtype, on its device."""
     if X.dim() != 2 or X.shape[0] != rows:
@@ -212,7 +227,7 @@ def check_block(X: Tensor, rows: int, A: LinearOperator) -> None:
     if X.dtype != A.dtype:
         require_real(X.dtype, "the matrix")
         raise DataError(f"{A!r} multiplies {A.dtype}, got {X.dtype}: convert with .to({A.dtype})")
-    if X.device != A.device:
+    if not same_device(X.device, A.device):
         raise DeviceError(f"{A!r} multiplies tensors on {A.device}, got one on {X.device}: move it with .to(...)")
 
 
@@ -225,7 +240,7 @@ def check_partners(A: LinearOperator, B: LinearOperator) -> None:
     """
     if A.dtype != B.dtype:
         raise DataError(f"operators must share one dtype, got {A!r} and {B!r}: build both in {A.dtype}")
-    if A.device != B.device:
+    if not same_device(A.device, B.device):
         raise DeviceError(f"operators must share one device, got {A!r} and {B!r}: build both on {A.device}")
 
 

@@ -55,7 +55,7 @@ class Monitor:
         gates = [(g, limit) for g, limit in gates if g.device == device]
         gate = torch.stack([g for g, _ in gates]).mean()
         limit = sum(limit for _, limit in gates) / len(gates)
-        reading = torch.stack([gate.double(), gate.new_tensor(limit).double(), self._total(device)])
+        reading = torch.stack([gate.double(), torch.full_like(gate, limit, dtype=torch.float64), self._total(device)])
         self._read_pending()
         if reading.is_cuda:
             host = torch.empty(3, dtype=torch.float64, pin_memory=True)

@@ -23,9 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=None, help="where the whole result goes")
     parser.add_argument("--data", default="data", help="folder that holds the folder fashion with its idx files")
     parser.add_argument("--device", default=None, help="of the rows in the ledger; here, unless told otherwise")
+    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="paired repetitions, if not the usual ones")
     parser.add_argument("--smoke", action="store_true", help="a few seconds at a tiny size")
     options = parser.parse_args(arguments)
     config = SMOKE if options.smoke else with_data(GateVariantsConfig(), options.data)
+    if options.seeds is not None:
+        config = replace(config, seeds=tuple(options.seeds))
     device = None if options.device is None else torch.device(options.device)
     result = run(replace(config, only=tuple(options.only)), _print, options.ledger, device)
     if options.output is not None:

@@ -182,9 +182,8 @@ class _Lists:
         if not tensors:
             return values
         like = tensors[0]
-        return [
-            x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in values
-        ]
+        # Filled and not copied from the host: a copy would make it wait.
+        return [x if isinstance(x, Tensor) else torch.full_like(like, x) for x in values]
 
     def decide(self, q: Tensors) -> Tensors:
         """Overwrites the gates that are decided in advance."""

@@ -59,8 +59,10 @@ def _unless(
     def pick(before: Any, after: Any) -> Any:
         if before is None:
             return after
-        like = after if isinstance(after, Tensor) else torch.as_tensor(after, dtype=torch.float64, device=skip.device)
-        return torch.where(skip, torch.as_tensor(before, dtype=like.dtype, device=like.device), like)
+        # Numbers are filled in and not copied from the host, which would wait.
+        like = after if isinstance(after, Tensor) else torch.full((), after, dtype=torch.float64, device=skip.device)
+        kept = before.to(like) if isinstance(before, Tensor) else torch.full_like(like, before)
+        return torch.where(skip, kept, like)
 
     names = ("m", "v", "s", "step", "var_step", "gain")
     fields: dict[str, Any] = {name: pick(getattr(old[1], name), getattr(new[1], name)) for name in names}
