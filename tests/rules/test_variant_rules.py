@@ -84,14 +84,19 @@ def test_the_scale_of_gradients_does_not_matter_and_float32_stays_float32(name):
     assert {value.dtype for value in state.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", ["open_first_pass", "closing_with_replay", "replayed_strength", "pass_agreement"])
+FRESH_FIRST = ["agreement_after_first_pass", "fading_agreement", "latched_agreement"]
+
+
+@pytest.mark.parametrize(
+    "name", ["open_first_pass", "closing_with_replay", "replayed_strength", "pass_agreement", *FRESH_FIRST]
+)
 def test_on_the_first_pass_it_is_adamw(name):
     gradients = noise(20)
     torch.testing.assert_close(run(name, gradients)[0], adam_steps(gradients))
     assert not torch.allclose(run(name, gradients, gate_warmup=10.0)[0], adam_steps(gradients))
 
 
-@pytest.mark.parametrize("name", ["replayed_alpha", "open_first_pass", "closing_with_replay"])
+@pytest.mark.parametrize("name", ["replayed_alpha", "open_first_pass", "closing_with_replay", "fading_agreement"])
 def test_after_many_passes_it_is_the_strict_gate(name):
     gradients = noise(60, mean=1.5)
     strict = soft_steps(gradients)
@@ -260,6 +265,28 @@ def test_blocks_and_elements_agree_for_themselves():
         q = run(name, gradients)[0][-1, :, : 2 * BLOCK] / adam_steps((a + b) / 2)[-1]
         assert q[:, :BLOCK].mean() > 0.85
         assert q[:, BLOCK:].mean() < 0.3
+
+
+def test_after_many_passes_agreement_alone_opens():
+    gradients = noise(80, mean=0.3)
+    alone = run("lagged_agreement_blocks", gradients)[0]
+    torch.testing.assert_close(run("agreement_after_first_pass", gradients, gate_warmup=ALWAYS)[0][1:], alone[1:])
+    between = run("agreement_after_first_pass", gradients, gate_warmup=40.0)[0][60]  # E = 1: half of it is fresh
+    torch.testing.assert_close(between, (alone[60] + adam_steps(gradients)[60]) / 2)
+
+
+def test_a_latch_that_has_closed_does_not_open_again():
+    signal = torch.ones(60, 1, BLOCK, dtype=torch.float64)
+    swings = 5 * signal
+    swings[1::2] *= -1  # each batch disagrees with the one before
+    turned = torch.cat([signal[:10], swings, signal.repeat(6, 1, 1)])
+    shut, state = run("latched_agreement", turned, gate_warmup=ALWAYS)
+    torch.testing.assert_close(shut[2:10], adam_steps(turned)[2:10], rtol=1e-7, atol=1e-7)
+    assert state["shut"].eq(1).all()
+    strict = soft_steps(turned)
+    torch.testing.assert_close(shut[70:], strict[70:], rtol=1e-7, atol=1e-7)
+    open_again, _ = run("agreement_after_first_pass", turned, gate_warmup=ALWAYS)
+    assert not torch.allclose(open_again[70:], strict[70:])
 
 
 def test_without_agreement_blocks_take_over(monkeypatch):

@@ -44,6 +44,8 @@ SURE = 3.0
 """Standard errors of agreement at which a training or block is fully open."""
 SAFE = 3.0
 """Standard errors by which a block's pooled signal must exceed noise."""
+PASSES_OF_WORTH = 15.0
+"""Passes after which a repeated example is worth 1/e of a fresh one."""
 
 
 @dataclass(frozen=True)
@@ -364,6 +366,62 @@ def agreement_over_blocks(g: Float[Tensor, "*members d"], state: States, h: Knob
     return now.adam * (q + (1 - q) * agreed), {**now.kept, **kept, "u": now.adam}
 
 
+def agreement_after_first_pass(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar) -> Direction:
+    r"""AdamW while batches are fresh; then, block by block, as far as the next batch agrees, strict where it does not.
+
+    .. math:: q = b + (1-b)\, q_{strict}, \qquad b = f + (1-f)\, a, \qquad f = 1/(1+E)
+
+    with the agreement a of :func:`lagged_agreement_blocks`. f is the share of gradients that were the first of their
+    examples, for which an ungated step needs no proof (:func:`closing_with_replay`); the rest must be earned. A small
+    trial had the two parts lose different clean tasks. *Limits:* E = 0 is AdamW, E → ∞ the agreement by blocks.
+    """
+    now = _moments(g, state, h, t)
+    agreed, kept = _agreement(_block_means(g * state["u"]), state, t, first=2)
+    return now.adam * _opened(now.strict(h, t), agreed, h, t), {**now.kept, **kept, "u": now.adam}
+
+
+def fading_agreement(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar) -> Direction:
+    r"""As :func:`agreement_after_first_pass`, but agreement counts for less with every pass.
+
+    .. math:: b = f + (1-f)\, a\, e^{-E/15}
+
+    The next batch is no witness once its examples have shaped the weights. Muennighoff et al. (2023, "Scaling
+    data-constrained language models") measure the worth of a repeated token as :math:`e^{-E/R}` with R near 15.
+    *Limits:* E = 0 is AdamW, E → ∞ the strict gate.
+    """
+    now = _moments(g, state, h, t)
+    agreed, kept = _agreement(_block_means(g * state["u"]), state, t, first=2)
+    worth = torch.exp(-_like(passes(h, t), g) / PASSES_OF_WORTH)
+    return now.adam * _opened(now.strict(h, t), agreed * worth, h, t), {**now.kept, **kept, "u": now.adam}
+
+
+def latched_agreement(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar) -> Direction:
+    r"""As :func:`agreement_after_first_pass`, but a block that has once been disagreed with stays strict for good.
+
+    .. math:: a = 1 \text{ until the first step after the first pass at which } C \le 0, \qquad a = 0 \text{ then on}
+
+    Behind a closed gate the weights rest, new batches then agree again with what was not learnt, the gate opens, and
+    noise comes in little by little; a latch leaves it out. *Limits:* E = 0 is AdamW; a block of pure noise is strict
+    after a few steps.
+    """
+    now = _moments(g, state, h, t)
+    agreed, kept = _agreement(_block_means(g * state["u"]), state, t, first=2)
+    refused = ((agreed <= 0) & (_like(passes(h, t), g) > 0)).to(g.dtype)
+    shut = torch.maximum(state["shut"], refused)
+    return now.adam * _opened(now.strict(h, t), 1 - shut, h, t), {**now.kept, **kept, "u": now.adam, "shut": shut}
+
+
+def _opened(q: Tensor, agreed: Tensor, h: Knobs, t: Scalar) -> Tensor:
+    """The strict gate, opened by the share of fresh gradients and by agreement."""
+    fresh = 1 / (1 + _like(passes(h, t), q))
+    return q + (1 - q) * (fresh + (1 - fresh) * agreed)
+
+
+def _like(x: Scalar, like: Tensor) -> Tensor:
+    """A scalar as a tensor beside the large array, made there: nothing is copied to the device."""
+    return x.to(like.dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
+
+
 def tolerant_agreement(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar) -> Direction:
     r"""As :func:`lagged_agreement`, but loss on the next batch is borne up to a tenth of the gain on the own one.
 
@@ -667,6 +725,9 @@ VARIANTS: dict[str, Peer] = {
     "lagged_agreement_blocks": Peer((*_GATE, *_GAIN, "u"), lagged_agreement_blocks, _KNOBS),
     "lagged_agreement_elements": Peer((*_GATE, *_GAIN, "u"), lagged_agreement_elements, _KNOBS),
     "agreement_over_blocks": Peer((*_GATE, *_GAIN, "u"), agreement_over_blocks, _KNOBS),
+    "agreement_after_first_pass": Peer((*_GATE, *_GAIN, "u"), agreement_after_first_pass, _PASS),
+    "fading_agreement": Peer((*_GATE, *_GAIN, "u"), fading_agreement, _PASS),
+    "latched_agreement": Peer((*_GATE, *_GAIN, "u", "shut"), latched_agreement, _PASS),
     "tolerant_agreement": Peer((*_GATE, "gain", "own", "u"), tolerant_agreement, _KNOBS),
     "agreement_or_calm": Peer((*_GATE, "gain", "own", "u", "long"), agreement_or_calm, _KNOBS),
     "halves_agreement": Peer((*_GATE, *_GAIN), halves_agreement, _KNOBS),

@@ -142,6 +142,24 @@ IDEAS: tuple[Variant, ...] = (
         "once the whole step no longer pays, blocks find the parts that do",
     ),
     Variant(
+        "agreement_after_first_pass",
+        "fresh, then next batch agrees",
+        APART,
+        "fresh gradients need no proof, replayed ones earn it block by block",
+    ),
+    Variant(
+        "fading_agreement",
+        "fresh, then fading agreement",
+        APART,
+        "examples that have shaped the weights are worse and worse witnesses",
+    ),
+    Variant(
+        "latched_agreement",
+        "fresh, then until disagreed",
+        APART,
+        "a gate that may open again lets noise in little by little",
+    ),
+    Variant(
         "tolerant_agreement",
         "next batch nearly agrees",
         APART,

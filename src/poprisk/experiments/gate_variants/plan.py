@@ -77,11 +77,13 @@ class GateVariantsConfig:
         lorenz: Chaotic dynamics through a noisy sensor.
         inr: A noisy photograph; None leaves it out.
         language: A clean character language model.
-        grokking: Modular division, clean; at ``grokking_rate``, weight decay 1 and β2 .98, as published suites have it.
+        grokking: Modular division, clean, at ``grokking_rate``, weight decay 1 and β2 .98; of a size at which AdamW
+            generalizes within the run on every seed that was tried (modulo 97 from a quarter of the table it does not).
         pinn: A differential equation from clean sensors.
         rate: AdamW's usual learning rate, on all tasks but grokking.
         factors: Multiples of it that are tried on noisy tasks.
-        seeds: Paired repetitions.
+        seeds: Paired repetitions. None of the usual ones was looked at while variants were made up or sizes chosen;
+            that was done on others (0 to 2, and for grokking's size 10 to 12 as well).
         variants: Which are run, by name.
         only: Names of tasks to which the run is restricted, so that several processes can share the work; empty: all.
 
@@ -105,7 +107,9 @@ class GateVariantsConfig:
     language: CharLanguageTask = field(
         default_factory=lambda: CharLanguageTask(steps=1200, evaluations=48, measured_windows=256)
     )
-    grokking: GrokkingTask = field(default_factory=lambda: GrokkingTask(steps=2500, evaluations=50))
+    grokking: GrokkingTask = field(
+        default_factory=lambda: GrokkingTask(modulus=59, train_share=0.5, layers=1, steps=3000, evaluations=60)
+    )
     pinn: PinnTask = field(default_factory=lambda: PinnTask(noise=0.0, steps=1200, evaluations=40))
     clean_digits_steps: int = 300
     clean_teacher_steps: int = 800
@@ -113,7 +117,7 @@ class GateVariantsConfig:
     rate: float = 1e-3
     grokking_rate: float = 3e-3
     factors: tuple[float, ...] = (1.0, 3.0, 10.0)
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (20, 21, 22, 23, 24)
     variants: tuple[str, ...] = tuple(idea.arm for idea in IDEAS)
     only: tuple[str, ...] = ()
 
