@@ -48,6 +48,7 @@ def test_a_captured_step_equals_an_eager_one(options, extra):
     torch.testing.assert_close(meters.mean_gate, plain.diagnostics()[0].mean_gate, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32 matrix multiplication available")
 def test_a_compiled_and_captured_training_step_equals_an_eager_one():
     """Forward and backward by torch.compile and the fused step, all in one CUDA graph."""

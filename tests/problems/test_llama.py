@@ -231,6 +231,7 @@ def test_adapters_are_checked():
 
 # Dynamo looks at .grad of everything it is given, adapters in bfloat16 among it, and hides the warning of that; where
 # warnings are errors it cannot.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32 matrix multiplication available")
 @pytest.mark.gpu
