@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rich.text import Text
 from poprisk.errors import DataError
 from poprisk.experiments.comparison import reading
 from poprisk.experiments.gate_variants.arms import IDEAS
+from poprisk.experiments.gate_variants.evidence import KIND as EVIDENCE
 from poprisk.experiments.gate_variants.limits import detection_steps
 from poprisk.experiments.gate_variants.plan import ADAMW, KIND, KNOWN, STRICT
 from poprisk.experiments.gate_variants.verdict import (
@@ -23,16 +23,19 @@ from poprisk.experiments.gate_variants.verdict import (
     Clean,
     Noisy,
     Outcome,
+    judge_clean,
+    judge_noisy,
     outcomes,
     rates_of,
     row_of,
     task_names,
 )
+from poprisk.report.gate_evidence import turning_rows, twins_note, twins_rows
+from poprisk.report.marked_page import fill_marks
 from poprisk.store import load_result
 from poprisk.store.files import write_text
 
 Saved = Mapping[str, Any]
-_MARKS = re.compile(r"<!-- begin:(\w+) -->\n.*?<!-- end:\1 -->", re.DOTALL)
 
 
 def gate_variants_lines(saved: Saved) -> Iterator[RenderableType]:
@@ -124,9 +127,14 @@ def slowdown_words(outcome: Outcome) -> str:
     return f"{'' if every else '≥ '}{outcome.slowdown:.2f}"
 
 
-def page_blocks(saved: Saved) -> dict[str, str]:
-    """The measured parts of ``docs/gates.md``, by the names of their places."""
-    stored = studies_of(saved)
+def page_blocks(saved: Saved, evidence: Saved) -> dict[str, str]:
+    """The measured parts of ``docs/gates.md``, by the names of their places.
+
+    Args:
+        saved: The study of variants.
+        evidence: What was watched while AdamW trained.
+    """
+    stored, watched = studies_of(saved), evidence["result"]
     found = outcomes(stored)
     return {
         "gates_verdict": f"**{verdict_sentence(found)}**\n\n{_FIGURE}",
@@ -135,6 +143,9 @@ def page_blocks(saved: Saved) -> dict[str, str]:
         "gates_clean": clean_table(stored, found),
         "gates_note": f"{reading_note()} {_sizes(stored)}",
         "gates_time": time_table(),
+        "gates_best": best_table(stored, best_trade_off(found)),
+        "gates_turning": _markdown(*turning_rows(watched["turning"])),
+        "gates_twins": f"{_markdown(*twins_rows(watched['twins']))}\n\n{twins_note(watched['twins'])}",
     }
 
 
@@ -183,29 +194,29 @@ def time_table() -> str:
     return _markdown(head, rows)
 
 
-def fill(page: str, blocks: Mapping[str, str]) -> str:
-    r"""The page with what stands between its marks replaced.
-
-    Raises:
-        DataError: the page has a mark that nothing is known for.
-
-    >>> fill("<!-- begin:a -->\nold\n<!-- end:a -->", {"a": "new"})
-    '<!-- begin:a -->\nnew\n<!-- end:a -->'
-    """
-
-    def replaced(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if name not in blocks:
-            raise DataError(f"nothing is known for the place {name!r} of the page; known: {', '.join(blocks)}")
-        return f"<!-- begin:{name} -->\n{blocks[name]}\n<!-- end:{name} -->"
-
-    return _MARKS.sub(replaced, page)
+def best_table(stored: Mapping[str, Any], best: Outcome) -> str:
+    """The best trade-off beside AdamW and the strict gate, task by task."""
+    head = [f"'{best.label}'", "AdamW", "strict gate", "at its best rate", "at AdamW's rate", "verdict"]
+    rows = []
+    for name in task_names(stored)[0]:
+        spec = reading.primary(stored[name])["spec"]
+        rivals = [judge_noisy(stored, name, label).value for label in (ADAMW, STRICT)]
+        values = [*rivals, best.noisy[name].value, best.unchanged[name].value]
+        lead, error = best.noisy[name].lead, best.noisy[name].error
+        verdict = f"{'held' if best.noisy[name].holds else '**lost**'}: {lead:+{spec}} ± {error:{spec}}"
+        rows.append([f"{_task(name)}, last step", *(f"{value:{spec}}" for value in values), verdict])
+    for name, clean in best.clean.items():
+        strict = judge_clean(stored, name, STRICT)
+        verdict = "held" if clean.holds else "**lost**"
+        rows.append([f"{_task(name)}, slowdown", "1", _bound(strict), "", _bound(clean), verdict])
+    return _markdown(head, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """``python -m poprisk.report.gate_variants_page``: writes the measured parts of the page, and its figure."""
     parser = argparse.ArgumentParser(prog="python -m poprisk.report.gate_variants_page", description=__doc__)
     parser.add_argument("--result", type=Path, default=Path("results/gate_variants.json"))
+    parser.add_argument("--evidence", type=Path, default=Path("results/gate_evidence.json"))
     parser.add_argument("--page", type=Path, default=Path("docs/gates.md"))
     parser.add_argument("--figure", type=Path, default=Path("docs/gates.png"))
     options = parser.parse_args(arguments)
@@ -213,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from poprisk.store import write_figure
 
     saved = load_result(options.result, KIND)
-    write_text(options.page, fill(options.page.read_text(), page_blocks(saved)))
+    blocks = page_blocks(saved, load_result(options.evidence, EVIDENCE))
+    write_text(options.page, fill_marks(options.page.read_text(), blocks))
     write_figure(options.figure, draw_gate_variants(saved))
     print(f"Wrote {options.page} and {options.figure}")
 
@@ -227,9 +239,8 @@ def _noisy_cell(best: Noisy, unchanged: Noisy, spec: str) -> str:
 
 
 def _clean_cell(found: Clean) -> str:
-    bound = "" if found.reached == found.seeds else "≥ "
     missed = "" if found.reached == found.seeds else f" ({found.reached} of {found.seeds})"
-    value = f"{bound}{found.slowdown:.2f}{missed}"
+    value = f"{_bound(found)}{missed}"
     return value if found.holds else f"*{value}*"
 
 
@@ -246,6 +257,10 @@ def _sizes(stored: Mapping[str, Any]) -> str:
         f"The strict gate is Algorithm 1's: soft, α = {strict['alpha']:g}, strength "
         f"{strict['strength']:g}. In italics: a task that is lost; in brackets: at AdamW's own learning rate."
     )
+
+
+def _bound(found: Clean) -> str:
+    return f"{'' if found.reached == found.seeds else '≥ '}{found.slowdown:.2f}"
 
 
 def _direction(study: Mapping[str, Any]) -> str:

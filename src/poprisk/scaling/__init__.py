@@ -1,0 +1,37 @@
+"""What every operation costs in flops, bytes and messages, and what that says for larger models, data and machines."""
+
+from poprisk.scaling.cost import OperationCost as OperationCost
+from poprisk.scaling.kernels import factor_tile as factor_tile
+from poprisk.scaling.kernels import jacobian_tile as jacobian_tile
+from poprisk.scaling.kernels import kept_as_factors as kept_as_factors
+from poprisk.scaling.kernels import kernel_product as kernel_product
+from poprisk.scaling.kernels import lanczos as lanczos
+from poprisk.scaling.kernels import product_blocks as product_blocks
+from poprisk.scaling.kernels import product_tile as product_tile
+from poprisk.scaling.kernels import rounded_product as rounded_product
+from poprisk.scaling.kernels import rounded_rows as rounded_rows
+from poprisk.scaling.machine import CheckedOperation as CheckedOperation
+from poprisk.scaling.machine import Exponent as Exponent
+from poprisk.scaling.machine import Fit as Fit
+from poprisk.scaling.machine import Machine as Machine
+from poprisk.scaling.machine import Point as Point
+from poprisk.scaling.machine import calibrate as calibrate
+from poprisk.scaling.machine import checked_operations as checked_operations
+from poprisk.scaling.machine import fitted_exponent as fitted_exponent
+from poprisk.scaling.machine import geometric_mean as geometric_mean
+from poprisk.scaling.machine import machine_of as machine_of
+from poprisk.scaling.network import LayerSize as LayerSize
+from poprisk.scaling.network import Network as Network
+from poprisk.scaling.operations import OPERATION_MODELS as OPERATION_MODELS
+from poprisk.scaling.operations import QUEUED as QUEUED
+from poprisk.scaling.operations import cost_of as cost_of
+from poprisk.scaling.training import StateBytes as StateBytes
+from poprisk.scaling.training import optimizer_step as optimizer_step
+from poprisk.scaling.training import rank_variance as rank_variance
+from poprisk.scaling.training import sharded_messages as sharded_messages
+from poprisk.scaling.training import training_step as training_step
+from poprisk.scaling.trajectories import adjoint as adjoint
+from poprisk.scaling.trajectories import recording as recording
+from poprisk.scaling.trajectories import retraining as retraining
+from poprisk.scaling.trajectories import window_gramian as window_gramian
+from poprisk.scaling.trajectories import window_transfer as window_transfer
