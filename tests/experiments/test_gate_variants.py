@@ -14,6 +14,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.experiments import gate_variants
 from poprisk.experiments.comparison.arms import ARMS
 from poprisk.experiments.comparison.stack import Member, Stack
+from poprisk.experiments.gate_variants import evidence
 from poprisk.experiments.gate_variants.__main__ import main, with_data
 from poprisk.experiments.gate_variants.arms import IDEAS
 from poprisk.experiments.gate_variants.halves import HalvesTask
@@ -21,11 +22,14 @@ from poprisk.experiments.gate_variants.plan import KIND, SMOKE, GateVariantsConf
 from poprisk.experiments.gate_variants.verdict import judge_clean, judge_noisy, outcomes, task_names
 from poprisk.experiments.pinn_task import PinnTask
 from poprisk.report import gate_variants_page as page
+from poprisk.report.gate_evidence import turning_rows, twins_note
 from poprisk.report.gate_variants import draw_gate_variants
+from poprisk.report.marked_page import fill_marks
 from poprisk.rules.variants import VARIANTS
 from poprisk.store import load_result
 
 CPU = torch.device("cpu")
+GATES = Path(__file__).parents[2] / "docs/gates.md"
 
 
 @pytest.mark.parametrize("bench", SMOKE.benches(), ids=lambda bench: bench.task.name)
@@ -220,24 +224,68 @@ def test_the_verdict_follows_the_numbers():
         page.best_trade_off(found[:2])
 
 
-def test_tables_have_what_was_measured():
+def test_tables_have_what_was_measured(watched):
     saved = {"result": {"studies": by_hand()}}
     for study in saved["result"]["studies"].values():
         for row in study["rows"]:
             row["seeds"] = [0, 1]
             row["hyper"] |= {"alpha": 1.0, "strength": 1.0}
-    blocks = page.page_blocks(saved)
+    blocks = page.page_blocks(saved, watched)
     noisy = [line for line in blocks["gates_noisy"].splitlines() if line.startswith("| hysteresis")]
     assert noisy == ["| hysteresis | 0.840 (0.840) |"]
     assert "| strict gate | 0.850 (*0.600*) |" in blocks["gates_noisy"]
     assert "| strict gate | *≥ 1.24 (1 of 2)* |" in blocks["gates_clean"]
     assert "| **hysteresis** (`hysteresis`) | agreement over time |" in blocks["gates_ideas"]
     assert "2 paired seeds. Learning rates on noisy tasks: 0.001, 0.01" in blocks["gates_note"]
-    filled = page.fill((Path(__file__).parents[2] / "docs/gates.md").read_text(), blocks)
+    assert "| noisy, last step | 0.550 | 0.850 | 0.840 | 0.840 | held: -0.010 ± 0.070 |" in blocks["gates_best"]
+    filled = fill_marks(GATES.read_text(), blocks)
     assert all(text in filled for text in blocks.values())
-    assert page.fill(filled, blocks) == filled
-    with pytest.raises(DataError, match="nothing is known for the place 'other'"):
-        page.fill("<!-- begin:other -->\nx\n<!-- end:other -->", blocks)
+    assert fill_marks(filled, blocks) == filled
+
+
+def test_the_page_is_what_the_stored_results_say():
+    results = GATES.parents[1] / "results"
+    saved = load_result(results / "gate_variants.json", KIND)
+    blocks = page.page_blocks(saved, load_result(results / "gate_evidence.json", evidence.KIND))
+    assert fill_marks(GATES.read_text(), blocks) == GATES.read_text()
+
+
+def test_the_turning_point_is_where_the_test_value_is_best(watched):
+    found = watched["result"]["turning"]["digits-40"]
+    found |= {"test accuracy": [[0.1, 0.9, 0.3], [0.2, 0.8, 0.4]], "agreement": [[0.5, 0.1, -0.3], [0.5, 0.3, -0.1]]}
+    (_, rows) = turning_rows({"digits-40": found})
+    step, passes, then, end, drop = rows[0][1:]
+    assert (step, then, end) == ("4 steps", "0.2 ± 0.1", "-0.2 ± 0.1")
+    assert passes == f"{4 / found['pass_steps']:.0f}"
+    assert drop == "test accuracy 0.85 → 0.35"
+
+
+@pytest.mark.parametrize("name", ["teacher_clean", "grokking"])
+def test_what_is_watched_is_the_engines_adamw(name):
+    bench = next(b for b in SMOKE.benches() if b.task.name == name)
+    hyper, metric = ARMS["adamw"].hyper({**bench.shared, "lr": bench.rates[0]}), bench.task.metrics[-1].name
+    stack = Stack(bench.task, [Member(ARMS["adamw"], hyper, seed) for seed in (0, 1)], CPU)
+    curves = stack.train()
+    seen = evidence.watch(bench, bench.task, (0, 1), bench.task.steps, 2)
+    torch.testing.assert_close(torch.tensor(seen[metric])[:, -1].double(), curves.metrics[metric][:, -1])
+
+
+def test_twins_differ_in_their_answers_only(watched):
+    twins = watched["result"]["twins"]
+    assert twins["right"]["steps"] == twins["wrong"]["steps"] == [2, 4, 6]
+    assert twins["right"]["loss"] != twins["wrong"]["loss"]
+    assert "Mean ± standard deviation of 2 paired seeds. Of the 12 comparisons" in twins_note(twins)
+    same = {"right": twins["right"], "wrong": twins["right"]}
+    assert "in the first 8 rows, 0 have" in twins_note(same)
+    with pytest.raises(HyperparameterError, match="no task is called 'elsewhere'"):
+        replace(evidence.SMOKE, turning=(("elsewhere", 3),))
+    with pytest.raises(HyperparameterError, match="at least two"):
+        replace(evidence.SMOKE, seeds=(0,))
+
+
+@pytest.fixture
+def watched():
+    return {"result": evidence.run(evidence.SMOKE)}
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +295,7 @@ def smoke(tmp_path_factory):
     return load_result(gate_variants.run(small).save(path), KIND)
 
 
-def test_the_smoke_study_runs_and_is_shown(smoke):
+def test_the_smoke_study_runs_and_is_shown(smoke, watched):
     found = outcomes(smoke["result"]["studies"])
     assert [outcome.label for outcome in found][-len(IDEAS) :] == [idea.label for idea in IDEAS]
     assert found[0].label == "AdamW"
@@ -258,4 +306,4 @@ def test_the_smoke_study_runs_and_is_shown(smoke):
     trade, tasks = figure.axes
     assert len(trade.texts) == len(found)
     assert len(tasks.texts) == 4 * len(found)
-    assert all(outcome.label in page.page_blocks(smoke)["gates_noisy"] for outcome in found)
+    assert all(outcome.label in page.page_blocks(smoke, watched)["gates_noisy"] for outcome in found)

@@ -23,6 +23,14 @@ def blobs(n: int = 20, test: int = 7, inputs: int = 3, width: int = 6, outputs: 
     return Problem(network, "cross_entropy", x[:n], y[:n], arguments=sizes, test=rest, name="blobs")
 
 
+def line(n: int = 9, test: int = 4) -> Problem:
+    """One output."""
+    x = torch.randn(n + test, 3, generator=torch.Generator().manual_seed(3))
+    y = x.sum(1, keepdim=True)
+    sizes = {"inputs": 3, "width": 6, "outputs": 1}
+    return Problem(network, "squared", x[:n], y[:n], arguments=sizes, test=(x[n:], y[n:]), name="line")
+
+
 class Squares:
     """Jobs without a model: the square of the index, after some time; ``content`` may name indices that fail."""
 

@@ -66,10 +66,14 @@ def test_errors_are_one_line_with_an_exit_code(tmp_path, capfd):
 def test_assemble_prints_where_the_matrices_are(tmp_path, capfd):
     run = train(Problem.build(job_problems.blobs), torch.optim.SGD, 1, path=tmp_path / "run", progress=False)
     Plan(tmp_path / "jobs").train_kernel(run, 0, side=10)
+    Plan(tmp_path / "jobs").train_kernel(run, 0, side=10, precision="float16", name="rounded")
     run_jobs(tmp_path / "jobs")
     assert call("assemble", tmp_path / "jobs") == 0
-    path = assemble_matrix(tmp_path / "jobs", "train kernel at step 0").path
-    assert capfd.readouterr().out == f"train kernel at step 0: {path}\n"
+    exact, rounded = (assemble_matrix(tmp_path / "jobs", f"{name} at step 0") for name in ("train kernel", "rounded"))
+    assert capfd.readouterr().out == (
+        f"train kernel at step 0: {exact.path}\n"
+        f"rounded at step 0: {rounded.path}, |dK_ij| <= {rounded.bound:.2g} sqrt(K_ii K_jj)\n"
+    )
 
 
 def test_a_worker_that_is_told_to_end_gives_its_job_back(tmp_path, capfd):

@@ -22,6 +22,12 @@ def test_two_trials():
     check(run_trials(2, seed=1, examples=40), 2)
 
 
+@pytest.mark.timeout(300)
+def test_tiles_of_rounded_rows():
+    """The bound of the finished kernel is compared with it."""
+    check(run_trials(1, seed=2, examples=40, precision="bfloat16x3"), 1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_trials():

@@ -23,6 +23,7 @@ from poprisk.report.scaling_predictions import (
     optimizer_at_scale,
     whole_kernel,
 )
+from poprisk.report.scaling_reached import precisions_table, reached_table
 from poprisk.report.scaling_tables import Measured
 from poprisk.scaling import (
     OPERATION_MODELS,
@@ -183,3 +184,17 @@ def test_the_benchmark_runs(tmp_path, monkeypatch):
     assert [row["operation"] for row in found["rows"]] == ["adjoint"] + ["rounded_product"] * 2 + ["adamw_step"] * 2
     assert found["missing"] == []
     assert found["finished"]
+
+
+def test_a_bar_that_is_missed_is_said():
+    saved = json.loads((ROOT / "results" / "scale_gpu.json").read_text())
+    rows = reached_table(saved).splitlines()[2:]
+    assert all(row.endswith("| reached |") for row in rows)
+    measured = saved["measurements"]
+    measured["resnet_kernel"]["captured"] |= {"extrapolated_minutes": 12.5, "error": 2e-3}
+    measured["adjoint"]["SGD, ReLU"]["seconds"] = measured["adjoint_cpu"]["SGD, ReLU"]["seconds"] / 19
+    measured["k_fold"]["784-128-64-10, batch 64"]["ratio_to_bare_loop"] = 3.1
+    measured["training_step"]["race"]["PopRiskAdamW"]["throughput_ratio"] = 0.98
+    missed = [i for i, row in enumerate(reached_table(saved).splitlines()[2:]) if row.endswith("| **missed** |")]
+    assert missed == [0, 1, 3, 5, 7]
+    assert "| float16 | 561 |" in precisions_table(saved)

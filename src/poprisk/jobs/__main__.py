@@ -74,13 +74,15 @@ def slurm(
 
 @app.command()
 def assemble(folder: _Folder) -> None:
-    """Put every finished matrix together into a .npy file that numpy can map, and print where they are."""
+    """Put every finished matrix together into a .npy file that numpy maps, and print where they are and error bounds."""
     from poprisk.jobs.assemble import assemble_matrix
     from poprisk.jobs.manifest import Manifest
 
     for group in Manifest.load(folder).groups:
         if group.where.get("layout") in ("tiles", "columns"):
-            typer.echo(f"{group.name}: {assemble_matrix(folder, group.name).path}")
+            matrix = assemble_matrix(folder, group.name)
+            bound = "" if matrix.bound is None else f", |dK_ij| <= {matrix.bound:.2g} sqrt(K_ii K_jj)"
+            typer.echo(f"{group.name}: {matrix.path}{bound}")
 
 
 def _leave(number: int, _: Any) -> NoReturn:

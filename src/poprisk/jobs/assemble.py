@@ -14,9 +14,11 @@ from poprisk.errors import DataError, JobError, MixedNumericsWarning
 from poprisk.influence.resampled import Resampled
 from poprisk.influence.resampling import k_fold_of_weights
 from poprisk.jobs.disk_matrix import DiskMatrix
+from poprisk.jobs.kernel_tiles import precision_of
 from poprisk.jobs.manifest import Group, Manifest
 from poprisk.jobs.results import read_result, result_notes
 from poprisk.jobs.sources import find_run
+from poprisk.store import write_json
 from poprisk.store.files import atomic_file
 
 
@@ -34,7 +36,8 @@ def assemble_matrix(
         device: Where products are made.
 
     Returns:
-        An operator; ``mapped()`` is a tensor over the file, ``path`` a file that numpy reads.
+        An operator; ``mapped()`` is a tensor over the file, ``path`` a file that numpy reads. For a kernel planned in
+        lower precision ``bound`` is the largest bound of its tiles, on :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}`.
 
     Raises:
         JobError: results are missing or damaged, or the group is no matrix.
@@ -44,13 +47,17 @@ def assemble_matrix(
     if group.where.get("layout") not in ("tiles", "columns"):
         raise JobError(f"{name!r} is no matrix: use assemble_resampled")
     path = where / "assembled" / f"{group.digest[:24]}.npy"
-    if not path.exists():
+    bound = _kept_bound(path)
+    if not path.exists() or (bound is None and precision_of(group) is not None):
         _check_complete(group, where)
         with atomic_file(path) as file:
-            _write_matrix(file, group, where)
+            bound = _write_matrix(file, group, where)
+            if bound is not None:  # there before the matrix has its name
+                write_json(path.with_suffix(".json"), {"precision": group.content["precision"], "bound": bound})
         _remove_leftovers(group, where)
     limit = memory_limit or group.where.get("memory_limit") or 2**30
-    return DiskMatrix(path, symmetric=group.where["symmetric"], memory_limit=limit, device=device)
+    options = {"symmetric": group.where["symmetric"], "memory_limit": limit, "device": device}
+    return DiskMatrix(path, **options, bound=bound)
 
 
 def assemble_resampled(folder: str | Path, name: str) -> Resampled:
@@ -102,31 +109,42 @@ def _read(folder: Path, group: Group, key: str) -> dict[str, Tensor]:
         ) from None
 
 
-def _write_matrix(file: BinaryIO, group: Group, folder: Path) -> None:
+def _kept_bound(path: Path) -> float | None:
+    """The largest bound of a matrix that was put together in lower precision."""
+    try:
+        return float(json.loads(path.with_suffix(".json").read_bytes())["bound"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _write_matrix(file: BinaryIO, group: Group, folder: Path) -> float | None:
+    """All numbers into place; the largest of the bounds on their error, where there are any."""
     rows, columns = group.where["shape"]
     dtype = np.dtype(group.where["dtype"])
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (rows, columns)}
     np.lib.format.write_array_header_1_0(file, header)
-    begin = file.tell()
+    begin, bounds = file.tell(), []
     file.truncate(begin + rows * columns * dtype.itemsize)
-    for row, column, block in _blocks(group, folder):
-        for i, numbers in enumerate(block.contiguous().numpy()):
-            file.seek(begin + ((row + i) * columns + column) * dtype.itemsize)
-            file.write(numbers.data)
-
-
-def _blocks(group: Group, folder: Path) -> Iterator[tuple[int, int, Tensor]]:
-    """Every block and the place of its corner; of a symmetric kernel also the transposes, below the diagonal."""
-    scale = group.where.get("outputs", 1)
     for key, indices in zip(group.keys, group.jobs, strict=True):
-        block = _read(folder, group, key)["block"]
-        if group.where["layout"] == "columns":
-            yield 0, indices[0], block
-            continue
-        row, column = indices[0] * scale, indices[2] * scale
-        yield row, column, block
-        if group.where["symmetric"] and row != column:
-            yield column, row, block.T
+        result = _read(folder, group, key)
+        bounds += [result["bound"].item()] if "bound" in result else []
+        for row, column, block in _blocks(group, indices, result["block"]):
+            for i, numbers in enumerate(block.contiguous().numpy()):
+                file.seek(begin + ((row + i) * columns + column) * dtype.itemsize)
+                file.write(numbers.data)
+    return max(bounds, default=None)
+
+
+def _blocks(group: Group, indices: list[int], block: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """A result and the place of its corner; of a symmetric kernel also its transpose, below the diagonal."""
+    if group.where["layout"] == "columns":
+        yield 0, indices[0], block
+        return
+    scale = group.where.get("outputs", 1)
+    row, column = indices[0] * scale, indices[2] * scale
+    yield row, column, block
+    if group.where["symmetric"] and row != column:
+        yield column, row, block.T
 
 
 def _remove_leftovers(group: Group, folder: Path) -> None:

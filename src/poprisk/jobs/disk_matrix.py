@@ -22,6 +22,7 @@ class DiskMatrix(LinearOperator):
         symmetric: Whether it is known to be symmetric.
         memory_limit: Bytes of the matrix that are in memory at a time.
         device: Where products are made; panels are copied there.
+        bound: On :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}`, for a kernel of rows multiplied in lower precision.
 
     Raises:
         DataError: the file is no matrix of float32 or float64.
@@ -41,8 +42,9 @@ class DiskMatrix(LinearOperator):
         symmetric: bool = False,
         memory_limit: int = 2**30,
         device: torch.device | str = "cpu",
+        bound: float | None = None,
     ) -> None:
-        self.path, self.memory_limit = Path(path), memory_limit
+        self.path, self.memory_limit, self.bound = Path(path), memory_limit, bound
         self._symmetric, self._device = symmetric, torch.device(device)
         try:
             mapped = np.load(self.path, mmap_mode="r")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from poprisk.autodiff.blocks import slices
 from poprisk.autodiff.flat import Inputs, take_examples
+from poprisk.errors import HyperparameterError
 from poprisk.jobs.manifest import Group
 from poprisk.jobs.sources import (
     aligned,
@@ -20,7 +21,8 @@ from poprisk.jobs.sources import (
     take_vector,
     where_is,
 )
-from poprisk.kernels import Method
+from poprisk.kernels import Method, Precision
+from poprisk.kernels.precision import check_supported
 from poprisk.kernels.single_tile import Side, TileMaker, plan_single_tiles
 from poprisk.kernels.validation import Diagonal
 from poprisk.runs import Run
@@ -37,7 +39,9 @@ class KernelTiles:
 
     def __init__(self, group: Group, folder: Path, device: torch.device) -> None:
         content, run = group.content, find_run(group, folder, device)
-        dtype = dtype_named(content["dtype"])
+        dtype, precision = dtype_named(content["dtype"]), precision_of(group)
+        if precision is not None and device.type == "cuda":
+            check_supported(precision, device.type, torch.cuda.get_device_capability(device))
         model = run.model(dtype)
         check_first_steps(run, model)
         M = content["preconditioner"]
@@ -47,18 +51,21 @@ class KernelTiles:
         self._columns = examples_of(run, content["columns"], dtype)
         self._symmetric = content["rows"] == content["columns"]
         first = take_examples(self._rows, slice(0, 1))
-        self._maker = TileMaker(model, w, first, Method(content["method"]), content["chunk"], M)
+        self._maker = TileMaker(model, w, first, Method(content["method"]), content["chunk"], M, precision)
         self._sides: dict[tuple[str, int, int], Side] = {}
 
     def compute(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
-        """The block of the examples a … b along the rows and c … d along the columns."""
+        """The block of the examples a … b along the rows and c … d along the columns, and the bound on its error."""
         a, b, c, d = indices
         names = (("rows", a, b), ("rows" if self._symmetric else "columns", c, d))
         self._sides = {name: side for name, side in self._sides.items() if name in names}
         for name in names:
             if name not in self._sides:
                 self._sides[name] = self._maker.side(self._examples(*name))
-        return {"block": self._maker.block(*(self._sides[name] for name in names))}
+        block = self._maker.block(*(self._sides[name] for name in names))
+        if self._maker.bound is None:
+            return {"block": block}
+        return {"block": block, "bound": torch.tensor(self._maker.bound, dtype=torch.float64)}
 
     def _examples(self, which: str, start: int, stop: int) -> Inputs:
         inputs = self._rows if which == "rows" else self._columns
@@ -76,6 +83,7 @@ def kernel_group(
     preconditioner: Diagonal | None,
     method: Method,
     dtype: torch.dtype | None,
+    precision: Precision | None,
     memory_limit: int,
     side: int | None,
     threads: int,
@@ -83,6 +91,8 @@ def kernel_group(
 ) -> Group:
     """The jobs of one kernel; tile sizes follow from the memory limit."""
     digits = dtype_name(dtype, run)
+    if precision is not None:
+        _check_rounded(precision, digits, device)
     exact = dtype_named(digits)
     model = run.model(exact)
     check_first_steps(run, model)
@@ -97,6 +107,7 @@ def kernel_group(
         None if symmetric else right,
         preconditioner=M,
         method=method,
+        precision=precision,
         memory=memory_limit,
         side=side,
         copies=_COPIES,
@@ -112,6 +123,7 @@ def kernel_group(
         "method": plan.method.value,
         "chunk": plan.chunk,
         "preconditioner": keep_vector(folder, M) if isinstance(M, Tensor) else M,
+        **({} if precision is None else {"precision": precision.value}),
     }
     where = {
         "run": where_is(run, folder),
@@ -126,6 +138,26 @@ def kernel_group(
         "tile_bytes": plan.bytes,
     }
     return Group(name, KIND, content, _tiles(counts[0], counts[1], plan.side, symmetric), where)
+
+
+def precision_of(group: Group) -> Precision | None:
+    """Of the products of a kernel's rows; None for full precision, in which plans name none.
+
+    >>> precision_of(Group("K", KIND, {"precision": "float16"}, [])), precision_of(Group("K", KIND, {}, []))
+    (<Precision.FLOAT16: 'float16'>, None)
+    """
+    name = group.content.get("precision")
+    return None if name is None else Precision(name)
+
+
+def _check_rounded(precision: Precision, dtype: str, device: str) -> None:
+    """Refuses what no worker could do, or what would be for nothing."""
+    check_supported(precision, device)
+    if dtype != "float32":
+        raise HyperparameterError(
+            f"precision={precision.value!r} makes tiles of float32 from Jacobians in float32, and the dtype is "
+            f"{dtype}: pass dtype=torch.float32, or leave precision out"
+        )
 
 
 def _tiles(n: int, m: int, side: int, symmetric: bool) -> list[list[int]]:

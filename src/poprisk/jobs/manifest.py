@@ -109,7 +109,8 @@ class Manifest:
         for there in self.groups:
             if there.name == group.name and there.digest != group.digest:
                 raise DataError(
-                    f"{group.name!r} is planned in this directory with other settings: plan into another directory"
+                    f"{group.name!r} is planned in this directory with other settings: give it another name, or plan "
+                    "into another directory"
                 )
         if any(there.name == group.name for there in self.groups):
             return self

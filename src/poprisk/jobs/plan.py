@@ -2,6 +2,7 @@ r"""Which jobs there shall be: kernels at recorded steps, columns of operators, 
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,8 @@ from poprisk.jobs.manifest import MANIFEST, Group, Manifest
 from poprisk.jobs.numerics import check_device
 from poprisk.jobs.operator_columns import Columns, operator_group
 from poprisk.jobs.sources import open_run
-from poprisk.kernels import Method
+from poprisk.kernels import Method, Precision
+from poprisk.kernels.precision import checked_precision
 from poprisk.kernels.validation import Diagonal
 from poprisk.runs import Run
 from poprisk.store import writable_directory
@@ -53,6 +55,7 @@ class Plan:
         preconditioner: Diagonal | None = None,
         method: Method | str = Method.AUTO,
         dtype: torch.dtype | None = None,
+        precision: Precision | str | None = None,
         side: int | None = None,
         name: str = "train kernel",
     ) -> list[str]:
@@ -64,7 +67,11 @@ class Plan:
             preconditioner: The diagonal of M: a number, or a vector like the weights.
             method: The algorithm, or its name.
             dtype: Of the kernel; the run's own by default.
-            side: Examples along a side of a tile, at most; by default 512 outputs.
+            precision: Multiply Jacobian rows in lower precision, see :class:`~poprisk.kernels.Precision`: tiles are
+                float32, each kept with a bound on its error, and the matrix has the largest as ``bound``. By default
+                in full.
+            side: Examples along a side of a tile, at most; by default 512 outputs, and 2048 in lower precision on a
+                GPU.
             name: What to call it; the step is added.
 
         Returns:
@@ -73,9 +80,12 @@ class Plan:
         Raises:
             JobError: other processes could not find the run, or not rebuild its problem.
             DataError: there is no such step; or a kernel of that name has other settings.
-            HyperparameterError: the memory limit is too small for a tile of one example by one.
+            HyperparameterError: the memory limit is too small for a tile of one example by one; or the precision is
+                unknown, or goes with another method or dtype only.
+            DeviceError: the device has no products of that precision.
         """
-        return self._kernels("train", run, steps, preconditioner, method, dtype, side, name)
+        kind = {"method": _method(method), "dtype": dtype, "precision": _precision(precision)}
+        return self._kernels("train", run, steps, name, side=side, preconditioner=preconditioner, **kind)
 
     def cross_kernel(
         self,
@@ -85,6 +95,7 @@ class Plan:
         preconditioner: Diagonal | None = None,
         method: Method | str = Method.AUTO,
         dtype: torch.dtype | None = None,
+        precision: Precision | str | None = None,
         side: int | None = None,
         name: str = "cross kernel",
     ) -> list[str]:
@@ -93,9 +104,12 @@ class Plan:
         Raises:
             JobError: other processes could not find the run, or not rebuild its problem.
             DataError: no test set, or no such step; or a kernel of that name has other settings.
-            HyperparameterError: the memory limit is too small for a tile of one example by one.
+            HyperparameterError: the memory limit is too small for a tile of one example by one; or the precision is
+                unknown, or goes with another method or dtype only.
+            DeviceError: the device has no products of that precision.
         """
-        return self._kernels("test", run, steps, preconditioner, method, dtype, side, name)
+        kind = {"method": _method(method), "dtype": dtype, "precision": _precision(precision)}
+        return self._kernels("test", run, steps, name, side=side, preconditioner=preconditioner, **kind)
 
     def operator_columns(
         self,
@@ -201,11 +215,10 @@ class Plan:
         rows: str,
         run: Run | str | Path,
         steps: int | Sequence[int],
-        preconditioner: Diagonal | None,
-        method: Method | str,
-        dtype: torch.dtype | None,
-        side: int | None,
         name: str,
+        *,
+        side: int | None,
+        **options: Any,
     ) -> list[str]:
         opened = open_run(run)
         if side is not None and side < 1:
@@ -218,11 +231,9 @@ class Plan:
                     f"{name} at step {step}",
                     step=step,
                     rows=rows,
-                    preconditioner=preconditioner,
-                    method=_method(method),
-                    dtype=dtype,
                     memory_limit=self._memory_limit,
                     side=side,
+                    **options,
                     **self._shared,
                 )
             )
@@ -235,6 +246,10 @@ class Plan:
         if wider is not there:
             wider.save(self.folder)
         return group.name
+
+
+def _precision(precision: Precision | str | None) -> Precision | None:
+    return None if precision is None else checked_precision(precision)
 
 
 def _method(method: Method | str) -> Method:

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from poprisk.errors import HyperparameterError
+from poprisk.errors import DeviceError, HyperparameterError
 
 # Products that a tensor core adds up before it rounds; the sum that it keeps is cut off, not rounded, at 24 bits.
 _GROUP = 16
 _CUT = 2.0**-23
 _FLOAT32 = 2.0**-24
+# The first CUDA capability with TF32 and bfloat16 products.
+_AMPERE = (8, 0)
 
 
 class Precision(Enum):
@@ -79,6 +81,32 @@ def checked_precision(precision: Precision | str) -> Precision:
     except ValueError:
         names = [each.value for each in Precision]
         raise HyperparameterError(f"precision must be a Precision or one of {names}, got {precision!r}") from None
+
+
+def check_supported(precision: Precision, device: str, capability: tuple[int, int] | None = None) -> None:
+    """Refuses products that a kind of device does not have.
+
+    Args:
+        precision: Of the products.
+        device: ``"cpu"`` or ``"cuda"``.
+        capability: CUDA's version of the GPU, where it is known.
+
+    Raises:
+        DeviceError: as said; the message names what the device has.
+
+    >>> check_supported(Precision.FLOAT16, "cpu")
+    """
+    if precision is Precision.TF32 and device == "cpu":
+        raise DeviceError(
+            "precision='tf32' needs the tensor cores of a GPU, and the device is 'cpu': 'float32', 'bfloat16x3' and "
+            "'float16' work there, or take device='cuda'"
+        )
+    needs_ampere = precision in (Precision.TF32, Precision.BFLOAT16, Precision.BFLOAT16X3)
+    if needs_ampere and capability is not None and capability < _AMPERE:
+        raise DeviceError(
+            f"precision={precision.value!r} needs a GPU of CUDA capability {'.'.join(map(str, _AMPERE))} or later, "
+            f"here is {'.'.join(map(str, capability))}: take 'float16', or a later GPU"
+        )
 
 
 def error_bound(precision: Precision, length: int, width: int) -> float:

@@ -13,22 +13,18 @@ from torch import Tensor
 from poprisk.autodiff import FlatModel
 from poprisk.autodiff.blocks import slices
 from poprisk.autodiff.flat import Inputs, take_examples
-from poprisk.autodiff.replayed import Replayed
 from poprisk.errors import HyperparameterError
-from poprisk.kernels.features import Factors, Recipe, feature_pieces, make_recipe
+from poprisk.kernels.features import Recipe
 from poprisk.kernels.layers import find_structure
 from poprisk.kernels.method import check_request
-from poprisk.kernels.precision import Precision, checked_precision, error_bound, float32_products
-from poprisk.kernels.rounded import PanelLayout, RoundedRows, contract_rounded, panel_layout
+from poprisk.kernels.precision import Precision, checked_precision
+from poprisk.kernels.rounded import PanelLayout, RoundedRows
+from poprisk.kernels.rounded_features import Pieces, RoundedFeatures, rounded_bytes, rounded_layout, rounded_recipe
 from poprisk.kernels.tiles import Tile, chunk_bytes, features_work, free_memory
 from poprisk.kernels.validation import Diagonal, preconditioner_roots
 
-# Rows of some examples in pieces, and the factors of the other layers.
-Pieces = tuple[list[Tensor], tuple[Factors, ...]]
 # Rows held and columns that go past them, in outputs: with these a product of two panels fills one H200.
 _HELD, _PASSING = 3840, 1024
-# Factors of layers with several positions are multiplied one example at a time, at about half the speed of a product.
-_LOOPS = 2.0
 # Examples of a chunk below which making it smaller costs time.
 _FEW = 128
 
@@ -51,17 +47,26 @@ class RoundedPlan:
 class RoundedJob:
     """A kernel to make: all that its tiles need."""
 
-    model: FlatModel
-    w: Tensor
+    maker: RoundedFeatures
     inputs: Inputs
     others: Inputs | None
     counts: tuple[int, int | None]
-    recipe: Recipe
-    layout: PanelLayout
-    precision: Precision
     plan: RoundedPlan
-    pieces: Callable[..., Pieces]
-    """The features of a chunk, given as the parts of its inputs; overwritten by the next ones."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """How features are made."""
+        return self.maker.recipe
+
+    @property
+    def precision(self) -> Precision:
+        """Of rows and products."""
+        return self.maker.precision
+
+    @property
+    def pieces(self) -> Callable[..., Pieces]:
+        """The features of a chunk, given as the parts of its inputs; overwritten by the next ones."""
+        return self.maker.pieces
 
     @property
     def rows(self) -> int:
@@ -76,7 +81,7 @@ class RoundedJob:
     @property
     def bound(self) -> float:
         """On the error of every entry."""
-        return error_bound(self.precision, self.recipe.row_length, self.layout.width)
+        return self.maker.bound
 
     def tiles(self) -> Iterator[Tile]:
         """One block of rows after the other, past which all columns go."""
@@ -84,12 +89,11 @@ class RoundedJob:
         for first in slices(n, self.plan.held):
             left = self.features(self.inputs, first)
             if m is None:
-                block = contract_rounded(left, left)
-                yield self._tile(first, first, block.triu() + block.triu(1).T)
+                yield self._tile(first, first, self.maker.block(left, left))
             columns, start = (self.inputs, first.stop) if self.others is None else (self.others, 0)
             for begin in range(start, m or n, self.plan.passing):
                 second = slice(begin, min(begin + self.plan.passing, m or n))
-                yield self._tile(first, second, contract_rounded(left, self.features(columns, second)))
+                yield self._tile(first, second, self.maker.block(left, self.features(columns, second)))
             del left
 
     def _tile(self, first: slice, second: slice, block: Tensor) -> Tile:
@@ -98,15 +102,8 @@ class RoundedJob:
         return Tile(places[0], places[1], block, self.bound)
 
     def features(self, inputs: Inputs, part: slice) -> RoundedRows:
-        """Of some examples, a few differentiated at a time."""
-        p = self.recipe.structure.p
-        made = RoundedRows.empty(self.precision, self.layout, (part.stop - part.start) * p, self.w.device)
-        for chunk in slices(part.stop - part.start, self.plan.chunk):
-            examples = take_examples(inputs, slice(part.start + chunk.start, part.start + chunk.stop))
-            with float32_products("ieee"):  # a unit that falls on the other side of its kink is no rounding error
-                pieces, factors = self.pieces(*(examples if isinstance(examples, tuple) else (examples,)))
-            made.fill(chunk.start * p, pieces, factors)
-        return made
+        """Of some examples."""
+        return self.maker.side(take_examples(inputs, part))
 
 
 def prepare_rounded(
@@ -128,28 +125,12 @@ def prepare_rounded(
     n, m = check_request(model, w, inputs, others)
     w = w.detach()
     structure = find_structure(model, w, inputs)
-    recipe = make_recipe(structure, preconditioner_roots(model, w, preconditioner), row_speed=_LOOPS * precision.speed)
-    layout = panel_layout(_piece_sizes(model, recipe))
+    recipe = rounded_recipe(structure, preconditioner_roots(model, w, preconditioner), precision)
     result = 4 * n * (m or n) * structure.p**2 if held_result else 0
     limit = free_memory(w.device) if memory is None else memory
-    plan = plan_rounded(recipe, layout, precision, (n, m), limit - result, w)
-    several = isinstance(inputs, tuple)
-
-    def pieces(*parts: Tensor) -> Pieces:
-        return feature_pieces(model, w, recipe, parts if several else parts[0])
-
-    if w.is_cuda if graphs is None else graphs:
-        whole = lambda parts: parts[0].shape[0] == plan.chunk  # noqa: E731
-        pieces = Replayed(pieces, capture=w.is_cuda, only=whole)
-    return RoundedJob(model, w, inputs, others, (n, m), recipe, layout, precision, plan, pieces)
-
-
-def _piece_sizes(model: FlatModel, recipe: Recipe) -> list[int]:
-    """Columns of the pieces in the order of ``feature_pieces``."""
-    sizes = [model.parameters[name].numel() for name in recipe.structure.plain]
-    for layer in recipe.unfolded:
-        sizes += [layer.inputs * layer.outputs, *([layer.outputs] if layer.bias else [])]
-    return sizes or [0]
+    plan = plan_rounded(recipe, rounded_layout(model, recipe), precision, (n, m), limit - result, w)
+    maker = RoundedFeatures(model, w, recipe, precision, plan.chunk, graphs=graphs)
+    return RoundedJob(maker, inputs, others, (n, m), plan)
 
 
 def plan_rounded(
@@ -161,7 +142,7 @@ def plan_rounded(
         HyperparameterError: not even one example by one fits; the message says what would.
     """
     p, (n, m) = recipe.structure.p, counts
-    feature = p * (layout.columns * precision.itemsize + 4) + w.element_size() * recipe.factor_length
+    feature = rounded_bytes(recipe, layout, precision, w.element_size())
     work = w.element_size() * features_work(recipe)
     wanted = chunk_bytes(w.device) // max(1, work)
     held, passing = min(n, ceil(_HELD / p)), min(m or n, ceil(_PASSING / p))

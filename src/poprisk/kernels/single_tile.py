@@ -2,6 +2,7 @@ r"""Tiles of a kernel that are each made by themselves, so that any process can 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import torch
@@ -15,6 +16,16 @@ from poprisk.errors import HyperparameterError
 from poprisk.kernels.features import Features, Recipe, compute_features, contract, make_recipe
 from poprisk.kernels.layers import Structure, find_structure
 from poprisk.kernels.method import Method, choose_method, costs_of, product_numbers
+from poprisk.kernels.precision import Precision
+from poprisk.kernels.rounded import PanelLayout, RoundedRows
+from poprisk.kernels.rounded_features import (
+    RoundedFeatures,
+    check_rounded_method,
+    mirrored,
+    rounded_bytes,
+    rounded_layout,
+    rounded_recipe,
+)
 from poprisk.kernels.tiles import _peak, chunk_bytes, features_work
 from poprisk.kernels.validation import (
     Diagonal,
@@ -26,6 +37,10 @@ from poprisk.kernels.validation import (
 
 # Rows of a tile when memory is plentiful: enough for fast matrix products, few enough that a lost tile is no loss.
 _TILE_ROWS = 512
+# The same where a GPU multiplies rounded rows: so much faster that making the rows must serve more products.
+_ROUNDED_GPU_ROWS = 2048
+# Bytes of a number of a tile made of rounded rows.
+_SINGLE = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class SingleTilePlan:
 
 
 # What a tile needs of the examples along one of its sides: their features, or the examples where there are none.
-Side = Features | Inputs
+Side = Features | RoundedRows | Inputs
 
 
 class TileMaker:
@@ -58,10 +73,11 @@ class TileMaker:
         method: The algorithm, not ``AUTO``: tiles made by different ones differ in the last bits.
         chunk: Examples differentiated at a time.
         preconditioner: The diagonal of M: a number, or a vector like w.
+        precision: Multiply rows in lower precision: tiles are float32, and ``bound`` holds for their error.
 
     Raises:
         DataError: weights, inputs or preconditioner that do not fit.
-        HyperparameterError: the method is AUTO.
+        HyperparameterError: the method is AUTO, or has no rows that could be rounded.
 
     >>> model = FlatModel(torch.nn.Linear(2, 1), "squared")
     >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
@@ -78,6 +94,7 @@ class TileMaker:
         method: Method,
         chunk: int,
         preconditioner: Diagonal | None = None,
+        precision: Precision | None = None,
     ) -> None:
         check_weights(model, w)
         if method is Method.AUTO:
@@ -87,25 +104,41 @@ class TileMaker:
         self._model, self._w, self._chunk = model, w.detach(), chunk
         self._M = preconditioner_diagonal(model, w, preconditioner)
         self._recipe: Recipe | None = None
+        self._rounded: RoundedFeatures | None = None
         if method is not Method.VECTOR_PRODUCTS:
             structure = find_structure(model, self._w, inputs)
-            self._recipe = _recipe(structure, model, w, method, preconditioner)
+            self._recipe = _recipe(structure, model, w, method, preconditioner, precision)
+        if precision is not None:
+            check_rounded_method(method, precision)
+            assert self._recipe is not None
+            self._rounded = RoundedFeatures(model, self._w, self._recipe, precision, chunk)
+            self._rounded.warm(inputs)
+
+    @property
+    def bound(self) -> float | None:
+        r"""On :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}` of every tile; None in full precision."""
+        return None if self._rounded is None else self._rounded.bound
 
     def side(self, inputs: Inputs) -> Side:
         """What tiles need of some examples."""
         if self._recipe is None:
             return inputs
+        if self._rounded is not None:
+            return self._rounded.side(inputs)
         return compute_features(self._model, self._w, self._recipe, inputs, self._chunk)
 
     def block(self, rows: Side, columns: Side) -> Float[Tensor, "bp cp"]:
         """The tile between two sides; symmetric to the last bit where they are one and the same."""
+        if isinstance(rows, RoundedRows) and isinstance(columns, RoundedRows):
+            assert self._rounded is not None
+            return self._rounded.block(rows, columns)
         if isinstance(rows, Features) and isinstance(columns, Features):
             block = contract(rows, columns)
         else:
-            assert not isinstance(rows, Features)
-            assert not isinstance(columns, Features)
+            assert not isinstance(rows, Features | RoundedRows)
+            assert not isinstance(columns, Features | RoundedRows)
             block = self._products(rows, columns)
-        return block.triu() + block.triu(1).T if rows is columns else block
+        return mirrored(block) if rows is columns else block
 
     def _products(self, rows: Inputs, columns: Inputs) -> Tensor:
         """One column example at a time: its Jacobian, pushed through the row examples."""
@@ -126,6 +159,7 @@ def plan_single_tiles(
     *,
     preconditioner: Diagonal | None = None,
     method: Method = Method.AUTO,
+    precision: Precision | None = None,
     memory: int,
     side: int | None = None,
     copies: int = 0,
@@ -140,14 +174,16 @@ def plan_single_tiles(
         other_inputs: The examples of the columns; None for a symmetric kernel.
         preconditioner: The diagonal of M.
         method: The algorithm; AUTO takes the cheapest that fits.
+        precision: Of rows and their products; None for the weights' own.
         memory: Limit in bytes for the work on a tile.
-        side: Examples along a side, at most; default: 512 outputs.
+        side: Examples along a side, at most; default: 512 outputs, and 2048 of rounded rows on a GPU.
         copies: How many further copies of a tile are held, e.g. while it is written.
         device: Where tiles will be made; default: the CPU.
 
     Raises:
         DataError: weights, inputs or preconditioner that do not fit.
-        HyperparameterError: not even a tile of one example by one fits; the message says what would.
+        HyperparameterError: not even a tile of one example by one fits (the message says what would), or a method
+            without rows that could be rounded.
 
     >>> model = FlatModel(torch.nn.Linear(2, 2), "squared")
     >>> plan_single_tiles(model, model.weights, torch.zeros(900, 2), memory=2**24).side
@@ -156,17 +192,23 @@ def plan_single_tiles(
     check_weights(model, w)
     n, others = count_examples(inputs), None if other_inputs is None else count_examples(other_inputs)
     structure, itemsize = find_structure(model, w, inputs), w.element_size()
-    if method is Method.AUTO:
+    if precision is not None:
+        check_rounded_method(method, precision)
+        method = Method.LAYER_FACTORS
+    elif method is Method.AUTO:
         scales = preconditioner_roots(model, w, preconditioner)
         method = choose_method(costs_of(structure, model, scales, (n, others), itemsize), memory)
-    recipe = None if method is Method.VECTOR_PRODUCTS else _recipe(structure, model, w, method, preconditioner)
-    tried = min(side or max(1, ceil(_TILE_ROWS / structure.p)), max(n, others or 0))
+    work = _Work(structure, model, itemsize, device or torch.device("cpu"), precision)
+    if method is not Method.VECTOR_PRODUCTS:
+        work.recipe = _recipe(structure, model, w, method, preconditioner, precision)
+    tried = min(side or max(1, ceil(work.preferred_rows / structure.p)), max(n, others or 0))
     while True:
-        held = copies * itemsize * (structure.p * tried) ** 2
-        numbers, most = _held_numbers(recipe, structure, model.size, tried, itemsize, device)
-        chunk = _largest_chunk(numbers, min(tried, most), (memory - held) // itemsize)
+        held = copies * work.tile_itemsize * (structure.p * tried) ** 2
+        needed = partial(work.bytes, tried)
+        chunk = _largest_chunk(needed, min(tried, work.most_examples(tried)), memory - held)
         if chunk is not None:
-            return SingleTilePlan(method, structure.p, tried, chunk, held + itemsize * numbers(chunk))
+            tried, chunk = work.even(tried, chunk)
+            return SingleTilePlan(method, structure.p, tried, chunk, held + needed(chunk))
         if tried == 1:
             raise HyperparameterError(
                 f"a memory limit of {memory} bytes is too little for one tile of one example by one: raise it, or take "
@@ -175,27 +217,80 @@ def plan_single_tiles(
         tried = (tried + 1) // 2
 
 
-def _held_numbers(
-    recipe: Recipe | None, structure: Structure, d: int, side: int, itemsize: int, device: torch.device | None
-) -> tuple[Callable[[int], int], int]:
-    """Numbers that the work on a tile of this side holds, by the examples differentiated at a time; and their most."""
-    if recipe is None:
-        return lambda chunk: product_numbers(structure, d, chunk) + 2 * (structure.p * side) ** 2, side
-    most = max(1, chunk_bytes(device) // max(1, itemsize * features_work(recipe)))
-    return lambda chunk: _peak(recipe, 2 * side, side, chunk), most
+@dataclass
+class _Work:
+    """What the work on a tile holds."""
+
+    structure: Structure
+    model: FlatModel
+    itemsize: int
+    device: torch.device
+    precision: Precision | None
+    recipe: Recipe | None = None
+    """None where there are no features."""
+
+    @property
+    def preferred_rows(self) -> int:
+        """Of a tile, in outputs."""
+        return _TILE_ROWS if self.precision is None or self.device.type == "cpu" else _ROUNDED_GPU_ROWS
+
+    @property
+    def tile_itemsize(self) -> int:
+        """Bytes of a number of the tile."""
+        return self.itemsize if self.precision is None else _SINGLE
+
+    def most_examples(self, side: int) -> int:
+        """Beyond which differentiating more at a time is no faster."""
+        if self.recipe is None:
+            return side
+        return max(1, chunk_bytes(self.device) // max(1, self.itemsize * features_work(self.recipe)))
+
+    def even(self, side: int, chunk: int) -> tuple[int, int]:
+        """Where chunks of one size are replayed, a side has no others: it and the chunk become a little smaller."""
+        if self.precision is None or self.device.type == "cpu":
+            return side, chunk
+        chunks = ceil(side / chunk)
+        return side // chunks * chunks, side // chunks
+
+    def bytes(self, side: int, chunk: int) -> int:
+        """With so many examples along a side, and so many differentiated at a time."""
+        outputs = self.structure.p * side
+        if self.recipe is None:
+            return self.itemsize * (product_numbers(self.structure, self.model.size, chunk) + 2 * outputs**2)
+        if self.precision is None:
+            return self.itemsize * _peak(self.recipe, 2 * side, side, chunk)
+        return self._rounded_bytes(self.recipe, self.precision, rounded_layout(self.model, self.recipe), side, chunk)
+
+    def _rounded_bytes(self, recipe: Recipe, precision: Precision, layout: PanelLayout, side: int, chunk: int) -> int:
+        outputs = self.structure.p * side
+        kept = rounded_bytes(recipe, layout, precision, self.itemsize) + self.itemsize * recipe.factor_length
+        working = self.itemsize * _peak(recipe, 0, side, chunk) + _SINGLE * outputs**2
+        if self.device.type == "cpu":  # panels of short numbers are multiplied as float32
+            working += _SINGLE * 2 * outputs * layout.width
+        else:  # a graph keeps its memory
+            working += self.itemsize * chunk * features_work(recipe)
+        return 2 * side * kept + working
 
 
-def _largest_chunk(numbers: Callable[[int], int], most: int, room: int) -> int | None:
+def _largest_chunk(needed: Callable[[int], int], most: int, room: int) -> int | None:
     """By halving from the most there can be; None if not even one example fits."""
     chunk = most
-    while numbers(chunk) > room:
+    while needed(chunk) > room:
         if chunk == 1:
             return None
         chunk = (chunk + 1) // 2
     return chunk
 
 
-def _recipe(structure: Structure, model: FlatModel, w: Tensor, method: Method, M: Diagonal | None) -> Recipe:
+def _recipe(
+    structure: Structure,
+    model: FlatModel,
+    w: Tensor,
+    method: Method,
+    M: Diagonal | None,
+    precision: Precision | None,
+) -> Recipe:
     if method is Method.JACOBIAN_CONTRACTION:
         structure = structure.without_layers(model)
-    return make_recipe(structure, preconditioner_roots(model, w, M))
+    scales = preconditioner_roots(model, w, M)
+    return make_recipe(structure, scales) if precision is None else rounded_recipe(structure, scales, precision)

@@ -14,6 +14,7 @@ from poprisk.kernels.features import Features, compute_features, make_recipe
 from poprisk.kernels.layers import Structure, find_structure
 from poprisk.kernels.method import Method, check_request, choose_method, costs_of, product_numbers
 from poprisk.kernels.precision import Precision
+from poprisk.kernels.rounded_features import check_rounded_method
 from poprisk.kernels.rounded_tiles import prepare_rounded
 from poprisk.kernels.tiles import Tile, free_memory, plan_tiles, rectangular_tiles, symmetric_tiles
 from poprisk.kernels.validation import Diagonal, preconditioner_diagonal, preconditioner_roots
@@ -151,8 +152,7 @@ def kernel_tiles(
     """
     if precision is None:
         return _tiles(model, w, inputs, other_inputs, preconditioner, method, memory, held=False)
-    if _checked_method(method) not in (Method.AUTO, Method.LAYER_FACTORS):
-        raise HyperparameterError(f"precision={precision!r} needs method 'auto' or 'layer factors', got {method!r}")
+    check_rounded_method(_checked_method(method), precision)
     arguments = (model, w, inputs, other_inputs, precision, preconditioner, memory)
     return prepare_rounded(*arguments, held_result=False).tiles()
 

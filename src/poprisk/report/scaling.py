@@ -24,6 +24,7 @@ from poprisk.report.scaling_forecast import (
 )
 from poprisk.report.scaling_methods import NEEDED, calls_table, methods_table, tile_methods_table
 from poprisk.report.scaling_predictions import Predictor
+from poprisk.report.scaling_reached import precisions_table, reached_table
 from poprisk.report.scaling_tables import (
     Measured,
     biases,
@@ -78,6 +79,8 @@ def page_blocks(found: Sequence[Measured], other: Mapping[str, Any] | None = Non
         "scaling_checks": _by_machine(found, lambda each: f"{checks_table(each)}\n\n{misses(each)}"),
         "scaling_exponents": _by_machine(found, exponents_table),
         "scaling_elsewhere": elsewhere_table(predictors[0], other) if other and found[0].is_gpu else "*Not measured.*",
+        "scaling_reached": reached_table(other) if other else "*Not measured.*",
+        "scaling_precisions": precisions_table(other) if other else "*Not measured.*",
         "scaling_storage": storage_table(stored),
         "scaling_machine": wrapped(_machine_words(found[0])),
         "scaling_assumptions": bullets([*assumptions(predictors[0]), f"**Bias**: {biases(found[0])}"]),

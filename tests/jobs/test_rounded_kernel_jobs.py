@@ -1,0 +1,210 @@
+"""Kernels of rounded rows from jobs: the bits of one process, within their bound of float64, mixed with no others."""
+
+import multiprocessing
+from dataclasses import replace
+
+import job_problems
+import pytest
+import torch
+
+from poprisk.errors import DeviceError, HyperparameterError
+from poprisk.jobs import Manifest, Plan, assemble_matrix, run_jobs, work
+from poprisk.jobs.numerics import pinned
+from poprisk.jobs.results import read_result, write_result
+from poprisk.kernels import Method, Precision
+from poprisk.kernels.precision import check_supported, error_bound
+from poprisk.kernels.rounded_features import RoundedFeatures
+from poprisk.kernels.rounded_tiles import prepare_rounded
+from poprisk.kernels.single_tile import TileMaker, plan_single_tiles
+from poprisk.problems import Problem
+from poprisk.runs import train
+
+STEP, SIDE = 2, 6
+ON_A_CPU = [each for each in Precision if each is not Precision.TF32]
+# Python 3.12 warns of any fork beside threads; these forks only compute, and end.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def recorded(path, problem):
+    return train(problem, torch.optim.Adam, 3, batch_size=5, path=path, progress=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """20 training and 7 test examples with two outputs: the side divides neither."""
+    return recorded(tmp_path_factory.mktemp("run") / "two", Problem.build(job_problems.blobs))
+
+
+@pytest.fixture(scope="module")
+def run_of_one_output(tmp_path_factory):
+    return recorded(tmp_path_factory.mktemp("run") / "one", Problem.build(job_problems.line))
+
+
+def planned(folder, run, device="cpu", **options):
+    plan, options = Plan(folder, device=device), {"side": SIDE, **options}
+    return plan.train_kernel(run, STEP, **options) + plan.cross_kernel(run, STEP, **options)
+
+
+def inputs_of(run):
+    return run.problem.test[0], run.problem.batch()[0]
+
+
+def naive_kernel(run):
+    """Of all test and training examples, each Jacobian by one backward pass per output, in float64."""
+    model = run.model(torch.float64)
+    x = torch.cat(inputs_of(run)).double()
+    J = torch.autograd.functional.jacobian(lambda w: model.outputs(w, x).flatten(), run.weights(STEP).double())
+    return J @ J.T
+
+
+def assembled(K, tiles):
+    for tile in tiles:
+        K[tile.rows, tile.columns] = tile.block
+        if K.shape[0] == K.shape[1]:
+            K[tile.columns, tile.rows] = tile.block.T
+    return K
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16x3"])
+def test_workers_give_the_bits_of_one_process(tmp_path, run, precision):
+    """Three that share, one that does all, and the tiles of a stream in this process."""
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    for folder in (alone, shared):
+        names = planned(folder, run, precision=precision)
+    run_jobs(alone)
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=work, args=(shared,), kwargs={"lease": 60.0}) for _ in range(3)]
+    [worker.start() for worker in workers]
+    [worker.join() for worker in workers]
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    test, examples = inputs_of(run)
+    for name, sides in zip(names, ((examples, None), (test, examples)), strict=True):
+        one, two = (assemble_matrix(folder, name) for folder in (alone, shared))
+        assert one.path.read_bytes() == two.path.read_bytes()
+        group = Manifest.load(alone).group(name)
+        with pinned(1):
+            job = prepare_rounded(
+                run.model(), run.weights(STEP), *sides, precision, None, 2**30, held_result=False, graphs=False
+            )
+            same = replace(job.plan, held=SIDE, passing=SIDE)
+            assert job.maker.chunk >= SIDE  # and so each side is one chunk, as it is in the jobs
+            assert group.content["chunk"] == SIDE
+            expected = assembled(torch.empty(one.shape), replace(job, plan=same).tiles())
+        assert torch.equal(one.to_dense(), expected)
+        assert one.bound == two.bound == job.bound
+
+
+@pytest.mark.parametrize("precision", ON_A_CPU)
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_bound_holds_against_the_naive_float64_kernel(tmp_path, request, outputs, precision):
+    run = request.getfixturevalue("run" if outputs == 2 else "run_of_one_output")
+    names = planned(tmp_path, run, side=4, precision=precision)
+    run_jobs(tmp_path)
+    K, places = naive_kernel(run), outputs * len(inputs_of(run)[0])
+    scales = K.diagonal().sqrt()[:, None] * K.diagonal().sqrt()
+    blocks = (slice(places, None), slice(places, None)), (slice(0, places), slice(places, None))
+    for name, at in zip(names, blocks, strict=True):
+        found = assemble_matrix(tmp_path, name)
+        assert found.dtype == torch.float32
+        assert found.bound is not None
+        error = ((found.to_dense().double() - K[at]).abs() / scales[at]).max().item()
+        assert error <= found.bound
+        if precision in (Precision.FLOAT16, Precision.BFLOAT16):
+            assert error > 1e-6  # rows were rounded indeed
+        group = Manifest.load(tmp_path).group(name)
+        bounds = {read_result(tmp_path, key)["bound"].item() for key in group.keys}
+        assert bounds == {found.bound} == {error_bound(precision, run.num_weights, -(-run.num_weights // 16) * 16)}
+    K_SS = assemble_matrix(tmp_path, names[0]).to_dense()
+    assert torch.equal(K_SS, K_SS.T)
+
+
+def test_tiles_of_different_precision_share_no_key(tmp_path, run):
+    plan = Plan(tmp_path)
+    for precision in (None, *ON_A_CPU):
+        plan.train_kernel(run, STEP, side=SIDE, method="layer factors", precision=precision, name=str(precision))
+    groups = Manifest.load(tmp_path).groups
+    keys = [key for group in groups for key in group.keys]
+    assert len(set(keys)) == len(keys)
+    assert "precision" not in groups[0].content  # as manifests were before there were any
+    run_jobs(tmp_path)
+    found = [assemble_matrix(tmp_path, group.name) for group in groups]
+    assert [K.bound is None for K in found] == [True] + [False] * len(ON_A_CPU)
+    assert len({K.path for K in found}) == len(found)
+
+
+def test_the_matrix_has_the_largest_bound_of_its_tiles(tmp_path, run):
+    name, _ = planned(tmp_path, run, precision="float16")
+    run_jobs(tmp_path)
+    key = Manifest.load(tmp_path).group(name).keys[2]
+    other = {**read_result(tmp_path, key), "bound": torch.tensor(0.25, dtype=torch.float64)}
+    write_result(tmp_path, key, other, {})
+    with pytest.warns(UserWarning, match="2 kinds of machine"):
+        K = assemble_matrix(tmp_path, name)
+    assert K.bound == 0.25
+    assert assemble_matrix(tmp_path, name).bound == 0.25  # now from its file
+    K.path.with_suffix(".json").unlink()  # a matrix without its bound is put together again
+    with pytest.warns(UserWarning, match="2 kinds of machine"):
+        assert assemble_matrix(tmp_path, name).bound == 0.25
+
+
+def test_what_cannot_be_is_refused_before_anything_is_planned(tmp_path, run):
+    plan = Plan(tmp_path)
+    for method in ("jacobian contraction", "vector products"):
+        with pytest.raises(HyperparameterError, match=r"'auto' or 'layer factors', got .*: take one of them, or leave"):
+            plan.train_kernel(run, STEP, method=method, precision="float16")
+    with pytest.raises(HyperparameterError, match=r"float64: pass dtype=torch\.float32, or leave precision out"):
+        plan.cross_kernel(run, STEP, dtype=torch.float64, precision="bfloat16x3")
+    with pytest.raises(HyperparameterError, match=r"float64: pass dtype=torch\.float32"):
+        Plan(tmp_path, device="cuda").train_kernel(run, STEP, dtype=torch.float64, precision="tf32")
+    with pytest.raises(DeviceError, match="needs the tensor cores of a GPU, and the device is 'cpu': 'float32', 'bfl"):
+        plan.train_kernel(run, STEP, precision="tf32")
+    with pytest.raises(HyperparameterError, match=r"precision must be a Precision or one of \['float32', 'tf32'"):
+        plan.train_kernel(run, STEP, precision="float8")
+    assert not (tmp_path / "manifest.json").exists()
+    with pytest.raises(DeviceError, match=r"'tf32' needs a GPU of CUDA capability 8\.0 or later, here is 7\.0: take"):
+        check_supported(Precision.TF32, "cuda", (7, 0))
+    check_supported(Precision.TF32, "cuda", (9, 0))
+
+
+def test_plans_for_a_gpu_have_chunks_of_one_size(run):
+    model, x = run.model(), torch.zeros(5000, 3)
+    for memory in (2**24, 2**26, 2**28):
+        options = {"precision": Precision.FLOAT16, "memory": memory, "copies": 4}
+        plan = plan_single_tiles(model, model.weights, x, **options, device=torch.device("cuda"))
+        assert plan.bytes <= memory
+        assert plan.side % plan.chunk == 0
+        assert plan.method is Method.LAYER_FACTORS
+        assert plan_single_tiles(model, model.weights, x, **options).bytes <= memory
+    assert plan.side == 1024  # 2048 outputs
+
+
+def test_chunks_that_are_replayed_are_so_from_the_first_on(run):
+    """On a CPU what is replayed is the function itself on still copies; warm, the first side is like any other."""
+    model, (_, x) = run.model(), inputs_of(run)
+    maker = TileMaker(model, model.weights, x[:1], Method.LAYER_FACTORS, 4, precision=Precision.FLOAT16)
+    assert maker._rounded is not None
+    replayed = RoundedFeatures(model, model.weights, maker._rounded.recipe, Precision.FLOAT16, 4, graphs=True)
+    replayed.warm(x[:1])
+    assert len(replayed.pieces._captured) == 1  # type: ignore[attr-defined]
+    first = replayed.block(replayed.side(x[:10]), replayed.side(x[10:]))
+    again = replayed.block(replayed.side(x[:10]), replayed.side(x[10:]))
+    assert torch.equal(first, again)
+    assert torch.equal(first, maker.block(maker.side(x[:10]), maker.side(x[10:])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", list(Precision))
+def test_on_a_gpu_the_bits_do_not_depend_on_the_worker(tmp_path, run, precision):
+    """Workers that begin elsewhere, and one that finishes what another has begun."""
+    for folder in ("one", "two"):
+        names = planned(tmp_path / folder, run, device="cuda", precision=precision)
+    run_jobs(tmp_path / "one")
+    work(tmp_path / "two", name="begins.elsewhere")
+    K, places = naive_kernel(run), 2 * len(inputs_of(run)[0])
+    scales = K.diagonal().sqrt()[:, None] * K.diagonal().sqrt()
+    blocks = (slice(places, None), slice(places, None)), (slice(0, places), slice(places, None))
+    for name, at in zip(names, blocks, strict=True):
+        one, two = (assemble_matrix(tmp_path / folder, name) for folder in ("one", "two"))
+        assert one.path.read_bytes() == two.path.read_bytes()
+        assert one.bound is not None
+        assert ((one.to_dense().double() - K[at]).abs() / scales[at]).max().item() <= one.bound + 1e-6
