@@ -52,6 +52,8 @@ def look(first: DiskMatrix, last: DiskMatrix) -> None:
     """Nothing here has a whole kernel in memory."""
     size = last.path.stat().st_size
     print(f"kernel: {last.shape[0]} x {last.shape[1]}, {size / 2**20:.1f} MiB in a file that numpy maps")
+    if last.bound is not None:
+        print(f"error of an entry K_ij: at most {last.bound:.1e} sqrt(K_ii K_jj)")
     top = top_eigenpairs(last, 3).values
     print(f"largest eigenvalues at the end: {', '.join(f'{value:.4g}' for value in top)}")
     pairs = zip(first.panels(), last.panels(), strict=True)
@@ -63,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--examples", type=int, default=600)
     parser.add_argument("--workers", type=int, default=2, help="further processes; the first of them is killed")
+    parser.add_argument("--precision", help="multiply in float16 or bfloat16x3, with a bound on the error")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         run_folder, folder = Path(place) / "run", Path(place) / "jobs"
@@ -70,8 +73,9 @@ def main() -> None:
         run = train(problem, torch.optim.Adam, STEPS, batch_size=32, path=run_folder, progress=False)
 
         plan = Plan(folder, threads=1, memory_limit=MEMORY_LIMIT)
-        kernels = plan.train_kernel(run, [0, STEPS], side=50)
-        plan.cross_kernel(run, STEPS, side=50)
+        options = {"side": 50, "precision": arguments.precision}
+        kernels = plan.train_kernel(run, [0, STEPS], **options)
+        plan.cross_kernel(run, STEPS, **options)
         print(f"poprisk jobs planned: {job_status(folder).total}")
 
         workers = start_workers(folder, arguments.workers)

@@ -86,6 +86,75 @@ def test_one_sample_leaves_the_optimizer_to_the_stream(mesh, kind):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_micro_batches_of_one_rank_are_samples_too(mesh, kind):
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        if wrapped and kind == "fsdp":
+            fully_shard(model, mesh=mesh)
+        run = nn.parallel.DistributedDataParallel(model) if wrapped and kind == "ddp" else model
+        with RankVariance(run) if wrapped else MicrobatchVariance(model.parameters()) as source:
+            for k in range(3):
+                run(torch.eye(4) + k).square().mean().backward()
+            found.append([getattr(v, "full_tensor", lambda v=v: v)() for v in source.variances([*model.parameters()])])
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_there_is_one_rank_variance_at_a_time(mesh, kind):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 3)
+    model = fully_shard(model, mesh=mesh) if kind == "fsdp" else nn.parallel.DistributedDataParallel(model)
+    first = RankVariance(model)
+    with pytest.raises(DataError, match="has a RankVariance already, and there can be one at a time"):
+        RankVariance(model)
+    first.close()
+    RankVariance(model).close()
+    with pytest.raises(DataError, match="none of which belongs to its model"):
+        stepped(nn.Parameter(torch.ones(2)), variance=RankVariance(model))
+
+
+def test_a_ddp_model_with_another_hook_is_refused(mesh):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    model.register_comm_hook(None, fp16_compress_hook)
+    with pytest.raises(DataError, match="communication hook of a DDP model, of which there is one"):
+        RankVariance(model)
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_flattened_parameters_have_no_rows():
+    parameter = nn.Parameter(torch.ones(6))
+    parameter._fsdp_flattened = True  # as FSDP1 marks what it flattens, with and without use_orig_params
+    PopRiskAdamW([parameter])
+    for options in ({"granularity": "row"}, {"granularity": "tensor"}, {"normalize_gate": True}):
+        with pytest.raises(HyperparameterError, match=r"got the flattened parts of FullyShardedDataParallel \(FSDP1\)"):
+            PopRiskAdamW([parameter], **options)
+
+
+@pytest.mark.parametrize(("name", "saved", "here", "lost"), [
+    ("gate", "soft", None, ("exp_var", "var_step")), ("alpha", "calibrated", 0.3, ("var_gain",)),
+])  # fmt: skip
+def test_a_state_that_lost_its_variance_is_refused(name, saved, here, lost):
+    """dcp.load reads what the new optimizer has, and no more."""
+    parameter = nn.Parameter(torch.ones(3))
+    state = stepped(parameter, **{"gate": "soft", name: saved}).state_dict()
+    second = PopRiskAdamW([parameter], **{"gate": "soft", name: here})
+    second.load_state_dict(copy.deepcopy(state))
+    second = PopRiskAdamW([parameter], **{"gate": "soft", name: here})
+    for entry in lost:
+        del state["state"][0][entry]
+    with pytest.raises(StateDictError, match=f"saved with {name}='{saved}' and came without its {lost[-1]}"):
+        second.load_state_dict(state)
+
+
 def test_a_state_dict_says_dtypes_in_words():
     parameter = nn.Parameter(torch.ones(3))
     saved = stepped(parameter, state_dtype=torch.bfloat16).state_dict()

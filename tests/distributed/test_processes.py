@@ -124,7 +124,19 @@ def test_a_checkpoint_keeps_counters_and_dtypes(found, where):
 def test_ranks_give_the_variance_of_their_micro_batches(found):
     numbers = {name: value for name, value in found["variances"].items() if not isinstance(value, bool)}
     assert {"ddp, no_sync, clip 0.05", "fsdp, micro-batches", "hsdp, clip 0.05", "trained, fsdp"} <= set(numbers)
+    assert {"hsdp, added up late", "replicas only, added up late", "fsdp, set free", "ddp, source 2"} <= set(numbers)
+    assert {f"{kind}, far below" for kind in ("ddp", "fsdp", "hsdp")} <= set(numbers)
     assert max(numbers.values()) <= EXACT, numbers
+
+
+def test_all_ranks_have_the_same_variances(found):
+    assert found["variances"]["agree"] is True  # bit for bit
+
+
+@pytest.mark.parametrize("how", ["handed out", "sharded"])
+def test_ours_goes_on_from_a_sharded_adamw(found, how):
+    """torch lays the other optimizer's state over that of an empty step, whose s must not count as a gradient."""
+    assert found["from adamw"][how] == (True, 0.01, ["exp_avg", "exp_avg_sq", "step"], True)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

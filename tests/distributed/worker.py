@@ -36,6 +36,7 @@ from poprisk.optim import PopRiskAdamW
 from poprisk.population import MicrobatchVariance, RankVariance
 
 WORLD = 4
+HANDED_OUT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 LR, ALPHA = 0.01, 0.3  # so that under each gate some coordinates move and some do not
 
 
@@ -246,10 +247,34 @@ def from_rank_0(rank: int, mesh: DeviceMesh, full: dict[str, Any]) -> dict[str, 
     model = Many(SAVED)
     fully_shard(model, mesh=mesh)
     optimizer = PopRiskAdamW.paper(groups(model), lr=LR, alpha=ALPHA)
-    handed_out = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    handed_out = HANDED_OUT
     set_model_state_dict(model, full["model"], options=handed_out)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=full["optimizer"], options=handed_out)
     return resumed(model, optimizer, rank, WORLD)
+
+
+def from_adamw(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """AdamW's state, gathered whole in rank 0 and handed out to ours, and shard by shard."""
+    model = Many(("soft-element",))
+    fully_shard(model, mesh=mesh)
+    first = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        first.zero_grad()
+        model(*batch(step, rank, WORLD)).backward()
+        first.step()
+    gathered = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = copy.deepcopy(get_optimizer_state_dict(model, first, options=gathered))
+    found = {}
+    for name in ("handed out", "sharded"):
+        second = PopRiskAdamW.paper(model.parameters(), lr=LR)
+        if name == "handed out":
+            set_optimizer_state_dict(model, second, optim_state_dict=full, options=HANDED_OUT)
+        else:
+            second.load_state_dict(first.state_dict())
+        state = second.state[next(model.parameters())]
+        same = (torch.equal(whole(second.state[p]["exp_avg"]), whole(first.state[p]["exp_avg"])) for p in second.state)
+        found[name] = (second.went_on_from_adamw, second.param_groups[0]["lr"], sorted(state), all(same))
+    return found
 
 
 def in_one_process(folder: Path) -> dict[str, Any]:
@@ -368,7 +393,93 @@ def variances(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
             compare(f"{kind}, accumulated without synchronization", source, model, 6, WORLD)
             gradients = _gradients(model, rank)
         found[f"{kind}, closed"] = difference(_gradients(model, rank), gradients)
-    return found | gated_by_ranks(rank, mesh)
+    return (
+        found | gated_by_ranks(rank, mesh) | unusual(rank, mesh) | {"agree": agreement(rank), **far_below(rank, mesh)}
+    )
+
+
+def unusual(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """Replicas added up late, replicas of whole models, frozen layers set free, float64, a source after a source."""
+    found: dict[str, Any] = {}
+    name = "soft-element"
+
+    def compare(label: str, source: Any, model: nn.Module, step: int, samples: int) -> None:
+        found[label] = difference(_given(source, model), variance_in_one_process(step, samples))
+        model.zero_grad()
+
+    for kind, shape in (("hsdp", (2, 2)), ("replicas only", (WORLD, 1))):
+        model = Many((name,))
+        fully_shard(model, mesh=_mesh(shape))
+        with RankVariance(model) as source:
+            for k in range(2):
+                model.set_requires_all_reduce(k == 1)
+                (model(*batch(3, 2 * rank + k, 2 * WORLD)) / 2).backward()
+            compare(f"{kind}, added up late", source, model, 3, 2 * WORLD)
+            _samples(model, 4, rank, 2)
+            compare(f"{kind}, micro-batches again", source, model, 4, 2 * WORLD)
+    model = Many((name,))
+    model.networks[name].filter.requires_grad_(False)
+    fully_shard(model, mesh=mesh)
+    with RankVariance(model) as source:
+        _samples(model, 3, rank, 1)
+        source.reset()
+        model.zero_grad()
+        model.networks[name].filter.requires_grad_(True)
+        _samples(model, 4, rank, 1)
+        compare("fsdp, set free", source, model, 4, WORLD)
+    model = Many((name,)).double()
+    fully_shard(model, mesh=mesh)
+    with RankVariance(model) as source:
+        model(*(x.double() for x in batch(5, rank, WORLD))).backward()
+        compare("fsdp, float64", source, model, 5, WORLD)
+    ddp = DistributedDataParallel(Many((name,)))
+    for step in (1, 2):
+        with RankVariance(ddp) as source:
+            _samples(ddp, step, rank, 1)
+            compare(f"ddp, source {step}", source, ddp, step, WORLD)
+    return found
+
+
+def agreement(rank: int) -> bool:
+    """Whether all ranks have the same variances, bit by bit: else the replicas of DDP would drift apart."""
+    ddp = DistributedDataParallel(Many(("soft-element",)))
+    given = []
+    with RankVariance(ddp) as source:
+        for quiet in (None, ddp.no_sync):
+            _samples(ddp, 3, rank, 3, quiet=quiet)
+            given += _given(source, ddp)
+            ddp.zero_grad()
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, given)
+    return all(torch.equal(a, b) for other in every for a, b in zip(given, other, strict=True))
+
+
+def far_below(rank: int, mesh: DeviceMesh) -> dict[str, float]:
+    """Noise far below the signal, where squares of the gradients would cancel: each entry, relative to float64."""
+    found = {}
+    for kind, shape in (("ddp", ()), ("fsdp", (WORLD,)), ("hsdp", (2, 2))):
+        plain, model = Many(("soft-element",)), Many(("soft-element",))
+        if shape:
+            fully_shard(model, mesh=_mesh(shape))
+        runs = model if shape else DistributedDataParallel(model)
+        for label, micro, quiet in (("", 1, None), (", micro-batches", 2, None if shape else runs.no_sync)):
+            samples = []
+            for k in range(WORLD * micro):
+                plain.zero_grad()
+                x, y = batch(8, k, WORLD * micro, examples=4096)
+                (plain(x, y - 30) / (WORLD * micro)).backward()
+                samples.append([p.grad.double() for p in plain.parameters()])
+            exact = [torch.stack(xs).var(0) * (WORLD * micro) for xs in zip(*samples, strict=True)]
+            with RankVariance(runs) as source:
+                for k in range(micro):
+                    with quiet() if quiet is not None and k < micro - 1 else contextlib.nullcontext():
+                        x, y = batch(8, rank * micro + k, WORLD * micro, examples=4096)
+                        (runs(x, y - 30) / micro).backward()
+                given = _given(source, model)
+                model.zero_grad()
+            pairs = zip(given, exact, strict=True)
+            found[f"{kind}, far below{label}"] = max(((v - e).abs() / e.mean()).max().item() for v, e in pairs)
+    return found
 
 
 def _gradients(model: nn.Module, rank: int) -> list[Tensor]:
@@ -421,6 +532,7 @@ def main(rank: int, folder: Path) -> None:
         "other meshes": lambda: other_meshes(rank),
         "rounding": lambda: rounding(rank, mesh),
         "checkpoints": lambda: checkpoints(rank, mesh, folder / "checkpoint"),
+        "from adamw": lambda: from_adamw(rank, mesh),
         "variances": lambda: variances(rank, mesh),
         "example": lambda: example(rank, folder),
     }.items():

@@ -13,9 +13,10 @@ def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, object] = {}
-    assert len(rest) == 3
+    assert len(rest) == 4
     for block in rest:
         exec(block, names)
     printed = capsys.readouterr().out
     assert "jobs" in printed
     assert "a learner on 32 of 40 points" in printed
+    assert "bound 9." in printed

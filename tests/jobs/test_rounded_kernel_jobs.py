@@ -31,8 +31,8 @@ def recorded(path, problem):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """20 training and 7 test examples with two outputs: the side divides neither."""
-    return recorded(tmp_path_factory.mktemp("run") / "two", Problem.build(job_problems.blobs))
+    """23 training and 7 test examples with two outputs: the side divides neither."""
+    return recorded(tmp_path_factory.mktemp("run") / "two", Problem.build(job_problems.blobs, n=23))
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,21 @@ def assembled(K, tiles):
     return K
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16x3"])
-def test_workers_give_the_bits_of_one_process(tmp_path, run, precision):
+def streamed(run, inputs, others, precision, chunk):
+    """The kernel of this process alone, its tiles cut as the jobs are."""
+    with pinned(1):
+        arguments = (run.model(), run.weights(STEP), inputs, others, precision, None, None)
+        job = prepare_rounded(*arguments, held_result=False)
+        maker = RoundedFeatures(*arguments[:2], job.recipe, job.precision, chunk)
+        job = replace(job, maker=maker, plan=replace(job.plan, held=SIDE, passing=SIDE))
+        return assembled(torch.empty(job.rows, job.columns), job.tiles()), job.bound
+
+
+def test_workers_give_the_bits_of_one_process(tmp_path, run):
     """Three that share, one that does all, and the tiles of a stream in this process."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     for folder in (alone, shared):
-        names = planned(folder, run, precision=precision)
+        names = planned(folder, run, precision="float16")
     run_jobs(alone)
     fork = multiprocessing.get_context("fork")
     workers = [fork.Process(target=work, args=(shared,), kwargs={"lease": 60.0}) for _ in range(3)]
@@ -81,17 +90,10 @@ def test_workers_give_the_bits_of_one_process(tmp_path, run, precision):
     for name, sides in zip(names, ((examples, None), (test, examples)), strict=True):
         one, two = (assemble_matrix(folder, name) for folder in (alone, shared))
         assert one.path.read_bytes() == two.path.read_bytes()
-        group = Manifest.load(alone).group(name)
-        with pinned(1):
-            job = prepare_rounded(
-                run.model(), run.weights(STEP), *sides, precision, None, 2**30, held_result=False, graphs=False
-            )
-            same = replace(job.plan, held=SIDE, passing=SIDE)
-            assert job.maker.chunk >= SIDE  # and so each side is one chunk, as it is in the jobs
-            assert group.content["chunk"] == SIDE
-            expected = assembled(torch.empty(one.shape), replace(job, plan=same).tiles())
+        chunk = Manifest.load(alone).group(name).content["chunk"]
+        expected, bound = streamed(run, *sides, "float16", chunk)
         assert torch.equal(one.to_dense(), expected)
-        assert one.bound == two.bound == job.bound
+        assert one.bound == two.bound == bound
 
 
 @pytest.mark.parametrize("precision", ON_A_CPU)

@@ -74,7 +74,7 @@ def slurm(
 
 @app.command()
 def assemble(folder: _Folder) -> None:
-    """Put every finished matrix together into a .npy file that numpy maps, and print where they are and error bounds."""
+    """Put every finished matrix together into a .npy file that numpy maps, and print where, with error bounds."""
     from poprisk.jobs.assemble import assemble_matrix
     from poprisk.jobs.manifest import Manifest
 

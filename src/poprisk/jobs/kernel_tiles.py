@@ -23,6 +23,7 @@ from poprisk.jobs.sources import (
 )
 from poprisk.kernels import Method, Precision
 from poprisk.kernels.precision import check_supported
+from poprisk.kernels.rounded_features import whole_slices
 from poprisk.kernels.single_tile import Side, TileMaker, plan_single_tiles
 from poprisk.kernels.validation import Diagonal
 from poprisk.runs import Run
@@ -137,7 +138,9 @@ def kernel_group(
         "memory_limit": memory_limit,
         "tile_bytes": plan.bytes,
     }
-    return Group(name, KIND, content, _tiles(counts[0], counts[1], plan.side, symmetric), where)
+    cut = slices if precision is None else whole_slices
+    sides = [list(cut(count, plan.side)) for count in counts]
+    return Group(name, KIND, content, _tiles(sides[0], None if symmetric else sides[1]), where)
 
 
 def precision_of(group: Group) -> Precision | None:
@@ -160,9 +163,7 @@ def _check_rounded(precision: Precision, dtype: str, device: str) -> None:
         )
 
 
-def _tiles(n: int, m: int, side: int, symmetric: bool) -> list[list[int]]:
+def _tiles(rows: list[slice], columns: list[slice] | None) -> list[list[int]]:
     """Row by row; of a symmetric kernel those on and above the diagonal."""
-    parts = list(slices(n, side))
-    if symmetric:
-        return [[r.start, r.stop, c.start, c.stop] for i, r in enumerate(parts) for c in parts[i:]]
-    return [[r.start, r.stop, c.start, c.stop] for r in parts for c in slices(m, side)]
+    pairs = ((row, column) for i, row in enumerate(rows) for column in (rows[i:] if columns is None else columns))
+    return [[row.start, row.stop, column.start, column.stop] for row, column in pairs]

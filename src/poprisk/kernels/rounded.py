@@ -20,6 +20,8 @@ from poprisk.kernels.precision import Precision, float32_products, whole_sums
 PANEL = 16384
 # Widths are multiples of this, as tensor cores like them.
 _ALIGN = 16
+# Columns of short numbers that a CPU multiplies at a time, as float32.
+STRIP = 1024
 # Pieces narrower than this are put together.
 _NARROW = 4096
 
@@ -171,7 +173,9 @@ def _add_product(K: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == torch.float32:
         K.addmm_(a, b.T)
     elif not a.is_cuda:
-        K.addmm_(a.float(), b.float().T)
+        for part in range(0, a.shape[1], STRIP):
+            columns = slice(part, part + STRIP)
+            K.addmm_(a[:, columns].float(), b[:, columns].float().T)
     elif adds_in_place(a.dtype, a.device):
         torch.ops.aten.addmm.dtype_out(K, a, b.T, torch.float32, out=K)
     else:

@@ -3,14 +3,13 @@ r"""Rounded rows of any examples, made a chunk at a time; a block of a kernel is
 Every kernel in lower precision is made here, whether one process streams its tiles or many make one each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.autodiff import FlatModel
-from poprisk.autodiff.blocks import slices
 from poprisk.autodiff.flat import Inputs, take_examples
 from poprisk.autodiff.replayed import Replayed
 from poprisk.errors import HyperparameterError
@@ -95,7 +94,7 @@ class RoundedFeatures:
         """The rows of some examples, a few differentiated at a time."""
         n, p = count_examples(inputs), self.recipe.structure.p
         made = RoundedRows.empty(self.precision, self.layout, n * p, self._device)
-        for chunk in slices(n, self.chunk):
+        for chunk in whole_slices(n, self.chunk):
             taken = take_examples(inputs, chunk)
             made.fill(chunk.start * p, *self._chunk(taken if isinstance(taken, tuple) else (taken,)))
         return made
@@ -109,6 +108,15 @@ class RoundedFeatures:
         copies = tuple(_still(part) for part in parts)
         with float32_products("ieee"):  # a unit that falls on the other side of its kink is no rounding error
             return self.pieces(*copies)
+
+
+def whole_slices(total: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of one length, but for the last: a graph is replayed for one length only.
+
+    >>> list(whole_slices(5, 4))
+    [slice(0, 4, None), slice(4, 5, None)]
+    """
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _still(x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from math import ceil
 from torch import Tensor
 
 from poprisk.autodiff import FlatModel
-from poprisk.autodiff.blocks import slices
 from poprisk.autodiff.flat import Inputs, take_examples
 from poprisk.errors import HyperparameterError
 from poprisk.kernels.features import Recipe
@@ -19,7 +18,14 @@ from poprisk.kernels.layers import find_structure
 from poprisk.kernels.method import check_request
 from poprisk.kernels.precision import Precision, checked_precision
 from poprisk.kernels.rounded import PanelLayout, RoundedRows
-from poprisk.kernels.rounded_features import Pieces, RoundedFeatures, rounded_bytes, rounded_layout, rounded_recipe
+from poprisk.kernels.rounded_features import (
+    Pieces,
+    RoundedFeatures,
+    rounded_bytes,
+    rounded_layout,
+    rounded_recipe,
+    whole_slices,
+)
 from poprisk.kernels.tiles import Tile, chunk_bytes, features_work, free_memory
 from poprisk.kernels.validation import Diagonal, preconditioner_roots
 
@@ -86,7 +92,7 @@ class RoundedJob:
     def tiles(self) -> Iterator[Tile]:
         """One block of rows after the other, past which all columns go."""
         n, m = self.counts
-        for first in slices(n, self.plan.held):
+        for first in whole_slices(n, self.plan.held):
             left = self.features(self.inputs, first)
             if m is None:
                 yield self._tile(first, first, self.maker.block(left, left))

@@ -17,7 +17,7 @@ from poprisk.kernels.features import Features, Recipe, compute_features, contrac
 from poprisk.kernels.layers import Structure, find_structure
 from poprisk.kernels.method import Method, choose_method, costs_of, product_numbers
 from poprisk.kernels.precision import Precision
-from poprisk.kernels.rounded import PanelLayout, RoundedRows
+from poprisk.kernels.rounded import STRIP, PanelLayout, RoundedRows
 from poprisk.kernels.rounded_features import (
     RoundedFeatures,
     check_rounded_method,
@@ -265,11 +265,10 @@ class _Work:
         outputs = self.structure.p * side
         kept = rounded_bytes(recipe, layout, precision, self.itemsize) + self.itemsize * recipe.factor_length
         working = self.itemsize * _peak(recipe, 0, side, chunk) + _SINGLE * outputs**2
-        if self.device.type == "cpu":  # panels of short numbers are multiplied as float32
-            working += _SINGLE * 2 * outputs * layout.width
-        else:  # a graph keeps its memory
-            working += self.itemsize * chunk * features_work(recipe)
-        return 2 * side * kept + working
+        if self.device.type == "cpu":
+            # Short numbers are multiplied as float32, and the room of a side that is gone may lie where no other fits.
+            return 3 * side * kept + working + _SINGLE * 2 * outputs * min(STRIP, layout.width)
+        return 2 * side * kept + working + self.itemsize * chunk * features_work(recipe)  # a graph keeps its memory
 
 
 def _largest_chunk(needed: Callable[[int], int], most: int, room: int) -> int | None:

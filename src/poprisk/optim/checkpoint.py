@@ -26,8 +26,11 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     """
     check(state_dict, groups)
     saved_groups, ours = state_dict["param_groups"], is_ours(state_dict)
-    if not ours:
+    if ours:
+        _check_complete(state_dict, groups)
+    else:
         _check_adamw(saved_groups, groups)
+        state_dict = {**state_dict, "state": _moments_only(state_dict["state"])}
     new_groups = []
     for saved, group in zip(saved_groups, groups, strict=True):
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -55,9 +58,37 @@ def _check_adamw(saved_groups: Groups, groups: Groups) -> None:
                 )
 
 
+def _check_complete(state_dict: Mapping[str, Any], groups: Groups) -> None:
+    """A distributed checkpoint is read into what the new optimizer has: without a gate, s would be lost silently."""
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        for name, entry, has in (("gate", "var_step", _keeps_variance), ("alpha", "var_gain", _is_calibrated)):
+            states = [state_dict["state"].get(index) or {} for index in saved["params"]]
+            if has(saved) and not has(group) and any("step" in s and entry not in s for s in states):
+                raise StateDictError(
+                    f"the state was saved with {name}={saved[name]!r} and came without its {entry}, because this "
+                    f"optimizer has {name}={group[name]!r}: build it with {name}={saved[name]!r} before it is loaded"
+                )
+
+
+def _keeps_variance(group: Mapping[str, Any]) -> bool:
+    return group["gate"] is not None and group.get("state") != "shared"
+
+
+def _is_calibrated(group: Mapping[str, Any]) -> bool:
+    return group["gate"] is not None and group.get("alpha") == "calibrated"
+
+
+def _moments_only(state: Mapping[Any, Any]) -> dict[Any, dict[str, Any]]:
+    """Without the s of the empty step by which torch makes room before it loads: s begins with the first gradient."""
+    return {index: {name: value for name, value in entry.items() if name in REQUIRED} for index, entry in state.items()}
+
+
 def is_ours(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict was written by this class, and not by torch.optim.AdamW."""
-    return all("gate" in g for g in state_dict["param_groups"])
+    """Whether a state dict was written by this class, and not by torch.optim.AdamW.
+
+    torch's ``set_optimizer_state_dict`` lays a whole AdamW state over ours, so that the groups have both kinds of keys.
+    """
+    return all("gate" in g and "amsgrad" not in g for g in state_dict["param_groups"])
 
 
 def check_form(state_dict: Any) -> None:
