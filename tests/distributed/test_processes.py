@@ -135,8 +135,12 @@ def test_all_ranks_have_the_same_variances(found):
 
 @pytest.mark.parametrize("how", ["handed out", "sharded"])
 def test_ours_goes_on_from_a_sharded_adamw(found, how):
-    """torch lays the other optimizer's state over that of an empty step, whose s must not count as a gradient."""
     assert found["from adamw"][how] == (True, 0.01, ["exp_avg", "exp_avg_sq", "step"], True)
+
+
+def test_a_state_of_two_optimizers_is_refused(found):
+    """torch lays AdamW's lr over ours, and keeps the s of the empty step by which it made room."""
+    assert "load it into a torch.optim.AdamW of the same model" in found["from adamw"]["at once"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -30,7 +30,6 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
         _check_complete(state_dict, groups)
     else:
         _check_adamw(saved_groups, groups)
-        state_dict = {**state_dict, "state": _moments_only(state_dict["state"])}
     new_groups = []
     for saved, group in zip(saved_groups, groups, strict=True):
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -60,6 +59,12 @@ def _check_adamw(saved_groups: Groups, groups: Groups) -> None:
 
 def _check_complete(state_dict: Mapping[str, Any], groups: Groups) -> None:
     """A distributed checkpoint is read into what the new optimizer has: without a gate, s would be lost silently."""
+    if any("amsgrad" in g for g in state_dict["param_groups"]):  # with AdamW's lr, and an s that is no gradient's
+        raise StateDictError(
+            "the state has options of PopRiskAdamW and of torch.optim.AdamW, because set_optimizer_state_dict laid one "
+            "over the other: load it into a torch.optim.AdamW of the same model, and give load_state_dict of this "
+            "optimizer the state_dict() of that"
+        )
     for saved, group in zip(state_dict["param_groups"], groups, strict=True):
         for name, entry, has in (("gate", "var_step", _keeps_variance), ("alpha", "var_gain", _is_calibrated)):
             states = [state_dict["state"].get(index) or {} for index in saved["params"]]
@@ -78,17 +83,9 @@ def _is_calibrated(group: Mapping[str, Any]) -> bool:
     return group["gate"] is not None and group.get("alpha") == "calibrated"
 
 
-def _moments_only(state: Mapping[Any, Any]) -> dict[Any, dict[str, Any]]:
-    """Without the s of the empty step by which torch makes room before it loads: s begins with the first gradient."""
-    return {index: {name: value for name, value in entry.items() if name in REQUIRED} for index, entry in state.items()}
-
-
 def is_ours(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict was written by this class, and not by torch.optim.AdamW.
-
-    torch's ``set_optimizer_state_dict`` lays a whole AdamW state over ours, so that the groups have both kinds of keys.
-    """
-    return all("gate" in g and "amsgrad" not in g for g in state_dict["param_groups"])
+    """Whether a state dict was written by this class, and not by torch.optim.AdamW."""
+    return all("gate" in g for g in state_dict["param_groups"])
 
 
 def check_form(state_dict: Any) -> None:

@@ -40,12 +40,12 @@ class RankVariance:
     from the mean are added up once the mean is there; under FSDP2 every rank's part comes to the rank that owns it.
 
     It costs a second collective of the gradients' size, in float32 (FSDP2: in the dtype of the reduction), and one
-    buffer of that size until the step (DDP with micro-batches: two). A
-    uniform rescaling of ``.grad`` afterwards (clipping, ``GradScaler.unscale_``) rescales the variance by the square of
-    the factor. Every rank must see batches of one size; a parameter that had no part in a sample counts as zero there.
-    Give every rank data of its own: the same batch on two ranks is not two samples.
+    buffer of that size until the step, two with micro-batches or shards. A uniform rescaling of ``.grad`` afterwards
+    (clipping, ``GradScaler.unscale_``) rescales the variance by the square of the factor. Every rank must see batches
+    of one size; a parameter that had no part in a sample counts as zero there. Give every rank data of its own: the
+    same batch on two ranks is not two samples.
 
-    - **DDP**: micro-batches under ``no_sync()`` are R k samples (hooks note their squares as they arrive); without
+    - **DDP**: micro-batches under ``no_sync()`` are R k samples (hooks note how they differ as they arrive); without
       ``no_sync()`` as well. It takes the model's communication hook, of which there is one.
     - **FSDP2** (``fully_shard``; also with replication, HSDP): every reduction brings R samples, so gradient
       accumulation gives R k of them, also with ``set_requires_all_reduce(False)``. With
@@ -207,7 +207,7 @@ class _AllReduce:
     """DDP: a communication hook sends deviations after the gradients; hooks on the parameters note micro-batches."""
 
     def __init__(self, source: RankVariance, model: DistributedDataParallel) -> None:
-        self.source = weakref.ref(source)
+        self.source, self.model = weakref.ref(source), weakref.ref(model)
         self.post = _post_of(model)
         self.post.close()
         self.post.transport = self
@@ -224,8 +224,8 @@ class _AllReduce:
 
     def reset(self) -> None:
         self.local, self.arriving, self.arrived = {}, {}, set()
-        self.passes = self.last_sync = self.this_sync = 0
-        self.ended = True
+        self.quiet: dict[Tensor, int] = {}
+        self.synced = False
 
     def close(self) -> None:
         for handle in self.handles:
@@ -255,30 +255,25 @@ class _AllReduce:
 
     @torch.no_grad()
     def _accumulated(self, p: Tensor) -> None:
-        source = self.source()
-        if source is None or p.grad is None:
+        if self.source() is None or p.grad is None or p.grad.layout != torch.strided:
             return
-        if self.ended:  # the first of a backward pass
-            self.passes, self.ended = self.passes + 1, False
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self.arrived.add(p)
+        if not getattr(self.model(), "require_forward_param_sync", True):  # DDP's note of a forward under no_sync()
+            if self.synced:
+                self.quiet, self.synced = {}, False
+            self.quiet[p] = self.quiet.get(p, 0) + 1
         x, before = self.arriving.pop(p, (None, None))
-        unsent = self.local.setdefault(p, _Unsent(before))
-        unsent.add(p.grad.detach(), x, self.passes)
+        self.local.setdefault(p, _Unsent(before)).add(p.grad.detach(), x)
 
-    def _end(self) -> None:
-        self.ended = True
+    def passes_since_last(self, bucket: dist.GradBucket) -> int:
+        """How many micro-batches a message speaks of: the one now under way, and those under ``no_sync()`` before it.
 
-    def passes_since_last(self, params: list[Tensor]) -> int:
-        """How many micro-batches a message of these parameters speaks of, the one now under way included.
-
-        Parameters without a part in this one are sent before the first of it has arrived.
+        All buckets are sent, in their order, also those of parameters without a part in it.
         """
-        came = any(p in self.local and self.local[p].last == self.passes for p in params)
-        now = self.passes + (1 if self.ended and not came else 0)
-        if now != self.this_sync:
-            self.last_sync, self.this_sync = self.this_sync, now
-        return now - self.last_sync
+        if bucket.index() == 0:
+            self.quiet = {} if self.synced else self.quiet
+            self.synced = True
+        return 1 + max(self.quiet.values(), default=0)
 
 
 class _Post:
@@ -322,12 +317,11 @@ class _Unsent:
     before: Tensor | None = None
     """What was in the gradient already, an average that all ranks have alike; their sum is the rest of it."""
     count: int = 0
-    last: int = 0
     spread: Tensor | None = None
 
-    def add(self, grad: Tensor, x: Tensor | None, now: int) -> None:
+    def add(self, grad: Tensor, x: Tensor | None) -> None:
         """One more, which has been accumulated into ``grad`` (None: it is the first, and the gradient)."""
-        n, self.count, self.last = self.count, self.count + 1, now
+        n, self.count = self.count, self.count + 1
         if x is None or n == 0:
             return
         work = work_dtype(grad.dtype)
@@ -357,7 +351,7 @@ def _average_and_squares(post: _Post, bucket: dist.GradBucket) -> Any:
     def keep(_: Any) -> Tensor:
         averaged.wait()
         with torch.no_grad():
-            message.deliver(source, deviations, ranks)
+            message.deliver(source, deviations)
         return flat
 
     return added.then(keep)
@@ -369,7 +363,7 @@ class _Message:
     @torch.no_grad()
     def __init__(self, transport: _AllReduce, bucket: dist.GradBucket) -> None:
         self.params, self.gradients = bucket.parameters(), bucket.gradients()
-        self.passes = transport.passes_since_last(self.params)
+        self.samples = transport.post.ranks * transport.passes_since_last(bucket)
         self.unsent = [transport.local.pop(p, None) for p in self.params]
         flat = bucket.buffer()
         self.own = flat.to(work_dtype(flat.dtype), copy=True)  # this rank's sums
@@ -387,7 +381,6 @@ class _Message:
     @torch.no_grad()
     def deviations(self, flat: Tensor, ranks: int) -> Tensor:
         """Σ (y - mean)² over this rank's samples, laid out like the bucket, and behind it how many there are."""
-        self.samples = ranks * self.passes
         mean = flat.to(self.own.dtype, copy=True)
         for p, center in zip(self.params, self._parts(mean), strict=True):
             if p in self.shared:
@@ -404,7 +397,7 @@ class _Message:
                 part.add_(unsent.spread, alpha=1 / ranks**2)
         return out
 
-    def deliver(self, source: RankVariance, spread: Tensor, ranks: int) -> None:
+    def deliver(self, source: RankVariance, spread: Tensor) -> None:
         """To each parameter's tally, after the sum over ranks."""
         present = spread[self.own.numel() :].double().unbind()
         for p, g, part, n in zip(self.params, self.gradients, self._parts(spread), present, strict=True):
@@ -592,7 +585,7 @@ class _SamplesToo:
 
 @dataclass
 class _Group:
-    """Samples of some ranks: Σ (y - their mean)², Σ y, and how many they are."""
+    """Samples of some ranks: Σ (y - their mean)², Σ y in float64 (differences of it are small), and their number."""
 
     spread: Tensor
     total: Tensor
@@ -602,15 +595,15 @@ class _Group:
     def of(cls, x: Tensor, divisor: float) -> "_Group":
         """From the rows of x, each a sample times the divisor."""
         y = x.to(work_dtype(x.dtype), copy=True).div_(divisor)
-        total = y.sum(0)
-        return cls(y.sub_(total / len(y)).square_().sum(0), total, len(y))
+        total = y.sum(0, dtype=torch.float64)
+        return cls(y.sub_((total / len(y)).to(y.dtype)).square_().sum(0), total, len(y))
 
     def part(self, where: slice, shape: tuple[int, ...]) -> "_Group":
         return _Group(self.spread[where].view(shape), self.total[where].view(shape), self.count)
 
     def merged(self, other: "_Group") -> "_Group":
         """Both together."""
-        apart = self.total / self.count - other.total / other.count
+        apart = (self.total / self.count - other.total / other.count).to(self.spread.dtype)
         weight = self.count * other.count / (self.count + other.count)
         spread = (self.spread + other.spread).addcmul_(apart, apart, value=weight)
         return _Group(spread, self.total + other.total, self.count + other.count)
@@ -671,7 +664,7 @@ def _over_replicas(p: Any, tally: _Tally, spread: Tensor, G: Tensor) -> Tensor:
         return spread
     assert tally.total is not None
     count = tally.samples // prod(p.device_mesh.size(i) for i in axes)
-    off = tally.total.to(spread.device) / count - G / tally.samples
+    off = (tally.total.to(spread.device) / count - G.double() / tally.samples).to(spread.dtype)
     there = torch.addcmul(spread, off, off, value=count).to(p.device_mesh.device_type)
     for axis in axes:
         dist.all_reduce(there, group=p.device_mesh.get_group(axis))

@@ -13,7 +13,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 except ImportError:
-    raise MissingExtraError("matplotlib", "report", "the demo's figure") from None
+    raise MissingExtraError("matplotlib", "report,data", "the demo") from None
 
 # Okabe and Ito's colours, told apart with any colour vision.
 _COLOURS = ("#D55E00", "#E69F00", "#0072B2")

@@ -89,17 +89,17 @@ def sharded_messages(weights: float, ranks: int, *, weight_bytes: int = 2, gradi
 
 
 def rank_variance(weights: float, ranks: int, *, sharded: bool = True) -> OperationCost:
-    r"""The second collective of :class:`~poprisk.population.RankVariance`: squared gradients, in float32.
+    r"""The second collective of :class:`~poprisk.population.RankVariance`, of the gradients' size, in float32.
 
-    .. math:: \text{sent by a rank} = 4 d\, \frac{R - 1}{R} \text{ (FSDP2, a reduce-scatter)}, \quad
-              8 d\, \frac{R - 1}{R} \text{ (DDP, an all-reduce)}
+    .. math:: \text{sent by a rank} = 4 d\, \frac{R - 1}{R} \text{ (FSDP2: an all-to-all of gradients)}, \quad
+              8 d\, \frac{R - 1}{R} \text{ (DDP: an all-reduce of squared deviations)}
 
-    Beside it each rank squares its gradient: it is read, its squares are written and read again. The sum is kept until
-    the step: the shard (FSDP2) or the whole (DDP).
+    Beside it each rank squares deviations: gradients are read, squares written and read again. Kept until the step are
+    a float32 for every weight (DDP), or the spread and a float64 sum for every weight of the shard (FSDP2).
 
     >>> rank_variance(8.0, 2).bytes_sent, rank_variance(8.0, 2, sharded=False).bytes_sent
     (16.0, 32.0)
     """
     sent = (1 if sharded else 2) * 4 * weights * (ranks - 1) / ranks
-    held = 4 * weights / (ranks if sharded else 1)
+    held = 12 * weights / ranks if sharded else 4 * weights
     return OperationCost(bytes_moved=12 * weights, bytes_held=held, bytes_sent=sent, launches=1)
