@@ -128,7 +128,6 @@ def test_accumulated_batches_are_one_step():
     assert max(replay(run, tolerate=True).deviations.values()) < 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # where another test of this process imported JAX
 @pytest.mark.parametrize("workers", [0, 2])
 def test_any_sampler_and_workers(workers):
     weights = torch.ones(42)
