@@ -8,6 +8,26 @@ from poprisk.experiments.gate_variants.evidence import SEEN
 from poprisk.experiments.statistics import mean_over_seeds, paired_difference
 
 Rows = tuple[list[str], list[list[str]]]
+_WORDS = {
+    "digits-40": "digits, 40% wrong",
+    "fashion-40": "Fashion, 40% wrong",
+    "teacher_40": "teacher, 40% wrong",
+    "lorenz_noise0.4": "Lorenz, noisy sensor",
+    "inr_astronaut": "noisy photograph",
+    "digits-0": "clean digits",
+    "teacher_clean": "clean teacher",
+    "char_clean": "language model",
+    "pinn_clean": "clean PINN",
+}
+
+
+def task_words(name: str) -> str:
+    """A task of the study in words.
+
+    >>> task_words("inr_astronaut"), task_words("digits-20")
+    ('noisy photograph', 'digits 20')
+    """
+    return _WORDS.get(name, name.replace("_", " ").replace("-", " "))
 
 
 def turning_rows(turning: Mapping[str, Any]) -> Rows:
@@ -20,7 +40,7 @@ def turning_rows(turning: Mapping[str, Any]) -> Rows:
         The head of a table and its rows.
     """
     head = ["AdamW on", "best after", "passes", "agreement then", "agreement at the end", "best → end"]
-    return head, [[name.replace("_", " ").replace("-", " "), *_turn(found)] for name, found in turning.items()]
+    return head, [[task_words(name), *_turn(found)] for name, found in turning.items()]
 
 
 def _turn(found: Mapping[str, Any]) -> list[str]:

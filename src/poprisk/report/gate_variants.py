@@ -9,6 +9,7 @@ from poprisk.experiments.gate_variants.arms import ACTION, APART, IDEAS, POOLING
 from poprisk.experiments.gate_variants.plan import KNOWN
 from poprisk.experiments.gate_variants.verdict import ALLOWED_SLOWDOWN, Clean, Noisy, Outcome, outcomes
 from poprisk.report.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
+from poprisk.report.gate_evidence import task_words
 
 try:
     import matplotlib
@@ -93,7 +94,7 @@ def _draw_tasks(axes: Axes, found: Sequence[Outcome]) -> None:
     axes.set_xlim(0, len(noisy) + len(clean) + 0.25)
     axes.set_ylim(len(found), 0)
     places = [*(i + 0.48 for i in range(len(noisy))), *(len(noisy) + i + 0.73 for i in range(len(clean)))]
-    axes.set_xticks(places, [name.replace("_", "\n").replace("-", "\n") for name in (*noisy, *clean)], fontsize=8)
+    axes.set_xticks(places, ["\n".join(task_words(name).split(maxsplit=1)) for name in (*noisy, *clean)], fontsize=8)
     labels = [f"{outcome.label}  {number}" for number, outcome in enumerate(found, start=1)]
     axes.set_yticks([row + 0.48 for row in range(len(found))], labels, fontsize=8.5)
     for label, outcome in zip(axes.get_yticklabels(), found, strict=True):

@@ -30,7 +30,7 @@ from poprisk.experiments.gate_variants.verdict import (
     row_of,
     task_names,
 )
-from poprisk.report.gate_evidence import turning_rows, twins_note, twins_rows
+from poprisk.report.gate_evidence import task_words, turning_rows, twins_note, twins_rows
 from poprisk.report.marked_page import fill_marks
 from poprisk.store import load_result
 from poprisk.store.files import write_text
@@ -110,7 +110,9 @@ def verdict_sentence(found: Sequence[Outcome]) -> str:
         )
         return f"Yes ({counts}): {names} end as the strict gate under noise and are as quick as AdamW without.{same}"
     sides = {side: sum(lost_side(outcome) == side for outcome in tried) for side in ("noise", "speed", "both")}
-    lost = [f"{_task(name)} (noise)" for name in best.lost_noisy] + [f"{_task(n)} (speed)" for n in best.lost_clean]
+    lost = [f"{task_words(name)} (noise)" for name in best.lost_noisy] + [
+        f"{task_words(n)} (speed)" for n in best.lost_clean
+    ]
     return (
         f"No variant meets both bars ({counts}): {sides['noise']} lose on noise alone, {sides['speed']} on speed "
         f"alone, {sides['both']} on both. The best trade-off is '{best.label}': score {_score(best)}, slowdown "
@@ -158,7 +160,7 @@ def ideas_table(found: Sequence[Outcome]) -> str:
         outcome = by_label.get(idea.label)
         if outcome is None:
             continue
-        lost = ", ".join(map(_task, (*outcome.lost_noisy, *outcome.lost_clean))) or "none"
+        lost = ", ".join(map(task_words, (*outcome.lost_noisy, *outcome.lost_clean))) or "none"
         words = [f"**{idea.label}** (`{idea.arm}`)", idea.root, idea.expected]
         rows.append([*words, _score(outcome), slowdown_words(outcome), lost_side(outcome), lost])
     return _markdown(head, rows, left=3)
@@ -168,7 +170,7 @@ def noisy_table(stored: Mapping[str, Any], found: Sequence[Outcome]) -> str:
     """The last step on each noisy task at the best rate and, in brackets, at AdamW's own."""
     names = task_names(stored)[0]
     specs = {name: reading.primary(stored[name])["spec"] for name in names}
-    head = ["last step", *(f"{_task(name)} ({_direction(stored[name])})" for name in names)]
+    head = ["last step", *(f"{task_words(name)} ({_direction(stored[name])})" for name in names)]
     rows = [
         [outcome.label, *(_noisy_cell(outcome.noisy[n], outcome.unchanged[n], specs[n]) for n in names)]
         for outcome in found
@@ -180,7 +182,7 @@ def clean_table(stored: Mapping[str, Any], found: Sequence[Outcome]) -> str:
     """The slowdown on each clean task."""
     names = task_names(stored)[1]
     rows = [[outcome.label, *(_clean_cell(outcome.clean[name]) for name in names)] for outcome in found]
-    return _markdown(["slowdown", *map(_task, names)], rows)
+    return _markdown(["slowdown", *map(task_words, names)], rows)
 
 
 def time_table() -> str:
@@ -204,11 +206,11 @@ def best_table(stored: Mapping[str, Any], best: Outcome) -> str:
         values = [*rivals, best.noisy[name].value, best.unchanged[name].value]
         lead, error = best.noisy[name].lead, best.noisy[name].error
         verdict = f"{'held' if best.noisy[name].holds else '**lost**'}: {lead:+{spec}} ± {error:{spec}}"
-        rows.append([f"{_task(name)}, last step", *(f"{value:{spec}}" for value in values), verdict])
+        rows.append([f"{task_words(name)}, last step", *(f"{value:{spec}}" for value in values), verdict])
     for name, clean in best.clean.items():
         strict = judge_clean(stored, name, STRICT)
         verdict = "held" if clean.holds else "**lost**"
-        rows.append([f"{_task(name)}, slowdown", "1", _bound(strict), "", _bound(clean), verdict])
+        rows.append([f"{task_words(name)}, slowdown", "1", _bound(strict), "", _bound(clean), verdict])
     return _markdown(head, rows)
 
 
@@ -249,7 +251,7 @@ def _sizes(stored: Mapping[str, Any]) -> str:
     seeds = sorted({len(row["seeds"]) for study in stored.values() for row in study["rows"]})
     noisy, clean = task_names(stored)
     tried = rates_of(stored, noisy[0], ADAMW)
-    own = ", ".join(f"{_task(name)} {rates_of(stored, name, ADAMW)[0]:g}" for name in clean)
+    own = ", ".join(f"{task_words(name)} {rates_of(stored, name, ADAMW)[0]:g}" for name in clean)
     strict = row_of(stored, noisy[0], STRICT, tried[0])["hyper"]
     shared = ", ".join(f"{rate:g}" for rate in tried)
     return (
@@ -266,15 +268,6 @@ def _bound(found: Clean) -> str:
 def _direction(study: Mapping[str, Any]) -> str:
     metric = reading.primary(study)
     return f"{metric['name']}, {'more' if metric['higher_is_better'] else 'less'} is better"
-
-
-def _task(name: str) -> str:
-    """A task's name in words.
-
-    >>> _task("lorenz_noise0.4"), _task("digits-40")
-    ('lorenz noise0.4', 'digits 40')
-    """
-    return name.replace("_", " ").replace("-", " ")
 
 
 def _score(outcome: Outcome) -> str:
