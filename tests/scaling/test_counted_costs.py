@@ -14,7 +14,7 @@ from poprisk.autodiff.blocks import plan_blocks
 from poprisk.kernels import rounded
 from poprisk.kernels.features import PASS_FLOPS, make_recipe
 from poprisk.kernels.layers import find_structure
-from poprisk.population import RankVariance, ranks
+from poprisk.population import RankVariance
 from poprisk.problems import Problem
 from poprisk.runs import train
 from poprisk.scaling import (
@@ -102,16 +102,16 @@ def test_an_optimizer_step_passes_over_weights_and_states_once():
 def test_rank_variance_sends_squares_once(monkeypatch):
     """Beside DDP's own average of the gradients goes one message of their size; a ring sends each number twice."""
     sent = []
-    send = ranks.dist.all_reduce
-    monkeypatch.setattr(ranks.dist, "all_reduce", lambda x, **k: sent.append(x.nbytes) or send(x, **k))
-    ranks.dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    send = torch.distributed.all_reduce
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, **k: sent.append(x.nbytes) or send(x, **k))
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         module = torch.nn.Linear(5, 3)
         model = DistributedDataParallel(module)
         with RankVariance(model):
             model(torch.ones(2, 5)).sum().backward()
     finally:
-        ranks.dist.destroy_process_group()
+        torch.distributed.destroy_process_group()
     squares = sent[1] - 4 * 2  # and one number for each of two tensors: how many samples it had a part in
     weights = sum(p.numel() for p in module.parameters())
     assert rank_variance(weights, 2, sharded=False).bytes_sent == 2 * squares * (2 - 1) / 2
