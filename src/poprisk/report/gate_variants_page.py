@@ -32,6 +32,7 @@ from poprisk.experiments.gate_variants.verdict import (
 )
 from poprisk.report.gate_evidence import task_words, turning_rows, twins_note, twins_rows
 from poprisk.report.marked_page import fill_marks
+from poprisk.report.wording import table
 from poprisk.store import load_result
 from poprisk.store.files import write_text
 
@@ -41,16 +42,16 @@ Saved = Mapping[str, Any]
 def gate_variants_lines(saved: Saved) -> Iterator[RenderableType]:
     """Every rule with what it lost, and the verdict, for a terminal."""
     found = outcomes(studies_of(saved))
-    table = Table(title="Noise-proof and quick?", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    shown = Table(title="Noise-proof and quick?", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for i, column in enumerate(("", "score", "slowdown", "noisy tasks lost", "at AdamW's lr", "clean tasks lost")):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        shown.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for outcome in found:
         counts = (outcome.lost_noisy, outcome.lost_unchanged, outcome.lost_clean)
         sizes = (len(outcome.noisy), len(outcome.noisy), len(outcome.clean))
         cells = [f"{len(lost)} of {size}" for lost, size in zip(counts, sizes, strict=True)]
         style = "bold" if outcome.meets_both else ""
-        table.add_row(outcome.label, _score(outcome), slowdown_words(outcome), *cells, style=style)
-    yield table
+        shown.add_row(outcome.label, _score(outcome), slowdown_words(outcome), *cells, style=style)
+    yield shown
     yield Text(reading_note())
     yield Text(verdict_sentence(found), style="bold")
 
@@ -146,8 +147,8 @@ def page_blocks(saved: Saved, evidence: Saved) -> dict[str, str]:
         "gates_note": f"{reading_note()} {_sizes(stored)}",
         "gates_time": time_table(),
         "gates_best": best_table(stored, best_trade_off(found)),
-        "gates_turning": _markdown(*turning_rows(watched["turning"])),
-        "gates_twins": f"{_markdown(*twins_rows(watched['twins']))}\n\n{twins_note(watched['twins'])}",
+        "gates_turning": table(*turning_rows(watched["turning"])),
+        "gates_twins": f"{table(*twins_rows(watched['twins']))}\n\n{twins_note(watched['twins'])}",
     }
 
 
@@ -163,7 +164,7 @@ def ideas_table(found: Sequence[Outcome]) -> str:
         lost = ", ".join(map(task_words, (*outcome.lost_noisy, *outcome.lost_clean))) or "none"
         words = [f"**{idea.label}** (`{idea.arm}`)", idea.root, idea.expected]
         rows.append([*words, _score(outcome), slowdown_words(outcome), lost_side(outcome), lost])
-    return _markdown(head, rows, left=3)
+    return table(head, rows, words=3)
 
 
 def noisy_table(stored: Mapping[str, Any], found: Sequence[Outcome]) -> str:
@@ -175,14 +176,14 @@ def noisy_table(stored: Mapping[str, Any], found: Sequence[Outcome]) -> str:
         [outcome.label, *(_noisy_cell(outcome.noisy[n], outcome.unchanged[n], specs[n]) for n in names)]
         for outcome in found
     ]
-    return _markdown(head, rows)
+    return table(head, rows)
 
 
 def clean_table(stored: Mapping[str, Any], found: Sequence[Outcome]) -> str:
     """The slowdown on each clean task."""
     names = task_names(stored)[1]
     rows = [[outcome.label, *(_clean_cell(outcome.clean[name]) for name in names)] for outcome in found]
-    return _markdown(["slowdown", *map(task_words, names)], rows)
+    return table(["slowdown", *map(task_words, names)], rows)
 
 
 def time_table() -> str:
@@ -193,7 +194,7 @@ def time_table() -> str:
         [f"{ratio:g}", *(f"{max(1, math.ceil(detection_steps(ratio, 1e-3, k))):,}" for k in together)]
         for ratio in (1.0, 0.3, 0.1, 0.03, 0.01)
     ]
-    return _markdown(head, rows)
+    return table(head, rows)
 
 
 def best_table(stored: Mapping[str, Any], best: Outcome) -> str:
@@ -211,7 +212,7 @@ def best_table(stored: Mapping[str, Any], best: Outcome) -> str:
         strict = judge_clean(stored, name, STRICT)
         verdict = "held" if clean.holds else "**lost**"
         rows.append([f"{task_words(name)}, slowdown", "1", _bound(strict), "", _bound(clean), verdict])
-    return _markdown(head, rows)
+    return table(head, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -280,11 +281,6 @@ def _number(value: float) -> float:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    rule = ["---"] * left + ["--:"] * (len(head) - left)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rows))
 
 
 if __name__ == "__main__":

@@ -22,15 +22,20 @@ def bullets(texts: Iterable[str]) -> str:
     return "\n".join(wrapped(f"- {text}", indent="  ") for text in texts)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, its first column words and the others numbers.
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A Markdown table, its first columns words and the others numbers.
+
+    Args:
+        head: Names of the columns.
+        rows: The cells.
+        words: How many columns are words.
 
     >>> print(table(["", "a"], [["x", "1"]]))
     |  | a |
     | --- | --: |
     | x | 1 |
     """
-    lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
+    lines = [head, ["---"] * words + ["--:"] * (len(head) - words), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
