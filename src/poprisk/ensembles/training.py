@@ -65,6 +65,16 @@ def learning_rate_groups(network: StackedMLP, learning_rates: Sequence[float]) -
     return [{"params": leaves, "lr": lr} for leaves, lr in zip(groups, learning_rates, strict=True)]
 
 
+def evaluation_steps(steps: int, evaluations: int) -> list[int]:
+    """Evenly spaced steps to look at, the last one among them; every step if there are fewer than looks.
+
+    >>> evaluation_steps(10, 4)
+    [2, 5, 8, 10]
+    """
+    looks = min(evaluations, steps)
+    return [round(steps * (i + 1) / looks) for i in range(looks)]
+
+
 def epoch_batches(
     num_examples: int, batch_size: int, seeds: Sequence[int], device: torch.device | None = None
 ) -> Iterator[Int[Tensor, "seeds batch"]]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from poprisk.ensembles import MLPShape, StackedMLP, StackedTraining, epoch_batches, learning_rate_groups
+from poprisk.ensembles.training import evaluation_steps
 from poprisk.errors import BackendWarning, ClosedGateWarning, DataError, HyperparameterError
-from poprisk.experiments.comparison.stack import evaluation_steps
 from poprisk.experiments.demo_summary import Summary, summarize
 from poprisk.experiments.seeds import stream
 from poprisk.optim import PopRiskAdamW

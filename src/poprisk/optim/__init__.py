@@ -10,7 +10,6 @@ from poprisk.optim.learning_rate import suggest_lr as suggest_lr
 
 if TYPE_CHECKING:
     from poprisk.optim.projector import PopulationProjectorDescent as PopulationProjectorDescent
-    from poprisk.optim.variant import VariantAdamW as VariantAdamW
 
 
 def __getattr__(name: str) -> Any:
@@ -18,8 +17,4 @@ def __getattr__(name: str) -> Any:
         from poprisk.optim.projector import PopulationProjectorDescent
 
         return PopulationProjectorDescent
-    if name == "VariantAdamW":  # for trials
-        from poprisk.optim.variant import VariantAdamW
-
-        return VariantAdamW
     raise AttributeError(f"module 'poprisk.optim' has no attribute {name!r}")

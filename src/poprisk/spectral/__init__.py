@@ -10,12 +10,10 @@ from poprisk.spectral.directions import signal_directions as signal_directions
 from poprisk.spectral.directions import signal_directions_of as signal_directions_of
 from poprisk.spectral.double_descent import DoubleDescentStudy as DoubleDescentStudy
 from poprisk.spectral.double_descent import PeakTrial as PeakTrial
-from poprisk.spectral.double_descent import RandomFeatureTask as RandomFeatureTask
 from poprisk.spectral.double_descent import SimulatedRisks as SimulatedRisks
 from poprisk.spectral.double_descent import WidthSweep as WidthSweep
 from poprisk.spectral.double_descent import double_descent_study as double_descent_study
 from poprisk.spectral.double_descent import double_descent_trial as double_descent_trial
-from poprisk.spectral.double_descent import random_feature_task as random_feature_task
 from poprisk.spectral.double_descent import simulate_predictive_ranks as simulate_predictive_ranks
 from poprisk.spectral.double_descent import width_sweep as width_sweep
 from poprisk.spectral.effective_rank import effective_rank as effective_rank
@@ -60,6 +58,8 @@ from poprisk.spectral.metrics import lifted_over_outputs as lifted_over_outputs
 from poprisk.spectral.metrics import metric_of as metric_of
 from poprisk.spectral.predictive_rank import PredictiveRankPath as PredictiveRankPath
 from poprisk.spectral.predictive_rank import predictive_rank_path as predictive_rank_path
+from poprisk.spectral.random_features import RandomFeatureTask as RandomFeatureTask
+from poprisk.spectral.random_features import random_feature_task as random_feature_task
 from poprisk.spectral.ridge import OptimalRidge as OptimalRidge
 from poprisk.spectral.ridge import RidgePath as RidgePath
 from poprisk.spectral.ridge import optimal_ridge as optimal_ridge

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.ensembles.parameter_layout import ParameterLayout
-from poprisk.ensembles.training import epoch_batches
+from poprisk.ensembles.training import epoch_batches, evaluation_steps
 from poprisk.errors import HyperparameterError
 from poprisk.experiments.comparison.arms import USUAL, Arm, require_arm
 from poprisk.experiments.comparison.task import Task
@@ -42,16 +42,6 @@ class Curves:
     gate: Float[Tensor, "members evaluations"]
     weights: Float[Tensor, "members d"]
     layout: ParameterLayout
-
-
-def evaluation_steps(steps: int, evaluations: int) -> list[int]:
-    """Evenly spaced steps to look at, the last one among them; every step if there are fewer than looks.
-
-    >>> evaluation_steps(10, 4)
-    [2, 5, 8, 10]
-    """
-    looks = min(evaluations, steps)
-    return [round(steps * (i + 1) / looks) for i in range(looks)]
 
 
 class Stack:
