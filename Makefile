@@ -28,7 +28,7 @@ demo: $(VENV)/.user
 # One process per core, each with one thread: the tests are many and small. A file, or a folder whose files share what is
 # slow to make (tests/conftest.py), is one process's. What imports trainers goes apart, so that the rest need not.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-TRAINERS := tests/integrations tests/experiments/test_learning_rate_guide.py
+TRAINERS := tests/integrations lab/tests/paper/test_learning_rate_guide.py
 UNIT := $(addprefix --ignore=,$(TRAINERS))
 
 test: $(VENV)/.dev

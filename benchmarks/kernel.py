@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp, vjp, vmap
 
-from poprisk.autodiff import FlatModel
-from poprisk.kernels import train_kernel
-from poprisk.store import environment, write_json
+from poprisk._core.autodiff.flat import FlatModel
+from poprisk._core.store.envelope import environment
+from poprisk._core.store.files import write_json
+from poprisk.operators._kernels.tangent import train_kernel
 
 LIMIT = 4 * 2**30
 OUR_MEMORY = 2 * 2**30

@@ -25,12 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from poprisk.linalg import top_eigenpairs
-from poprisk.operators import Window, top_channels
-from poprisk.problems import Problem
-from poprisk.problems.digits import digits_split
-from poprisk.runs import Run, train
-from poprisk.store import environment, write_json
+from poprisk._core.linalg.spectra import top_eigenpairs
+from poprisk._core.store.envelope import environment
+from poprisk._core.store.files import write_json
+from poprisk.operators._top_space import top_channels
+from poprisk.operators._window import Window
+from poprisk.runs._digits import digits_split
+from poprisk.runs._problem import Problem
+from poprisk.runs._run import Run
+from poprisk.runs._training import train
 
 TOLERANCE = 1e-3
 LIMIT_SECONDS, LIMIT_BYTES = 25 * 60, 8 * 2**30

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from poprisk.experiments.step_time import interleaved, step_parameters, timed
-from poprisk.optim import PopRiskAdamW
-from poprisk.store import environment, write_json
+from poprisk._core.store.envelope import environment
+from poprisk._core.store.files import write_json
+from poprisk.cli._step_time import interleaved, step_parameters, timed
+from poprisk.optim._adamw import PopRiskAdamW
 
 QWEN = {"vocabulary": 151_936, "width": 896, "layers": 24, "key_value": 128, "hidden": 4864}
 

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from poprisk._core.store.envelope import environment
+from poprisk._core.store.files import write_json
 from poprisk.errors import ClosedGateWarning
-from poprisk.optim import PopRiskAdamW
-from poprisk.runs import Recorder
-from poprisk.store import environment, write_json
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.runs._recorder import Recorder
 
 EXAMPLES, CLASSES = 4096, 10
 EVERY, BLOCK = 100, 20

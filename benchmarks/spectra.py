@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.linalg import LinearOperator, from_functions, top_eigenpairs
-from poprisk.store import environment
+from poprisk._core.linalg.matrices import from_functions
+from poprisk._core.linalg.operator import LinearOperator
+from poprisk._core.linalg.spectra import top_eigenpairs
+from poprisk._core.store.envelope import environment
 
 TOLERANCE = 1e-8
 

@@ -8,7 +8,7 @@ import pytest
 
 import poprisk
 
-NEEDS_TRITON = {"poprisk.optim.backends.cuda_kernel"}
+NEEDS_TRITON = {"poprisk.optim.backends._cuda_kernel"}
 MODULES = sorted(
     m.name
     for m in pkgutil.walk_packages(poprisk.__path__, "poprisk.")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from poprisk._core.estimate import Estimate
 from poprisk.errors import DataError
-from poprisk.estimate import Estimate
 
 NAN = float("nan")
 

@@ -9,7 +9,7 @@ import pytest
 
 import poprisk
 
-MODULES = ("poprisk", "poprisk.optim", "poprisk.rules")
+MODULES = ("poprisk", "poprisk.optim", "poprisk.optim.rules")
 HEAVY = {"scipy", "sklearn", "matplotlib", "triton", "typer", "rich", "pandas"}
 CODE = """
 import json, os, sys, time, importlib

@@ -10,7 +10,7 @@ import pytest
 
 import poprisk
 from poprisk.errors import PopRiskWarning
-from poprisk.runs import disk_use
+from poprisk.runs import _disk_use as disk_use
 
 SOURCE = Path(poprisk.__file__).parent
 

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from poprisk import Estimate, Problem, Window, train
-from poprisk._html import bar, card, sparkline, table
-from poprisk.audit import audit
-from poprisk.influence.risk import RiskEstimate
-from poprisk.kernels import kernel_operator
-from poprisk.linalg import diagonal, from_dense
-from poprisk.runs import Run
-from poprisk.runs import notebook as notebook_module
-from poprisk.runs import run as run_module
-from poprisk.runs.notebook import NotebookBar, in_notebook
+from poprisk._core import notebook as notebook_module
+from poprisk._core.html import bar, card, sparkline, table
+from poprisk._core.linalg.matrices import diagonal, from_dense
+from poprisk._core.notebook import NotebookBar, in_notebook
+from poprisk.operators._kernels.products import kernel_operator
+from poprisk.risk._audit.run_audit import audit
+from poprisk.risk._risk import RiskEstimate
+from poprisk.runs import _run as run_module
+from poprisk.runs._run import Run
 
 HOSTILE = '<script>alert("x")</script> & \'"'
 VOID = {"path", "polyline", "br"}

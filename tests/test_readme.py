@@ -23,16 +23,16 @@ def test_measured_sections_come_from_the_results():
 
 
 def test_the_stored_demo_is_the_one_the_command_runs():
-    from poprisk.experiments.demo import DemoConfig
+    from poprisk.cli._demonstration.study import DemoConfig
 
-    stored = json.loads((ROOT / "results/demo/result.json").read_text())["config"]
+    stored = json.loads((ROOT / "lab/results/demo/result.json").read_text())["config"]
     assert stored == json.loads(json.dumps(asdict(DemoConfig())))
 
 
 def test_the_docstring_has_the_measured_losses():
     from poprisk import PopRiskAdamW
 
-    rows = json.loads((ROOT / "results/clean_lm.json").read_text())["result"]["summary"]
+    rows = json.loads((ROOT / "lab/results/clean_lm.json").read_text())["result"]["summary"]
     loss = {(r["optimizer"], r["lr"]): f"{r['loss']['value']:.2f}" for r in rows}
     said = " ".join((PopRiskAdamW.__doc__ or "").split())
     assert f"AdamW at lr 1e-3 ends at {loss['AdamW', 1e-3]}" in said

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from poprisk.store.files import write_text
+from poprisk._core.store.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs/paper_to_code.toml"

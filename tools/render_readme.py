@@ -1,4 +1,4 @@
-"""Writes the measured parts of README.md and docs/ from the files under results/: no number there is typed by hand.
+"""Writes the measured parts of README.md and docs/ from the files under lab/results/: no number there is typed by hand.
 
 python tools/render_readme.py          # rewrite
 python tools/render_readme.py --check  # exit 1 if a page and the results differ
@@ -12,16 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from poprisk.experiments import learning_rate_factors as factors
-from poprisk.experiments.comparison import reading
-from poprisk.experiments.learning_rate_guide import GuideConfig
-from poprisk.experiments.statistics import mean_over_seeds
-from poprisk.optim import DEFAULTS
-from poprisk.optim.learning_rate import FACTOR
-from poprisk.problems.digits import NUM_CLASSES
+from poprisk._core.statistics import mean_over_seeds
+from poprisk.optim._defaults import DEFAULTS
+from poprisk.optim._learning_rate import FACTOR
+from poprisk.runs._digits import NUM_CLASSES
+from poprisk_lab.engine import reading
+from poprisk_lab.paper.learning_rate import factors as factors
+from poprisk_lab.paper.learning_rate.study import GuideConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results"
+RESULTS = ROOT / "lab/results"
 GATES = {
     "default": "the defaults",
     "soft": "Algorithm 1 (soft, α = 1)",
@@ -107,7 +107,7 @@ def _default_cost() -> str:
     ours, usual, tuned = (mean_over_seeds(reading.final(reading.row(study, label), name)).value for label in labels)
     return (
         f"At its defaults PopRiskAdamW ends at {ours:.2f} nats where AdamW at lr 1e-3 ends at {usual:.2f} and a tuned "
-        f"one at {tuned:.2f} (`results/char_language.json`)."
+        f"one at {tuned:.2f} (`lab/results/char_language.json`)."
     )
 
 
@@ -240,7 +240,7 @@ def lr_default() -> str:
             ends[label] = (found["hyper"]["lr"], mean_over_seeds(reading.final(found, metric_name)).value)
         (low, first), (high, second), (shared, adamw) = ends.values()
         parts.append(
-            f"`results/{name}.json` (`{task}`), {unit}: AdamW at {rate(shared)} {adamw:.3f}, the defaults at {FACTOR} "
+            f"`lab/results/{name}.json` (`{task}`), {unit}: AdamW at {rate(shared)} {adamw:.3f}, the defaults at {FACTOR} "
             f"times that ({low:g}) {first:.3f}, at {high:g} {second:.3f}."
         )
     return " ".join(parts)
@@ -351,7 +351,7 @@ def measured() -> str:
         "Test accuracy in % unless said otherwise (a loss is better when lower), mean ± standard error over "
         f"{seeds[0]} to {seeds[-1]} seeds. *Tuned* AdamW had its learning rate, decay and β2 chosen with the test set "
         "in hand, on other seeds; its *best checkpoint* was also stopped with the test set in hand. PopRiskAdamW had "
-        "nothing chosen per task, but its defaults come from an [experiment](results/README.md) on tasks of these "
+        "nothing chosen per task, but its defaults come from an [experiment](lab/results/README.md) on tasks of these "
         "kinds, all but CIFAR-10N's 17% and the language model, by a rule that was changed once after a look at its "
         "answer. On CIFAR-10N AdamW had four trials only, and tuned it ends below lr 1e-3 on clean labels and at 17%."
     )
@@ -409,7 +409,7 @@ def main() -> None:
     new = {name: render(name, page) for name, page in pages.items()}
     if "--check" in sys.argv[1:]:
         stale = [name for name in PAGES if new[name] != pages[name]]
-        sys.exit(f"{', '.join(stale)}: differs from results/, run python tools/render_readme.py" if stale else 0)
+        sys.exit(f"{', '.join(stale)}: differs from lab/results/, run python tools/render_readme.py" if stale else 0)
     for name, page in new.items():
         (ROOT / name).write_text(page)
 

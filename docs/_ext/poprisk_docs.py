@@ -48,7 +48,7 @@ def readable_signature(
 
 
 def resolve_alias(app: Sphinx, env: Any, node: Any, contnode: nodes.Element) -> nodes.Element | None:
-    """``poprisk.train`` and ``poprisk.runs.training.train`` are ``poprisk.runs.train``, and so are their members.
+    """``poprisk.train`` and ``poprisk.runs._training.train`` are ``poprisk.runs.train``, and so are their members.
 
     What exists but is nobody's to import is shown without a link; what does not exist is left unresolved, an error.
     """

@@ -14,35 +14,35 @@ from typing import Any
 import poprisk
 
 SOURCE = Path(poprisk.__path__[0])
-NEEDS_TRITON = "poprisk.optim.backends.cuda_kernel"
+NEEDS_TRITON = "poprisk.optim.backends._cuda_kernel"
 # Rooms whose __init__ hands nothing on: one imports from their modules. Of some, all; of others, those written for it.
 OPEN_ROOMS = ("poprisk.integrations",)
 PARTS_OF_OPEN_ROOMS = tuple(f"poprisk.integrations.{name}" for name in ("optax_rule", "readings", "schedules"))
 OPEN_MODULES = (
     "poprisk.errors",
-    "poprisk.estimate",
-    "poprisk._types",
-    "poprisk.experiments.comparison.arms",
-    "poprisk.experiments.comparison.reading",
-    "poprisk.experiments.comparison.run",
-    "poprisk.experiments.comparison.search",
-    "poprisk.experiments.comparison.study",
-    "poprisk.experiments.comparison.task",
-    "poprisk.experiments.run_analysis",
-    "poprisk.experiments.run_gates",
-    "poprisk.experiments.run_window",
-    "poprisk.experiments.sobolev_slope",
-    "poprisk.report.run_report",
+    "poprisk._core.estimate",
+    "poprisk._core.types",
+    "poprisk_lab.engine.arms",
+    "poprisk_lab.engine.reading",
+    "poprisk_lab.engine.run",
+    "poprisk_lab.engine.search",
+    "poprisk_lab.engine.study",
+    "poprisk_lab.engine.task",
+    "poprisk.report._analysis",
+    "poprisk.report._gates",
+    "poprisk.report._window",
+    "poprisk_lab.paper.sobolev_slope.study",
+    "poprisk.report._page",
 )
 # Not handed on by their rooms, but what a public function takes or gives back, or a page of the guide imports.
 MENTIONED: dict[str, tuple[str, ...]] = {
-    "poprisk.influence.fold_error": ("NestedSplit",),
-    "poprisk.influence.linear_step": ("LinearStep",),
-    "poprisk.influence.resampling": ("RetrainOptions",),
-    "poprisk.jobs.operator_columns": ("probe_columns",),
-    "poprisk.optim.diagnostics": ("GateDiagnostics",),
-    "poprisk.runs.dataset": ("IndexedDataset",),
-    "poprisk.runs.recorded_step": ("RecordedStep",),
+    "poprisk.risk._fold_error": ("NestedSplit",),
+    "poprisk.risk._influence.linear_step": ("LinearStep",),
+    "poprisk.risk._resampling": ("RetrainOptions",),
+    "poprisk.jobs._operator_columns": ("probe_columns",),
+    "poprisk.optim._diagnostics": ("GateDiagnostics",),
+    "poprisk.runs._dataset": ("IndexedDataset",),
+    "poprisk.runs._recorded_step": ("RecordedStep",),
 }
 
 
@@ -188,7 +188,7 @@ def only_one(name: str, objects: Iterable[str]) -> list[str]:
 def exists(name: str) -> bool:
     """Whether a dotted name of this package can be imported: modules as far as there are, then attributes.
 
-    >>> exists("poprisk.runs.run.Run.load"), exists("poprisk.runs.run.Runs"), exists("torch.Tensor")
+    >>> exists("poprisk.runs._run.Run.load"), exists("poprisk.runs._run.Runs"), exists("torch.Tensor")
     (True, False, False)
     """
     parts = name.split(".")

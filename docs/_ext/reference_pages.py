@@ -10,8 +10,8 @@ import poprisk
 from public_names import PublicModule, Room, about_module, first_line, modules_in, root_names, words_of_constant
 
 # Where a room has modules that nobody imports by hand, its page lists them all the same, with what they are about.
-LISTED_ROOMS = ("poprisk.experiments", "poprisk.report")
-TITLES = {"poprisk._types": "Protocols between rooms"}
+LISTED_ROOMS = ("poprisk_lab", "poprisk.report")
+TITLES = {"poprisk._core.types": "Protocols between rooms"}
 
 
 def write_reference(folder: Path, found: list[Room]) -> None:

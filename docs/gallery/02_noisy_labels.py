@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from poprisk import PopRiskAdamW
 from poprisk.errors import ClosedGateWarning
-from poprisk.problems import digits_split, replace_labels
+from poprisk.runs._corruption import replace_labels
+from poprisk.runs._digits import digits_split
 
 split = digits_split(seed=0, train_size=1000)
 spoiled = replace_labels(

@@ -14,11 +14,12 @@ from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
+from sklearn.metrics import roc_auc_score
 
 from poprisk import Problem, train
-from poprisk.audit import audit
-from poprisk.influence import mislabel_auc
-from poprisk.problems import digits_split, replace_labels
+from poprisk.risk._audit.run_audit import audit
+from poprisk.runs._corruption import replace_labels
+from poprisk.runs._digits import digits_split
 
 split = digits_split(seed=1, train_size=800)
 spoiled = replace_labels(
@@ -50,7 +51,7 @@ print("wrong labels, in truth: ", int(spoiled.wrong.sum()))
 
 suspects = table.is_suspect
 print(f"{int((suspects & spoiled.wrong).sum())} of {int(suspects.sum())} suspects are wrong")
-print("area under the ROC curve:", mislabel_auc(table["suspicion"], spoiled.wrong))
+print(f"area under the ROC curve: {roc_auc_score(spoiled.wrong, table['suspicion']):.3f}")
 
 # %%
 # The most suspicious ones, with the label they were trained on and the one suggested. A frame

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 from poprisk import PopRiskAdamW, Problem, train
-from poprisk.problems import digits_split, replace_labels
-from poprisk.report.run_report import run_report
+from poprisk.report._page import run_report
+from poprisk.runs._corruption import replace_labels
+from poprisk.runs._digits import digits_split
 
 split = digits_split(seed=2, train_size=900)
 

@@ -19,7 +19,8 @@ import matplotlib.pyplot as plt
 import torch
 
 from poprisk import Problem, Window, train
-from poprisk.operators import Coupling, dissipation_channels
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling
 
 generator = torch.Generator().manual_seed(0)
 once = torch.rand(24, 1, generator=generator, dtype=torch.float64) * 2 - 1

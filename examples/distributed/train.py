@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from poprisk import PopRiskAdamW
-from poprisk.population import RankVariance
+from poprisk.optim._estimators.ranks import RankVariance
 
 INPUTS, BATCH, MICRO_BATCHES = 20, 64, 2  # of each rank
 

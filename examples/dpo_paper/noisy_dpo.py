@@ -27,8 +27,8 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 from poprisk import suggest_lr
+from poprisk._core.store.envelope import save_result
 from poprisk.integrations.huggingface import use_poprisk
-from poprisk.store import save_result
 
 
 @dataclass(frozen=True)

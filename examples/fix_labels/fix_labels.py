@@ -5,12 +5,16 @@ import time
 from functools import partial
 
 import torch
+from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
-from poprisk.audit import AuditTable, audit
-from poprisk.influence import mislabel_auc, share_found
-from poprisk.problems import Problem, Split, digits_split, replace_labels
-from poprisk.runs import Run, train
+from poprisk.risk._audit.run_audit import audit
+from poprisk.risk._audit.table import AuditTable
+from poprisk.runs._corruption import replace_labels
+from poprisk.runs._digits import Split, digits_split
+from poprisk.runs._problem import Problem
+from poprisk.runs._run import Run
+from poprisk.runs._training import train
 
 HOW = (
     "as they are",
@@ -80,12 +84,13 @@ def main() -> None:
 
     print(f"digits, {options.size} to train on, {options.wrong:.0%} of the labels wrong; {options.seeds} seeds")
     for table, wrong in [each[1:] for each in found][:3]:
-        auc, share = mislabel_auc(table["suspicion"], wrong), share_found(table["suspicion"], wrong, options.inspect)
+        auc = roc_auc_score(wrong, table["suspicion"])
+        share = wrong[table.order()[: int(options.inspect * len(wrong))]].sum() / wrong.sum()
         number, suspect = table.wrong_labels, table.is_suspect
         print(
             f"poprisk audit: {number.value:.0f} ± {number.standard_error:.0f} wrong labels estimated, "
             f"{wrong.sum()} there are; {(suspect & wrong).sum()} of {suspect.sum()} suspects are wrong; "
-            f"{share.value:.0%} of the wrong ones in the first {options.inspect:.0%}, AUC {auc.value:.3f}"
+            f"{share:.0%} of the wrong ones in the first {options.inspect:.0%}, AUC {auc:.3f}"
         )
     print("\naccuracy on clean test images after training on the labels")
     errors = accuracies.std(0) / len(accuracies) ** 0.5 if len(accuracies) > 1 else accuracies[0] * 0

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from poprisk import PopRiskAdamW, Problem, Run
-from poprisk.audit import audit
 from poprisk.integrations.lightning_record import RecordRun
+from poprisk.risk._audit.run_audit import audit
 
 EXAMPLES, CLASSES, WRONG = 300, 5, 0.1
 

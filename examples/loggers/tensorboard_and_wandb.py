@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from poprisk import PopRiskAdamW
-from poprisk.integrations.loggers import JsonLinesSink, TensorBoardSink, WandbSink, watch
+from poprisk.integrations._sinks import JsonLinesSink, TensorBoardSink, WandbSink
+from poprisk.integrations.loggers import watch
 
 INPUTS = 5
 

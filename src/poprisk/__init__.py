@@ -8,34 +8,58 @@ import logging
 from importlib import import_module
 from typing import Any
 
+from poprisk import _moved
+from poprisk._version import __version__ as __version__
+
 _NAMES_BY_ROOM = {
-    "poprisk.estimate": ("Estimate",),
-    "poprisk.influence": ("RiskMeter", "influence_matrix", "influence_on", "population_risk"),
-    "poprisk.operators": ("Window",),
-    "poprisk.optim": ("PopRiskAdamW", "PopulationProjectorDescent", "suggest_lr"),
-    "poprisk.population": (
+    "poprisk._core.estimate": ("Estimate",),
+    "poprisk.operators": (
+        "DissipationChannels",
+        "DriftDiffusion",
+        "ErrorCells",
+        "Window",
+        "cross_kernel",
+        "dissipation_channels",
+        "drift_diffusion",
+        "error_cells",
+        "train_kernel",
+    ),
+    "poprisk.optim": (
         "MicrobatchVariance",
         "PerExampleVariance",
-        "one_step_loo_risk",
-        "population_projector",
-        "population_rate",
-        "rate_matrix",
+        "PopRiskAdamW",
+        "PopulationProjectorDescent",
+        "RankVariance",
+        "suggest_lr",
     ),
-    "poprisk.problems": ("Problem",),
-    "poprisk.rules": ("calibrated_alpha", "hard_gate", "loo_coefficient", "snr_gate", "soft_gate"),
-    "poprisk.runs": ("Recorder", "Run", "replay", "train"),
+    "poprisk.report": ("Analysis", "analyze"),
+    "poprisk.risk": (
+        "AuditTable",
+        "RiskEstimate",
+        "RiskMeter",
+        "audit",
+        "influence_matrix",
+        "influence_on",
+        "k_fold",
+        "leave_one_out",
+        "population_risk",
+        "self_influence",
+    ),
+    "poprisk.runs": ("Problem", "Recorder", "Run", "replay", "train"),
 }
 _ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
-__version__ = "0.1.0"
 logging.getLogger("poprisk").addHandler(logging.NullHandler())  # who listens is the application's choice
+_moved.install()
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_ROOM_OF)
-    if name not in _ROOM_OF:
-        raise AttributeError(f"module 'poprisk' has no attribute {name!r}")
-    return getattr(import_module(_ROOM_OF[name]), name)
+    if name in _ROOM_OF:
+        return getattr(import_module(_ROOM_OF[name]), name)
+    if name in _moved.ROOT_NAMES:
+        return _moved.root_name(name)
+    raise AttributeError(f"module 'poprisk' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

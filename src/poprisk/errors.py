@@ -58,3 +58,10 @@ class JobError(PopRiskError, RuntimeError):
 
 class MixedNumericsWarning(PopRiskWarning):
     """Parts of one result were computed on machines that round differently."""
+
+
+class MissingLabError(PopRiskError, ImportError):
+    """Something of the lab, which is a project of its own, was asked for and the lab is not installed."""
+
+    def __init__(self, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the lab, which is not installed: pip install ./lab in a checkout of poprisk")

@@ -14,11 +14,12 @@ from cli_calls import call, start
 from rich.console import Console
 
 from poprisk import __version__, cli
+from poprisk._core.store.envelope import load_result
+from poprisk._core.store.files import write_text
+from poprisk.cli._demonstration.study import MAX_NOISE, DemoConfig
+from poprisk.cli._terminal import demo_lines
 from poprisk.errors import HyperparameterError, MissingExtraError
-from poprisk.experiments.demo import MAX_NOISE, DemoConfig
-from poprisk.problems.digits import TRAIN_SIZES
-from poprisk.report.terminal import demo_lines
-from poprisk.store import load_result, write_text
+from poprisk.runs._digits import TRAIN_SIZES
 
 COMMANDS = ("demo", "train", "analyze", "report", "audit", "explore", "reproduce", "bench")
 
@@ -141,7 +142,7 @@ def test_json_of_a_demo_is_alone_on_stdout(capsys, tmp_path):
 
 
 def test_a_demo_writes_over_no_other_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("poprisk.experiments.demo.run_demo", None)  # refused before anything slow
+    monkeypatch.setattr("poprisk.cli._demonstration.study.run_demo", None)  # refused before anything slow
     write_text(tmp_path / "run" / "manifest.json", json.dumps({"kind": "run", "problem": {"name": "mine"}}))
     code, out, err = call(capsys, "demo", "--output", tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -197,7 +198,7 @@ def test_errors_from_inside_are_one_line_and_2(error, message, capsys, tmp_path,
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("poprisk.experiments.demo.run_demo", fail)
+    monkeypatch.setattr("poprisk.cli._demonstration.study.run_demo", fail)
     code, out, err = call(capsys, "demo", "--output", str(tmp_path))
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1

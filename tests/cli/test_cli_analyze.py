@@ -14,12 +14,12 @@ from torch import nn
 
 from poprisk import PopRiskAdamW, Run
 from poprisk.errors import RunError
-from poprisk.experiments.analysis_parts import LossCurves
-from poprisk.experiments.kept_analysis import KeptAnalysis, Part
-from poprisk.experiments.run_analysis import PARTS, analyze
-from poprisk.problems import Problem
-from poprisk.report.run_report import report_page
-from poprisk.runs import train
+from poprisk.report._analysis import PARTS, analyze
+from poprisk.report._analysis_parts import LossCurves
+from poprisk.report._kept_analysis import KeptAnalysis, Part
+from poprisk.report._page import report_page
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 
 def make_task():
@@ -66,7 +66,7 @@ def test_an_analysis_is_kept_and_the_report_is_the_same_as_without_it(run, capsy
     assert computed == []
     assert report_page(again, command="c") == report_page(fresh, command="c")  # to the last digit
 
-    monkeypatch.setattr("poprisk.experiments.run_analysis.audit", None)  # whatever is computed now fails
+    monkeypatch.setattr("poprisk.report._analysis.audit", None)  # whatever is computed now fails
     code, out, err = call(capsys, "report", run, "--output", tmp_path / "page.html", "--json")
     assert code == 0, err
     assert told(err) == []
@@ -85,7 +85,7 @@ def test_an_interrupted_analysis_goes_on_from_there(run, capsys, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr("poprisk.experiments.run_analysis.window_facts", stop)
+        patch.setattr("poprisk.report._analysis.window_facts", stop)
         code, out, err = call(capsys, "analyze", run)
     assert (code, out) == (130, "")
     assert err.splitlines()[-1] == (
@@ -96,7 +96,7 @@ def test_an_interrupted_analysis_goes_on_from_there(run, capsys, monkeypatch):
     assert code == 0, err
     assert told(err) == ["operators", "kernel", "neighbours"]
     with monkeypatch.context() as patch:
-        patch.setattr("poprisk.experiments.run_analysis.audit", stop)
+        patch.setattr("poprisk.report._analysis.audit", stop)
         code, out, err = call(capsys, "analyze", run, "--again")
     assert (code, told(err)) == (130, ["examples"])
     assert "nothing was written" in err

@@ -7,10 +7,10 @@ import pytest
 from cli_calls import call
 from rich.console import Console
 
+from poprisk.cli import _step_time as step_time
+from poprisk.cli._bench_table import bench_lines
+from poprisk.cli._step_time import interleaved
 from poprisk.errors import HyperparameterError
-from poprisk.experiments import step_time
-from poprisk.experiments.step_time import interleaved
-from poprisk.report.bench import bench_lines
 
 
 def test_bench_gives_ratios_of_both_implementations(capsys, monkeypatch):

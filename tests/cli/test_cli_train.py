@@ -11,10 +11,10 @@ import torch
 from cli_calls import call
 
 from poprisk import PopRiskAdamW, Run
-from poprisk.cli.train_plan import read_plan
+from poprisk.cli._train_plan import read_plan
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 SCRIPT = """
 import torch
@@ -105,7 +105,7 @@ def test_a_folder_may_be_moved_with_its_runs_but_not_the_run_alone(folder, capsy
 
 def test_interrupted_it_goes_on_to_the_same_bits(folder, capsys, monkeypatch):
     command = ["train", "task.py:make_task", "--steps", 20, "--every", 7, "--seed", 3]
-    from poprisk.runs import execute
+    from poprisk.runs import _execute as execute
 
     usual, calls = execute.add_gradients, []
 
@@ -116,7 +116,7 @@ def test_interrupted_it_goes_on_to_the_same_bits(folder, capsys, monkeypatch):
         return usual(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("poprisk.runs.training.add_gradients", interrupted)
+        patch.setattr("poprisk.runs._training.add_gradients", interrupted)
         code, out, err = call(capsys, *command)
     assert (code, out) == (130, "")
     last = "11 of 20 steps are kept in poprisk-run, and the same command goes on from there"
@@ -237,7 +237,7 @@ def test_wrong_files_are_refused(text, kind, message, tmp_path):
 
 
 def test_large_runs_are_recorded_sparsely(folder, capsys, monkeypatch):
-    monkeypatch.setattr("poprisk.cli.train._DENSE", 5_000)
+    monkeypatch.setattr("poprisk.cli._train._DENSE", 5_000)
     code, out, err = call(capsys, "train", "task.py:make_task", "--steps", 40, "--json")
     assert code == 0, err
     every = json.loads(out)["every"]

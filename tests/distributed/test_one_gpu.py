@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poprisk.optim import PopRiskAdamW
-from poprisk.optim.shards import Shard
-from poprisk.population import MicrobatchVariance, RankVariance
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._estimators.ranks import RankVariance
+from poprisk.optim._estimators.variance import MicrobatchVariance
+from poprisk.optim._shards import Shard
 
 pytestmark = pytest.mark.gpu
 

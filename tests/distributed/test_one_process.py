@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from poprisk.errors import DataError, GradientError, HyperparameterError, StateDictError
-from poprisk.optim import PopRiskAdamW
-from poprisk.population import MicrobatchVariance, RankVariance
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._estimators.ranks import RankVariance
+from poprisk.optim._estimators.variance import MicrobatchVariance
 
 
 @pytest.fixture

@@ -32,8 +32,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from poprisk.errors import GradientError, NonFiniteGradientWarning, StateDictError
-from poprisk.optim import PopRiskAdamW
-from poprisk.population import MicrobatchVariance, RankVariance
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._estimators.ranks import RankVariance
+from poprisk.optim._estimators.variance import MicrobatchVariance
 
 WORLD = 4
 HANDED_OUT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

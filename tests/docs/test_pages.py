@@ -71,9 +71,11 @@ def test_every_target_is_explained_on_exactly_one_page(pages):
 
 
 def test_a_definition_leads_to_where_it_is_explained():
-    assert documented_at(ROOMS)["poprisk.runs.training.train"] == "poprisk.runs.train"
+    assert documented_at(ROOMS)["poprisk.runs._training.train"] == "poprisk.runs.train"
     assert aliases(ROOMS)["poprisk.train"] == "poprisk.runs.train"
-    assert aliases(ROOMS)["poprisk.population.OffDiagonalProjector"] == "poprisk.linalg.OffDiagonalProjector"
+    assert (
+        aliases(ROOMS)["poprisk.optim._estimators.OffDiagonalProjector"] == "poprisk._core.linalg.OffDiagonalProjector"
+    )
     assert all(exists(target) for target in public_targets(ROOMS) if not target.startswith(NEEDS_EXTRAS))
 
 
@@ -97,10 +99,12 @@ def test_what_pages_and_examples_import_is_public():
 
 
 def test_a_constant_has_words_or_is_refused():
-    assert words_of_constant("poprisk.optim.defaults", "DEFAULTS").startswith("What ``PopRiskAdamW(params)`` uses.")
-    assert words_of_constant("poprisk.autodiff.losses", "ExampleLoss").startswith("The outputs and the target of ONE")
+    assert words_of_constant("poprisk.optim._defaults", "DEFAULTS").startswith("What ``PopRiskAdamW(params)`` uses.")
+    assert words_of_constant("poprisk._core.autodiff.losses", "ExampleLoss").startswith(
+        "The outputs and the target of ONE"
+    )
     with pytest.raises(LookupError, match="has no words"):
-        words_of_constant("poprisk.problems.digits", "TRAIN_SIZES")
+        words_of_constant("poprisk.runs._digits", "TRAIN_SIZES")
 
 
 def test_the_command_page_has_every_command(tmp_path):

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from poprisk.audit import audit
 from poprisk.errors import DataError, MissingExtraError
 from poprisk.integrations.cleanlab import cleanlab_columns, cleanlab_inputs, to_datalab
 from poprisk.integrations.spotlight import show_in_spotlight, spotlight_inputs
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk.risk._audit.run_audit import audit
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from transformers import Trainer, TrainerCallback
 
 from poprisk.errors import HyperparameterError, PopRiskWarning, StateDictError
+from poprisk.integrations._readings import find_poprisk
 from poprisk.integrations.huggingface import (
     METERS_FILE,
     PopRiskCallback,
@@ -23,9 +24,8 @@ from poprisk.integrations.huggingface import (
     poprisk_optimizer,
     use_poprisk,
 )
-from poprisk.integrations.readings import find_poprisk
-from poprisk.optim import PopRiskAdamW
-from poprisk.optim.learning_rate import suggest_lr
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._learning_rate import suggest_lr
 
 HERE = Path(__file__).parent
 METERS = {"active_fraction", "mean_gate", "noise_scale", "population_rate", "training_rate", "self_fit"}

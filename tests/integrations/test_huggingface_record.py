@@ -11,10 +11,10 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from poprisk import Problem, Run, replay
-from poprisk.audit import audit
 from poprisk.errors import DataError, RunError
 from poprisk.integrations.huggingface import use_poprisk
 from poprisk.integrations.huggingface_record import RecordRun, classification_problem
+from poprisk.risk._audit.run_audit import audit
 
 STEPS = 20
 QUIET = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1, "seed": 3}

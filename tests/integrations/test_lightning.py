@@ -18,9 +18,10 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from poprisk.errors import HyperparameterError, PopRiskWarning
-from poprisk.integrations.loggers import JsonLinesSink, watch
-from poprisk.integrations.readings import Readings
-from poprisk.optim import PopRiskAdamW
+from poprisk.integrations._readings import Readings
+from poprisk.integrations._sinks import JsonLinesSink
+from poprisk.integrations.loggers import watch
+from poprisk.optim._adamw import PopRiskAdamW
 
 # the process that is killed below knows Lightning by its other name
 pl = importlib.import_module(os.environ.get("POPRISK_TEST_LIGHTNING", "lightning.pytorch"))

@@ -12,11 +12,11 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from poprisk import PopRiskAdamW, Run, replay
-from poprisk.audit import audit
 from poprisk.errors import RunError
 from poprisk.integrations import lightning_record
 from poprisk.integrations.lightning_record import RecordRun
-from poprisk.problems import Problem
+from poprisk.risk._audit.run_audit import audit
+from poprisk.runs._problem import Problem
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 QUIET |= {"enable_checkpointing": False}

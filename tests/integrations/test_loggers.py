@@ -14,9 +14,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.integrations.loggers import JsonLinesSink, Sink, TensorBoardSink, WandbSink, sampled_gates, watch
-from poprisk.integrations.readings import Readings
-from poprisk.optim import PopRiskAdamW
+from poprisk.integrations._readings import Readings
+from poprisk.integrations._sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink
+from poprisk.integrations.loggers import sampled_gates, watch
+from poprisk.optim._adamw import PopRiskAdamW
 
 METERS = {"active_fraction", "mean_gate", "noise_scale", "population_rate", "training_rate", "self_fit"}
 NAMED = {f"poprisk/{name}" for name in METERS}

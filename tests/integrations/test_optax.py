@@ -23,19 +23,11 @@ import jax.numpy as jnp  # noqa: E402
 from numpy.testing import assert_allclose, assert_array_equal  # noqa: E402
 
 import poprisk.integrations.optax as integration  # noqa: E402
-from poprisk.errors import (  # noqa: E402
-    GradientError,
-    HyperparameterError,
-    MissingExtraError,
-    StateDictError,
-)
-from poprisk.integrations.optax import (  # noqa: E402
-    PopulationRiskState,
-    gate_diagnostics,
-    poprisk_adamw,
-    population_risk_gate,
-)
-from poprisk.optim import DEFAULTS, PopRiskAdamW  # noqa: E402
+from poprisk.errors import GradientError, HyperparameterError, MissingExtraError, StateDictError
+from poprisk.integrations._optax_rule import PopulationRiskState
+from poprisk.integrations.optax import gate_diagnostics, poprisk_adamw, population_risk_gate
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._defaults import DEFAULTS  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::poprisk.errors.NonFiniteGradientWarning"),

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from trl import SFTConfig, SFTTrainer
 
 from poprisk.errors import PopRiskWarning
+from poprisk.integrations._readings import find_poprisk
 from poprisk.integrations.huggingface import PopRiskCallback, poprisk_optimizer, use_poprisk
-from poprisk.integrations.readings import find_poprisk
 
 HERE = Path(__file__).parent
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from poprisk.errors import DataError
-from poprisk.problems import Problem
+from poprisk.runs._problem import Problem
 
 
 def network(inputs: int = 3, width: int = 6, outputs: int = 2) -> nn.Module:

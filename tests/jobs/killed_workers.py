@@ -24,11 +24,15 @@ import job_problems
 import torch
 
 from poprisk.errors import DataError
-from poprisk.jobs import Manifest, Plan, assemble_matrix, run_jobs, work
-from poprisk.jobs.log import read_logs
-from poprisk.jobs.results import read_result
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk.jobs._assemble import assemble_matrix
+from poprisk.jobs._launch import run_jobs
+from poprisk.jobs._log import read_logs
+from poprisk.jobs._manifest import Manifest
+from poprisk.jobs._plan import Plan
+from poprisk.jobs._results import read_result
+from poprisk.jobs._worker import work
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 WORKERS, LEASE, SIDE = 3, 4.0, 8
 FORK = multiprocessing.get_context("fork")

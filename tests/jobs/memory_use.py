@@ -9,9 +9,11 @@ from pathlib import Path
 import job_problems
 import torch
 
-from poprisk.jobs import Plan, assemble_matrix, run_jobs
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk.jobs._assemble import assemble_matrix
+from poprisk.jobs._launch import run_jobs
+from poprisk.jobs._plan import Plan
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 
 def memory(what: str) -> int:

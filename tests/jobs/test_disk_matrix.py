@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from poprisk._core.linalg.adjoint import adjoint_mismatch
+from poprisk._core.linalg.factor import spectrum_of_matrix
+from poprisk._core.linalg.spectra import top_eigenpairs
 from poprisk.errors import DataError
-from poprisk.jobs import DiskMatrix
-from poprisk.linalg import adjoint_mismatch, spectrum_of_matrix, top_eigenpairs
+from poprisk.jobs._disk_matrix import DiskMatrix
 
 
 def on_disk(tmp_path, K, **options):

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from poprisk.jobs.claims import Watch, beating, claim_path, last_generation, read_mark, try_claim
-from poprisk.store.exclusive import create_exclusively
+from poprisk._core.store.exclusive import create_exclusively
+from poprisk.jobs._claims import Watch, beating, claim_path, last_generation, read_mark, try_claim
 
 
 class Clock:

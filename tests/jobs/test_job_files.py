@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from poprisk.errors import DataError
-from poprisk.jobs import Group, Manifest
-from poprisk.jobs.keys import code_digest
-from poprisk.jobs.results import read_result, result_notes, result_path, write_result
+from poprisk.jobs._keys import code_digest
+from poprisk.jobs._manifest import Group, Manifest
+from poprisk.jobs._results import read_result, result_notes, result_path, write_result
 
 KIND = "job_problems:Squares"
 
@@ -37,7 +37,7 @@ def test_a_digest_of_code_depends_on_every_source(tmp_path, monkeypatch):
     assert digest("some_method") == before
     (package / "formula.py").write_text("x = 2\n")
     assert digest("some_method") != before
-    assert digest("poprisk.kernels") != digest("poprisk.kernels", "poprisk.autodiff")
+    assert digest("poprisk.operators._kernels") != digest("poprisk.operators._kernels", "poprisk._core.autodiff")
 
 
 def test_a_manifest_comes_back_and_lists_a_shared_job_once(tmp_path):

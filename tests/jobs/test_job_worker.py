@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from poprisk.errors import HyperparameterError, JobError
-from poprisk.jobs import Group, Manifest, job_status, run_jobs, work
-from poprisk.jobs.claims import try_claim
-from poprisk.jobs.log import read_logs
-from poprisk.jobs.results import read_result, result_path
+from poprisk.jobs._claims import try_claim
+from poprisk.jobs._launch import run_jobs
+from poprisk.jobs._log import read_logs
+from poprisk.jobs._manifest import Group, Manifest
+from poprisk.jobs._results import read_result, result_path
+from poprisk.jobs._status import job_status
+from poprisk.jobs._worker import work
 
 COUNT = 6
 # Python 3.12 warns of any fork beside threads; these forks only compute, and end.
@@ -80,7 +83,7 @@ def test_the_job_of_a_living_worker_is_waited_for(tmp_path, squares):
     """It beats for much longer than a lease, then gives the job back."""
     group = squares()
     claim = try_claim(tmp_path, group.keys[3], 0, "slow")
-    from poprisk.jobs.claims import beating
+    from poprisk.jobs._claims import beating
 
     release = threading.Event()
 
@@ -140,7 +143,7 @@ def test_an_interrupted_worker_gives_its_job_back(tmp_path, squares, monkeypatch
 
 def dying_work(folder, fraction):
     """A worker that is killed when so much of its first result has reached the disk."""
-    from poprisk.store import files
+    from poprisk._core.store import files
 
     def killed(path, content):
         with files.atomic_file(path) as file:
@@ -178,12 +181,12 @@ def test_a_machine_that_rounds_differently_is_refused_unless_tolerated(tmp_path,
 
 
 def test_assembly_leaves_alone_what_others_are_writing(tmp_path):
-    from poprisk.jobs import assemble_matrix
+    from poprisk.jobs._assemble import assemble_matrix
 
     where = {"layout": "columns", "shape": [4, 8], "symmetric": False, "dtype": "float32"}
     done = Group("done", "job_problems:Squares", {}, [[0], [4]], where)
     Manifest((done, Group("going on", "job_problems:Squares", {"other": 1}, [[7]]))).save(tmp_path)
-    from poprisk.jobs.results import write_result
+    from poprisk.jobs._results import write_result
 
     for key in done.keys:
         write_result(tmp_path, key, {"block": torch.ones(4, 4)}, {})

@@ -14,12 +14,16 @@ import job_problems
 import pytest
 import torch
 
-from poprisk.jobs import Group, Manifest, Plan, assemble_matrix, job_status, run_jobs, slurm_script
-from poprisk.jobs.__main__ import main
-from poprisk.jobs.progress import job_progress
-from poprisk.jobs.worker import worker_name
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk.cli._jobs import main
+from poprisk.jobs._assemble import assemble_matrix
+from poprisk.jobs._launch import run_jobs, slurm_script
+from poprisk.jobs._manifest import Group, Manifest
+from poprisk.jobs._plan import Plan
+from poprisk.jobs._progress import job_progress
+from poprisk.jobs._status import job_status
+from poprisk.jobs._worker import worker_name
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 HERE = Path(__file__).parent
 # Python 3.12 warns of any fork beside threads; these forks only compute, and end.

@@ -9,12 +9,18 @@ import pytest
 import torch
 
 from poprisk.errors import DataError, HyperparameterError, JobError, MixedNumericsWarning
-from poprisk.jobs import Manifest, Plan, assemble_matrix, job_status, run_jobs, work
-from poprisk.jobs.log import read_logs
-from poprisk.jobs.results import read_result, write_result
-from poprisk.kernels import cross_kernel, train_kernel
-from poprisk.problems import Problem
-from poprisk.runs import Run, train
+from poprisk.jobs._assemble import assemble_matrix
+from poprisk.jobs._launch import run_jobs
+from poprisk.jobs._log import read_logs
+from poprisk.jobs._manifest import Manifest
+from poprisk.jobs._plan import Plan
+from poprisk.jobs._results import read_result, write_result
+from poprisk.jobs._status import job_status
+from poprisk.jobs._worker import work
+from poprisk.operators._kernels.tangent import cross_kernel, train_kernel
+from poprisk.runs._problem import Problem
+from poprisk.runs._run import Run
+from poprisk.runs._training import train
 
 STEP = 3
 # Python 3.12 warns of any fork beside threads; these forks only compute, and end.
@@ -128,7 +134,7 @@ def test_threads_and_steps_change_the_keys_too(tmp_path, run):
 
 def test_results_on_other_code_or_another_run_are_refused(tmp_path, run, monkeypatch):
     planned(tmp_path, run)
-    from poprisk.jobs import sources
+    from poprisk.jobs import _sources as sources
 
     with monkeypatch.context() as patch:
         patch.setattr(sources, "code_digest", lambda *packages: "f" * 64)
@@ -146,7 +152,7 @@ def test_an_unfinished_or_damaged_kernel_is_not_assembled(tmp_path, run):
         assemble_matrix(tmp_path, name)
     run_jobs(tmp_path)
     group = Manifest.load(tmp_path).group(name)
-    from poprisk.jobs.results import result_path
+    from poprisk.jobs._results import result_path
 
     path = result_path(tmp_path, group.keys[4])
     content = bytearray(path.read_bytes())

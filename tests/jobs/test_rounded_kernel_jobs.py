@@ -8,16 +8,20 @@ import pytest
 import torch
 
 from poprisk.errors import DeviceError, HyperparameterError
-from poprisk.jobs import Manifest, Plan, assemble_matrix, run_jobs, work
-from poprisk.jobs.numerics import pinned
-from poprisk.jobs.results import read_result, write_result
-from poprisk.kernels import Method, Precision
-from poprisk.kernels.precision import check_supported, error_bound
-from poprisk.kernels.rounded_features import RoundedFeatures
-from poprisk.kernels.rounded_tiles import prepare_rounded
-from poprisk.kernels.single_tile import TileMaker, plan_single_tiles
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk.jobs._assemble import assemble_matrix
+from poprisk.jobs._launch import run_jobs
+from poprisk.jobs._manifest import Manifest
+from poprisk.jobs._numerics import pinned
+from poprisk.jobs._plan import Plan
+from poprisk.jobs._results import read_result, write_result
+from poprisk.jobs._worker import work
+from poprisk.operators._kernels.method import Method
+from poprisk.operators._kernels.precision import Precision, check_supported, error_bound
+from poprisk.operators._kernels.rounded_features import RoundedFeatures
+from poprisk.operators._kernels.rounded_tiles import prepare_rounded
+from poprisk.operators._kernels.single_tile import TileMaker, plan_single_tiles
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 STEP, SIDE = 2, 6
 ON_A_CPU = [each for each in Precision if each is not Precision.TF32]

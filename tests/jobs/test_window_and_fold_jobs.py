@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from poprisk.errors import DataError, HyperparameterError, JobError
-from poprisk.influence import k_fold
-from poprisk.jobs import Plan, assemble_matrix, assemble_resampled, run_jobs
-from poprisk.jobs.operator_columns import OPERATORS, probe_columns
-from poprisk.operators import Window
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk.jobs._assemble import assemble_matrix, assemble_resampled
+from poprisk.jobs._launch import run_jobs
+from poprisk.jobs._operator_columns import OPERATORS, probe_columns
+from poprisk.jobs._plan import Plan
+from poprisk.operators._window import Window
+from poprisk.risk._resampling import k_fold
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 

@@ -7,10 +7,10 @@ from networks import build, draw
 from torch.nn import functional as F
 
 import oracles.run_operators as oracle
-from poprisk.operators.window import Window
-from poprisk.optim import PopRiskAdamW
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk.operators._window import Window
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 STEPS = 10
 NETWORKS = ("mlp", "smooth cnn", "transformer")

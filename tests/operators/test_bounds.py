@@ -12,32 +12,31 @@ from scipy.integrate import solve_ivp
 from oracles.linear_model import flow_outputs, linear_operators
 from oracles.run_operators import operators_of, quadratic_run, random_steps
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.operators import (
-    Bound,
-    Coupling,
-    CumulativeError,
-    RealizedWindow,
+from poprisk.operators._bound import Bound
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling, anchored_coupling, predictor_error
+from poprisk.operators._cumulative import CumulativeError, flow_cumulative_error
+from poprisk.operators._realized import RealizedWindow
+from poprisk.theory.path_bounds import (
     anchored_bound,
-    anchored_coupling,
     coarse_bound,
     cumulative_bound,
-    dissipation_channels,
-    filtered_bound,
-    flow_cumulative_error,
-    hard_reservoir_bound,
-    mobility_bound,
     nonlinear_bound,
     predictor_bound,
-    predictor_error,
     remainder_bound,
     sharp_bound,
-    soft_reservoir_bound,
     trajectory_bound,
     visibility_bound,
+    window_bounds,
+)
+from poprisk.theory.visibility_bounds import (
+    filtered_bound,
+    hard_reservoir_bound,
+    mobility_bound,
+    soft_reservoir_bound,
     visibility_order_bound,
     visibility_spectra,
     visibility_spectrum_bound,
-    window_bounds,
 )
 
 NAMES = {

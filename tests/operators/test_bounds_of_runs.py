@@ -5,21 +5,20 @@ import torch
 from recorded_runs import LOSSES, NETWORKS, operators_of, window_of
 
 from poprisk.errors import DataError
-from poprisk.operators import (
-    Coupling,
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling, predictor_error
+from poprisk.operators._top_space import top_channels
+from poprisk.theory.path_bounds import (
     anchored_bound,
     coarse_bound,
     cumulative_bound,
-    dissipation_channels,
-    mobility_bound,
     nonlinear_bound,
     predictor_bound,
-    predictor_error,
     remainder_bound,
-    top_channels,
     visibility_bound,
     window_bounds,
 )
+from poprisk.theory.visibility_bounds import mobility_bound
 
 RULES = ("momentum", "adam", "poprisk")
 

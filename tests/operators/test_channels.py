@@ -9,9 +9,11 @@ from torch.testing import assert_close
 
 from oracles.linear_model import linear_operators
 from oracles.run_operators import operators_of, quadratic_run, random_steps
+from poprisk._core.linalg.factor import spectrum_of_eigenpairs, spectrum_of_factor, tsqr_append
+from poprisk._core.linalg.matrices import from_dense
+from poprisk._core.linalg.spectra import top_eigenpairs
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.linalg import from_dense, spectrum_of_eigenpairs, spectrum_of_factor, top_eigenpairs, tsqr_append
-from poprisk.operators import dissipation_channels
+from poprisk.operators._channels import dissipation_channels
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -8,9 +8,9 @@ from networks import draw
 from recorded_runs import STEPS, problem_of, relative, trained, window_of
 from torch.testing import assert_close
 
-from poprisk.linalg import adjoint_mismatch
-from poprisk.operators import Window
-from poprisk.runs import train
+from poprisk._core.linalg.adjoint import adjoint_mismatch
+from poprisk.operators._window import Window
+from poprisk.runs._training import train
 
 
 @pytest.mark.parametrize("loss", ["squared", "cross_entropy"])

@@ -10,11 +10,11 @@ from torch.testing import assert_close
 from oracles.linear_model import decayed_weights, flow_outputs, linear_operators, ridge_filter, ridge_weights
 from oracles.run_operators import DenseStep, operators_of, quadratic_run, random_steps
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.operators import (
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import (
     Coupling,
     anchored_coupling,
     anchored_coupling_of_jacobians,
-    dissipation_channels,
     path_error,
     path_error_split,
     predictor_error,

@@ -16,15 +16,10 @@ from oracles.run_operators import (
 )
 from oracles.run_operators import lifted_maps as naive_lifted_maps
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.operators import (
-    LiftedStep,
-    cumulative_error,
-    dissipation_channels,
-    flow_cumulative_error,
-    lifted_maps,
-    path_error,
-)
-from poprisk.runs.step import Step
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import path_error
+from poprisk.operators._cumulative import LiftedStep, cumulative_error, flow_cumulative_error, lifted_maps
+from poprisk.runs._step import Step
 
 EXACT = {"rtol": 1e-8, "atol": 1e-8}
 

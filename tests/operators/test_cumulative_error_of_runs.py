@@ -8,9 +8,12 @@ from torch import nn
 from torch.testing import assert_close
 
 import oracles.run_operators as oracle
-from poprisk.operators import Coupling, Window, dissipation_channels, lifted_maps, path_error
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling, path_error
+from poprisk.operators._cumulative import lifted_maps
+from poprisk.operators._window import Window
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 RULES = ("momentum", "adam", "poprisk")
 

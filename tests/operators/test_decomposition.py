@@ -9,7 +9,9 @@ from torch.testing import assert_close
 from oracles.linear_model import flow_outputs, linear_operators
 from oracles.run_operators import operators_of, quadratic_run
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.operators import Coupling, bregman_gap, dissipation_channels, error_cells, loss_gap
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling
+from poprisk.operators._decomposition import bregman_gap, error_cells, loss_gap
 
 
 def tensor(x: np.ndarray) -> torch.Tensor:

@@ -9,13 +9,15 @@ from networks import build, draw
 from torch.testing import assert_close
 
 from oracles import drift_diffusion as oracle
-from poprisk.autodiff import FlatModel
+from poprisk._core.autodiff.flat import FlatModel
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.operators import RecordedSteps, batch_laws, curvature_bound, drift_bound, drift_diffusion, gradient_descent
-from poprisk.optim import PopRiskAdamW
-from poprisk.problems import Problem
-from poprisk.runs import train
-from poprisk.runs.step import Step
+from poprisk.operators._batch_law import batch_laws
+from poprisk.operators._drift_diffusion import curvature_bound, drift_bound, drift_diffusion
+from poprisk.operators._gradient_descent import RecordedSteps, gradient_descent
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.runs._problem import Problem
+from poprisk.runs._step import Step
+from poprisk.runs._training import train
 
 RULES = {
     "sgd": partial(torch.optim.SGD, lr=0.3),
@@ -172,7 +174,7 @@ def test_large_jacobians_are_measured_by_their_products(monkeypatch):
     dense = curvature_bound(run, model, TEST, stop=2, lipschitz="operator", nodes=2)
     import sys
 
-    monkeypatch.setattr(sys.modules["poprisk.operators.drift_diffusion"], "_DENSE_ENTRIES", 0)
+    monkeypatch.setattr(sys.modules["poprisk.operators._drift_diffusion"], "_DENSE_ENTRIES", 0)
     free = curvature_bound(run, model, TEST, stop=2, lipschitz="operator", nodes=2)
     assert_close(free.smoothness, dense.smoothness, rtol=1e-3, atol=0)
     assert (free.smoothness >= dense.smoothness * (1 - 1e-9)).all()

@@ -11,21 +11,17 @@ from recorded_runs import relative
 from torch.testing import assert_close
 
 from oracles.linear_model import flow_outputs, linear_operators
-from poprisk.autodiff import FlatModel
+from poprisk._core.autodiff.flat import FlatModel
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.operators import (
-    Coupling,
-    Discretization,
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling, anchored_coupling_of_jacobians, path_error, predictor_error
+from poprisk.operators._gradient_flow import flow_path, gradient_flow_operators
+from poprisk.operators._realized import Discretization
+from poprisk.theory.path_bounds import (
     anchored_bound,
-    anchored_coupling_of_jacobians,
     coarse_bound,
     cumulative_bound,
-    dissipation_channels,
-    flow_path,
-    gradient_flow_operators,
     nonlinear_bound,
-    path_error,
-    predictor_error,
     remainder_bound,
     visibility_bound,
     window_bounds,

@@ -7,13 +7,20 @@ import torch
 from networks import build, draw
 from torch.testing import assert_close
 
-from poprisk.autodiff import SegmentJacobian
-from poprisk.kernels import Method, cross_kernel, kernel_drift, kernel_operator, timescales, train_kernel
-from poprisk.linalg import adjoint_mismatch, top_eigenpairs
-from poprisk.operators import Coupling, Window, dissipation_channels
-from poprisk.optim import PopRiskAdamW
-from poprisk.problems import Problem
-from poprisk.runs import train
+from poprisk._core.autodiff.segment import SegmentJacobian
+from poprisk._core.linalg.adjoint import adjoint_mismatch
+from poprisk._core.linalg.spectra import top_eigenpairs
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling
+from poprisk.operators._kernels.drift import kernel_drift
+from poprisk.operators._kernels.method import Method
+from poprisk.operators._kernels.products import kernel_operator
+from poprisk.operators._kernels.tangent import cross_kernel, train_kernel
+from poprisk.operators._kernels.timescales import timescales
+from poprisk.operators._window import Window
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 # torch says so once when the first product of a process runs in a thread of its backward pass.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")

@@ -5,9 +5,10 @@ import torch
 from networks import draw
 from recorded_runs import optimizer, problem_of, relative
 
-from poprisk.operators import Window, dissipation_channels
-from poprisk.problems import Problem
-from poprisk.runs import Recorder
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._window import Window
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
 
 RULES = ("momentum", "adam", "poprisk")
 LOSSES = ("squared", "cross_entropy")

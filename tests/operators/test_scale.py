@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from poprisk.operators import Window
+from poprisk.operators._window import Window
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "operators.py"
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from poprisk.autodiff import FlatModel
+from poprisk._core.autodiff.flat import FlatModel
 
 TRAIN = torch.tensor([[-1.0], [-0.4], [0.3], [0.9]], dtype=torch.float64)
 HELD_OUT = torch.tensor([[0.6]], dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_they_differ_at_a_held_out_point_by_the_bump(runs):
 def test_only_the_smoothness_tells_them_apart(runs):
     """What the Sobolev bound looks at: the bumped network's Jacobian is far rougher as a function of the input."""
     (model, plain), (other, _) = runs
-    from poprisk.operators import Torus, jacobian_sobolev_norm
+    from poprisk.theory.sobolev import Torus, jacobian_sobolev_norm
 
     circle = Torus(dimension=1, size=128)
     # Inputs on a circle, z = 1.3 sin θ: both networks are smooth functions of the angle.

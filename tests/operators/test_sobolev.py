@@ -9,17 +9,17 @@ from torch.testing import assert_close
 
 from oracles.run_operators import DenseStep, operators_of, random_steps
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.operators import (
-    Coupling,
-    LiftedStep,
-    RealizedWindow,
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling
+from poprisk.operators._cumulative import LiftedStep, lifted_maps
+from poprisk.operators._realized import RealizedWindow
+from poprisk.runs._step import Step
+from poprisk.theory.sobolev import (
     SobolevBound,
     Torus,
-    dissipation_channels,
     fill_distance,
     fill_distance_slope,
     jacobian_sobolev_norm,
-    lifted_maps,
     pathwise_sobolev_norm,
     sobolev_generalization_bound,
     sobolev_norm,
@@ -28,7 +28,6 @@ from poprisk.operators import (
     sobolev_transfer_bound,
     voronoi_masses,
 )
-from poprisk.runs.step import Step
 
 CIRCLE = Torus(dimension=1, size=32)
 

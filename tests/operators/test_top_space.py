@@ -7,17 +7,15 @@ import torch
 from recorded_runs import RULES, operators_of, relative, window_of
 from torch.testing import assert_close
 
+from poprisk._core.linalg.adjoint import adjoint_mismatch
+from poprisk._core.linalg.spectra import top_eigenpairs
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.linalg import adjoint_mismatch, top_eigenpairs
-from poprisk.operators import (
-    Coupling,
-    Window,
-    dissipation_channels,
-    lifted_gramian,
-    lifted_maps,
-    top_channels,
-    visibility_limit,
-)
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling
+from poprisk.operators._cumulative import lifted_maps
+from poprisk.operators._top_space import top_channels
+from poprisk.operators._visibility import lifted_gramian, visibility_limit
+from poprisk.operators._window import Window
 
 LOSS = "cross_entropy"
 FINE = 1e-13

@@ -9,14 +9,16 @@ from torch.testing import assert_close
 
 import oracles.run_operators as oracle
 from oracles.linear_model import linear_operators
-from poprisk.autodiff import FlatModel
+from poprisk._core.autodiff.flat import FlatModel
+from poprisk._core.linalg.adjoint import adjoint_mismatch
 from poprisk.errors import DataError
-from poprisk.kernels.drift import kernel_drift
-from poprisk.linalg import adjoint_mismatch
-from poprisk.operators import Coupling, dissipation_channels, window_bounds
-from poprisk.operators.gradient_descent import gradient_descent
-from poprisk.operators.gradient_flow import gradient_flow_operators
-from poprisk.operators.window import Window
+from poprisk.operators._channels import dissipation_channels
+from poprisk.operators._coupling import Coupling
+from poprisk.operators._gradient_descent import gradient_descent
+from poprisk.operators._gradient_flow import gradient_flow_operators
+from poprisk.operators._kernels.drift import kernel_drift
+from poprisk.operators._window import Window
+from poprisk.theory.path_bounds import window_bounds
 
 EVERY_RUN = [(kind, rule, loss) for kind in NETWORKS for rule in ("momentum", "adam", "poprisk") for loss in LOSSES]
 ALL_RUNS = [*EVERY_RUN, *(("mlp", rule, loss) for rule in ("nesterov", "adamw") for loss in LOSSES)]

@@ -10,10 +10,13 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import DataError, RunError
-from poprisk.operators import RecordedSteps, Window, gradient_descent
-from poprisk.operators.step_maps import DenseStep, MatrixFreeStep
-from poprisk.problems import Problem
-from poprisk.runs import Recorder, Run, train
+from poprisk.operators._gradient_descent import RecordedSteps, gradient_descent
+from poprisk.operators._step_maps import DenseStep, MatrixFreeStep
+from poprisk.operators._window import Window
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._run import Run
+from poprisk.runs._training import train
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 

@@ -9,7 +9,7 @@ from streams import SHAPES, relative_error, start, stream, train
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
-from poprisk.optim import PopRiskAdamW
+from poprisk.optim._adamw import PopRiskAdamW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 100

@@ -9,9 +9,9 @@ from optimizer_table import BACKENDS, GATES, INPUTS
 from streams import SHAPES, relative_error, start, stream, train
 
 from poprisk.errors import BackendWarning
-from poprisk.optim import PopRiskAdamW
-from poprisk.optim.work import hyper_of
-from poprisk.rules import PopulationState, initial_state, population_step
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._work import hyper_of
+from poprisk.optim.rules._population import PopulationState, initial_state, population_step
 
 STEPS = 200
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -102,8 +102,8 @@ def _snapshot(optimizer, p):
 
 def _away_from_ties(state, g, hyper):
     """Where |m̂²/(αŝ) - 1| ≥ 1e-5; all or nothing where coordinates share a gate."""
-    from poprisk.rules.coefficients import current
-    from poprisk.rules.population import debiased_variance
+    from poprisk.optim.rules._coefficients import current
+    from poprisk.optim.rules._population import debiased_variance
 
     c = current(hyper, state.step, state.var_step, state.gain)
     signal = (g if hyper.signal == "batch" else state.m * c.m_debias).square()
@@ -220,7 +220,7 @@ def test_variance_from_outside_in_every_backend(backend, device):
 
 
 def test_a_missing_compiler_falls_back_with_the_same_result_and_says_so_once(monkeypatch, tmp_path):
-    from poprisk.optim.backends import compiler
+    from poprisk.optim.backends import _compiler as compiler
 
     monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("POPRISK_CACHE_DIR", str(tmp_path))
@@ -247,7 +247,7 @@ def test_gradients_are_never_written(tmp_path):
 
 def test_the_table_covers_every_option():
     """A new option of the rule must appear in the table."""
-    from poprisk.optim.defaults import RULE_OPTIONS
+    from poprisk.optim._defaults import RULE_OPTIONS
 
     used = {name for row in INPUTS for name in row.options} | {"gate", "lr", "betas"}
     assert set(RULE_OPTIONS) <= used

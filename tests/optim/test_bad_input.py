@@ -10,7 +10,7 @@ from torch import nn
 
 from poprisk import errors
 from poprisk.errors import DeviceError, GradientError, HyperparameterError, PopRiskError
-from poprisk.optim import PopRiskAdamW
+from poprisk.optim._adamw import PopRiskAdamW
 
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 OF_GROUPS = [row for row in ERROR_INPUTS if "variance" not in row.options]  # a source serves all groups

@@ -12,8 +12,10 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError, StateDictError
-from poprisk.optim import PAPER, PopRiskAdamW
-from poprisk.rules import Hyper, PopulationState, population_step
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._defaults import PAPER
+from poprisk.optim.rules._coefficients import Hyper
+from poprisk.optim.rules._population import PopulationState, population_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from poprisk.optim import PopRiskAdamW
+from poprisk.optim._adamw import PopRiskAdamW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

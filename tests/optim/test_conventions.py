@@ -11,8 +11,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError
-from poprisk.optim import PopRiskAdamW
-from poprisk.rules import Hyper, initial_state, population_step
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim.rules._coefficients import Hyper
+from poprisk.optim.rules._population import initial_state, population_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)

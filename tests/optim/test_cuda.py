@@ -8,7 +8,7 @@ import torch
 from streams import relative_error, start, stream, train
 
 from poprisk.errors import ClosedGateWarning, NonFiniteGradientWarning
-from poprisk.optim import PopRiskAdamW
+from poprisk.optim._adamw import PopRiskAdamW
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError
-from poprisk.optim import PopRiskAdamW
-from poprisk.rules import hard_gate, snr_gate, soft_gate
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim.rules._gates import hard_gate, snr_gate, soft_gate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATES = ("population_rate", "training_rate", "self_fit")

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 from oracles.algorithm1 import algorithm1
 from poprisk.errors import HyperparameterError
-from poprisk.optim import DEFAULTS, PAPER, PopRiskAdamW
-from poprisk.optim.defaults import RULE_OPTIONS, Defaults
-from poprisk.rules import Hyper
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._defaults import DEFAULTS, PAPER, RULE_OPTIONS, Defaults
+from poprisk.optim.rules._coefficients import Hyper
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -216,7 +216,7 @@ def test_the_paper_s_constructor_is_algorithm_1(backend, gate):
 
 def test_the_paper_s_constructor_does_not_follow_the_library_s_defaults(monkeypatch):
     other = Defaults(lr=0.5, gate="hard", alpha=0.1, strength=9.0, rho=0.5, gate_eps=1.0, centering="corrected")
-    module = importlib.import_module("poprisk.optim.adamw")
+    module = importlib.import_module("poprisk.optim._adamw")
     monkeypatch.setattr(module, "DEFAULTS", other)
     monkeypatch.setattr(
         PopRiskAdamW.__init__, "__kwdefaults__", {**PopRiskAdamW.__init__.__kwdefaults__, "gate": "hard"}

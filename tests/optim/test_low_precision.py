@@ -5,8 +5,8 @@ import torch
 from streams import train
 from torch import nn
 
-from poprisk.optim import PopRiskAdamW
-from poprisk.rules.rounding import round_stochastically, rounding_bits, rounding_seed
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim.rules._rounding import round_stochastically, rounding_bits, rounding_seed
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

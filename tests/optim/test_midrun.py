@@ -9,8 +9,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.optim import PopRiskAdamW
-from poprisk.population import MicrobatchVariance
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._estimators.variance import MicrobatchVariance
 
 
 @pytest.mark.parametrize(("name", "value"), [("gate", "foo"), ("alpha", float("nan")), ("rho", 1.0), ("fused", "x")])

@@ -9,10 +9,10 @@ from optimizer_table import BACKENDS
 from torch import nn
 
 from poprisk.errors import BackendWarning, ClosedGateWarning
-from poprisk.optim import PopRiskAdamW
-from poprisk.optim.learning_rate import FACTOR
-from poprisk.optim.monitor import closed_below
-from poprisk.rules import Hyper
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._learning_rate import FACTOR
+from poprisk.optim._monitor import closed_below
+from poprisk.optim.rules._coefficients import Hyper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)

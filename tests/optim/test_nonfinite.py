@@ -9,7 +9,7 @@ from streams import SHAPES, start, stream, train
 from torch.testing import assert_close
 
 from poprisk.errors import NonFiniteGradientWarning
-from poprisk.optim import PopRiskAdamW
+from poprisk.optim._adamw import PopRiskAdamW
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from poprisk.errors import HyperparameterError
-from poprisk.optim import DEFAULTS, PopRiskAdamW
-from poprisk.optim.parsing import parse_options
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._defaults import DEFAULTS
+from poprisk.optim._parsing import parse_options
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from oracles.population import dense_projector, rate_matrix_loop
 from poprisk.errors import BackendWarning, DataError, GradientError, HyperparameterError
-from poprisk.optim.projector import PopulationProjectorDescent
+from poprisk.optim._projector_descent import PopulationProjectorDescent
 
 
 def _problem(b: int = 6, d: int = 4):

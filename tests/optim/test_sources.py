@@ -6,8 +6,8 @@ from optimizer_table import BACKENDS
 from torch import nn
 from torch.testing import assert_close
 
-from poprisk.optim import PopRiskAdamW
-from poprisk.population import MicrobatchVariance, PerExampleVariance
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)

@@ -1,7 +1,7 @@
 """The operators of a run in naive float64 numpy: dense matrices, plain loops, every step as it happened.
 
 One step, with g_k the output gradient of the mean training loss and all of M, β, κ, a, b, λ, λᶜ, σ numbers or one per
-weight (the letters of `poprisk.runs.step.Step`):
+weight (the letters of `poprisk.runs._step.Step`):
 
     f_k = J_kᵀ S_k g_k
     v_k = β v_{k-1} + κ (f_k + λᶜ w_k)

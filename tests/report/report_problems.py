@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from poprisk.problems import Problem
+from poprisk.runs._problem import Problem
 
 WRONG = 3
 

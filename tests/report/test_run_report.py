@@ -18,14 +18,17 @@ from torch.nn import functional as F
 
 from poprisk import PopRiskAdamW, cli
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.experiments.run_analysis import analyze
-from poprisk.experiments.run_gates import gate_curve
-from poprisk.experiments.run_window import CleanTargets
-from poprisk.influence import RiskMeter, influence_on
-from poprisk.problems import Problem
-from poprisk.report.example_contents import example_contents, png
-from poprisk.report.run_report import report_page, run_report, training_call
-from poprisk.runs import Recorder, Run, train
+from poprisk.report._analysis import analyze
+from poprisk.report._example_contents import example_contents, png
+from poprisk.report._gates import gate_curve
+from poprisk.report._page import report_page, run_report, training_call
+from poprisk.report._window import CleanTargets
+from poprisk.risk._influence.matrix import influence_on
+from poprisk.risk._meter import RiskMeter
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._run import Run
+from poprisk.runs._training import train
 
 STEPS = 24
 GATED = partial(PopRiskAdamW, lr=0.1, gate="soft", strength=1.0, weight_decay=0.01)  # Algorithm 1: quick enough to err

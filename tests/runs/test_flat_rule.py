@@ -12,9 +12,11 @@ from torch.func import jvp, vmap
 from torch.optim import SGD, Adam, AdamW
 
 from poprisk.errors import DataError, RunError
-from poprisk.optim import PopRiskAdamW
-from poprisk.problems import Problem
-from poprisk.runs import Recorder, flat_rule, train
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.runs._flat_rule import flat_rule
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._training import train
 
 OPTIMIZERS = {
     **{name: make for name, make in LINEARIZED.items() if "amsgrad" not in name},

@@ -8,14 +8,17 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk import PopRiskAdamW
-from poprisk.ensembles import Members, retrain
 from poprisk.errors import DataError, RunError
-from poprisk.influence import Unrolled
-from poprisk.problems import Problem
-from poprisk.runs import Recorder, Run, train
-from poprisk.runs.first_steps import check_first_steps
-from poprisk.runs.replay import replay
-from poprisk.runs.storage import MemoryStorage
+from poprisk.risk._influence.sensitivity import Unrolled
+from poprisk.risk._retraining.members import Members
+from poprisk.risk._retraining.retrain import retrain
+from poprisk.runs._first_steps import check_first_steps
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._replay import replay
+from poprisk.runs._run import Run
+from poprisk.runs._storage import MemoryStorage
+from poprisk.runs._training import train
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = X[:, :1] * X[:, 1:2]

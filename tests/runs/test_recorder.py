@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.optim import PopRiskAdamW
-from poprisk.population import PerExampleVariance
-from poprisk.runs import Recorder, Run
-from poprisk.runs.gradient_watch import common_factor
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._estimators.variance import PerExampleVariance
+from poprisk.runs._gradient_watch import common_factor
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._run import Run
 
 
 @pytest.fixture

@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from poprisk.errors import DataError, RunError
-from poprisk.optim import PopRiskAdamW
-from poprisk.problems import Problem
-from poprisk.runs import Recorder, Run, replay
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._replay import replay
+from poprisk.runs._run import Run
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

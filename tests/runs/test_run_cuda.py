@@ -8,8 +8,9 @@ from test_run_files import quiet
 from test_run_linearize import OPTIMIZERS, assert_every_step_is_rebuilt
 from tiny_problems import classification
 
-from poprisk.problems import Problem
-from poprisk.runs import Run, replay
+from poprisk.runs._problem import Problem
+from poprisk.runs._replay import replay
+from poprisk.runs._run import Run
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ def test_recorded_on_a_gpu_opened_on_a_laptop(tmp_path, name, every):
 
 def test_indices_on_the_device_are_checked_when_written():
     from poprisk.errors import DataError
-    from poprisk.runs import Recorder
+    from poprisk.runs._recorder import Recorder
 
     problem = classification().to("cuda")
     model = problem.module(torch.float64)

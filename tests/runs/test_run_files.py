@@ -13,10 +13,11 @@ import torch
 from tiny_problems import classification, regression, tied, with_dropout
 
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.optim import PopRiskAdamW
-from poprisk.problems import Problem
-from poprisk.runs import Recorder, Run, train
-from poprisk.runs.training import draw_batch
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._run import Run
+from poprisk.runs._training import draw_batch, train
 
 HERE = Path(__file__).parent
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -288,7 +289,7 @@ def test_a_disk_that_fails_is_heard_of(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     recorded = quiet(problem, SGD, 4, path=tmp_path / "run", every=2)
-    monkeypatch.setattr("poprisk.runs.storage.write_tensors", full)
+    monkeypatch.setattr("poprisk.runs._storage.write_tensors", full)
     with pytest.raises(OSError, match="No space left"):
         quiet(problem, SGD, 12, path=tmp_path / "run", every=2, resume=True)
     assert Run.load(tmp_path / "run").num_steps == recorded.num_steps

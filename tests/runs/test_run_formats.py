@@ -10,10 +10,14 @@ from stored_run import BATCH, EVERY, STEPS
 from torch.testing import assert_close
 
 from poprisk import PopRiskAdamW
-from poprisk.audit import audit
 from poprisk.errors import DataError, RunError
-from poprisk.operators import Window
-from poprisk.runs import Recorder, Run, formats, replay, storage
+from poprisk.operators._window import Window
+from poprisk.risk._audit.run_audit import audit
+from poprisk.runs import _formats as formats
+from poprisk.runs import _storage as storage
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._replay import replay
+from poprisk.runs._run import Run
 
 DATA = Path(__file__).parent / "data"
 STORED = sorted(path.parent for path in DATA.glob("format_*/*/manifest.json"))

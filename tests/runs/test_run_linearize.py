@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from poprisk.errors import RunError
-from poprisk.optim import PopRiskAdamW
-from poprisk.runs import Recorder
-from poprisk.runs.linearize import optimizer_name
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.runs._linearize import optimizer_name
+from poprisk.runs._recorder import Recorder
 
 EXACT = 1e-12  # relative, float64
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from poprisk.problems import Problem
+from poprisk.runs._problem import Problem
 
 
 def make_mlp(inputs=4, width=6, outputs=3):

@@ -5,9 +5,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from poprisk import __version__
-from poprisk.cli import analyze, audit, bench, demo, explore, report, reproduce, train
-from poprisk.cli.outcome import run
+from poprisk._version import __version__
+from poprisk.cli import _analyze, _audit, _bench, _demo, _explore, _jobs, _report, _train
+from poprisk.cli._lab import add_lab_commands
+from poprisk.cli._outcome import run
 
 app = typer.Typer(
     name="poprisk",
@@ -35,14 +36,15 @@ def _root(
     """Train on population risk instead of training loss, and see what a training run learned and memorized."""
 
 
-app.command(epilog=demo.EXAMPLES)(demo.demo)
-app.command(epilog=train.EXAMPLES)(train.train)
-app.command(epilog=analyze.EXAMPLES)(analyze.analyze)
-app.command(epilog=report.EXAMPLES)(report.report)
-app.command(epilog=audit.EXAMPLES)(audit.audit)
-app.command(epilog=explore.EXAMPLES)(explore.explore)
-app.command(epilog=reproduce.EXAMPLES)(reproduce.reproduce)
-app.command(epilog=bench.EXAMPLES)(bench.bench)
+app.command(epilog=_demo.EXAMPLES)(_demo.demo)
+app.command(epilog=_train.EXAMPLES)(_train.train)
+app.command(epilog=_analyze.EXAMPLES)(_analyze.analyze)
+app.command(epilog=_report.EXAMPLES)(_report.report)
+app.command(epilog=_audit.EXAMPLES)(_audit.audit)
+app.command(epilog=_explore.EXAMPLES)(_explore.explore)
+app.command(epilog=_bench.EXAMPLES)(_bench.bench)
+app.add_typer(_jobs.app, name="jobs")
+add_lab_commands(app)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

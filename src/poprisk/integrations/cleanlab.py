@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from poprisk.audit import AuditTable
 from poprisk.errors import DataError, MissingExtraError
+from poprisk.risk import AuditTable
 
 
 def cleanlab_inputs(table: AuditTable) -> dict[str, np.ndarray]:
@@ -17,8 +17,8 @@ def cleanlab_inputs(table: AuditTable) -> dict[str, np.ndarray]:
 
     >>> import torch
     >>> from functools import partial
-    >>> from poprisk.audit import audit
-    >>> from poprisk.problems import Problem
+    >>> from poprisk.risk._audit import audit
+    >>> from poprisk.runs import Problem
     >>> from poprisk.runs import train
     >>> problem = Problem(torch.nn.Linear, "cross_entropy", torch.eye(3), torch.arange(3),
     ...                   arguments={"in_features": 3, "out_features": 3})

@@ -9,13 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from poprisk._core.store import write_json
 from poprisk.errors import HyperparameterError, MissingExtraError, PopRiskWarning
-from poprisk.integrations.readings import PREFIX, Readings, find_poprisk, interval
-from poprisk.integrations.schedules import keep_own_lr
-from poprisk.optim import DEFAULTS, PopRiskAdamW
-from poprisk.optim.learning_rate import suggest_lr
-from poprisk.optim.parsing import parse_options, read_options
-from poprisk.store.files import write_json
+from poprisk.integrations._readings import PREFIX, Readings, find_poprisk, interval
+from poprisk.integrations._schedules import keep_own_lr
+from poprisk.optim import DEFAULTS, PopRiskAdamW, parse_options, read_options, suggest_lr
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -52,7 +50,7 @@ def poprisk_optimizer(
 
     Example:
         >>> poprisk_optimizer(lr=1e-2, alpha="0.5")
-        (<class 'poprisk.optim.adamw.PopRiskAdamW'>, {'lr': 0.01, 'alpha': 0.5})
+        (<class 'poprisk.optim._adamw.PopRiskAdamW'>, {'lr': 0.01, 'alpha': 0.5})
     """
     source = {name: options.pop(name) for name in ("variance",) if name in options}  # an object, not an option as text
     given = read_options(getattr(args, "optim_args", None)) | read_options(options)

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from poprisk._core.store import importable, resolve
 from poprisk.errors import DataError, MissingExtraError, RunError
-from poprisk.integrations.recording import (
+from poprisk.integrations._recording import (
     DrawnBatches,
     StepBlocks,
     check_batch,
@@ -19,10 +20,7 @@ from poprisk.integrations.recording import (
     unwrapped,
     watch_loader,
 )
-from poprisk.problems import Problem
-from poprisk.runs import Recorder, Run
-from poprisk.runs.execute import randomness_of
-from poprisk.store.importable import importable, resolve
+from poprisk.runs import Problem, Recorder, Run, randomness_of
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -77,7 +75,7 @@ def classification_problem(
         arguments: Keyword arguments of ``make_model``.
         padding: The token of padding, the tokenizer's ``pad_token_id``.
         test: A data set to test on, of the same form.
-        options: Of :class:`~poprisk.problems.Problem`: ``name``, ``show``, ``seed``.
+        options: Of :class:`~poprisk.runs.Problem`: ``name``, ``show``, ``seed``.
 
     Raises:
         DataError: examples without a label or with different columns, sequences of different lengths without an

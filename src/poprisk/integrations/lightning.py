@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
+from poprisk._core.store import write_json
 from poprisk.errors import MissingExtraError, PopRiskWarning
+from poprisk.integrations._readings import PREFIX, Readings, find_poprisk, interval
+from poprisk.integrations._schedules import keep_own_lr
 from poprisk.integrations.loggers import before_each_step, steps_taken
-from poprisk.integrations.readings import PREFIX, Readings, find_poprisk, interval
-from poprisk.integrations.schedules import keep_own_lr
 from poprisk.optim import PopRiskAdamW
-from poprisk.store.files import write_json
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule

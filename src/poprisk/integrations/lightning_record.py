@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from poprisk.errors import RunError
-from poprisk.integrations.lightning import _base
-from poprisk.integrations.recording import (
+from poprisk.integrations._recording import (
     DrawnBatches,
     StepBlocks,
     check_batch,
@@ -20,9 +19,8 @@ from poprisk.integrations.recording import (
     unwrapped,
     watch_loader,
 )
-from poprisk.problems import Problem
-from poprisk.runs import Recorder, Run
-from poprisk.runs.recorded_step import RecordedStep
+from poprisk.integrations.lightning import _base
+from poprisk.runs import Problem, RecordedStep, Recorder, Run
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule

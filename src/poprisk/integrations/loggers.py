@@ -11,13 +11,24 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from poprisk.errors import HyperparameterError
-from poprisk.integrations.readings import PREFIX, Readings, find_poprisk, interval
-from poprisk.integrations.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink, as_sink
-from poprisk.optim import PopRiskAdamW
-from poprisk.optim.diagnostics import GateDiagnostics, meters, over_all
-from poprisk.optim.work import Work, hyper_of, number, rule_state, was_stepped
-from poprisk.rules.coefficients import Hyper, current
-from poprisk.rules.population import PopulationState, current_gate, debiased_variance
+from poprisk.integrations._readings import PREFIX, Readings, find_poprisk, interval
+from poprisk.integrations._sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink, as_sink
+from poprisk.optim import (
+    GateDiagnostics,
+    Hyper,
+    PopRiskAdamW,
+    PopulationState,
+    Work,
+    current,
+    current_gate,
+    debiased_variance,
+    hyper_of,
+    meters,
+    number,
+    over_all,
+    rule_state,
+    was_stepped,
+)
 
 __all__ = ["JsonLinesSink", "Sink", "TensorBoardSink", "WandbSink", "Watch", "watch"]
 

@@ -19,11 +19,9 @@ except ModuleNotFoundError as error:
     raise MissingExtraError("optax", "jax", "the optax integration") from None
 
 if TYPE_CHECKING:  # torch is imported where these live
-    from poprisk.rules.coefficients import Granularity, Signal
-    from poprisk.rules.gates import GateName
-    from poprisk.rules.threshold import Centering
+    from poprisk.optim import Centering, GateName, Granularity, Signal
 
-from poprisk.integrations.optax_rule import (  # after the check that jax is there
+from poprisk.integrations._optax_rule import (
     DEFAULTS,
     NAMES,
     Moments,

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from poprisk.audit import AuditTable
 from poprisk.errors import DataError, MissingExtraError
+from poprisk.risk import AuditTable
 
 _KINDS = {"label": "Category", "bool": "bool", "int": "int", "float": "float"}
 
@@ -23,8 +23,8 @@ def spotlight_inputs(table: AuditTable, **extra: tuple[Sequence[Any], str]) -> t
 
     >>> import torch
     >>> from functools import partial
-    >>> from poprisk.audit import audit
-    >>> from poprisk.problems import Problem
+    >>> from poprisk.risk._audit import audit
+    >>> from poprisk.runs import Problem
     >>> from poprisk.runs import train
     >>> problem = Problem(torch.nn.Linear, "cross_entropy", torch.eye(3), torch.arange(3),
     ...                   arguments={"in_features": 3, "out_features": 3})

@@ -1,97 +1,63 @@
-"""The operators of a run: signal channel and reservoir, train-test coupling, bounds, and what test error is made of."""
+"""See: the operators of a run (signal channel and reservoir, coupling, drift and diffusion) and its tangent kernels."""
 
-from poprisk.operators.batch_law import BatchLaw as BatchLaw
-from poprisk.operators.batch_law import Sampling as Sampling
-from poprisk.operators.batch_law import batch_laws as batch_laws
-from poprisk.operators.batch_law import remaining_examples as remaining_examples
-from poprisk.operators.bound import Bound as Bound
-from poprisk.operators.bounds import anchored_bound as anchored_bound
-from poprisk.operators.bounds import coarse_bound as coarse_bound
-from poprisk.operators.bounds import cumulative_bound as cumulative_bound
-from poprisk.operators.bounds import nonlinear_bound as nonlinear_bound
-from poprisk.operators.bounds import path_error_order_bound as path_error_order_bound
-from poprisk.operators.bounds import predictor_bound as predictor_bound
-from poprisk.operators.bounds import remainder_bound as remainder_bound
-from poprisk.operators.bounds import sharp_bound as sharp_bound
-from poprisk.operators.bounds import trajectory_bound as trajectory_bound
-from poprisk.operators.bounds import visibility_bound as visibility_bound
-from poprisk.operators.bounds import window_bounds as window_bounds
-from poprisk.operators.channels import DissipationChannels as DissipationChannels
-from poprisk.operators.channels import dissipation_channels as dissipation_channels
-from poprisk.operators.coupling import Coupling as Coupling
-from poprisk.operators.coupling import PathErrorSplit as PathErrorSplit
-from poprisk.operators.coupling import PredictorError as PredictorError
-from poprisk.operators.coupling import TransferEquivalences as TransferEquivalences
-from poprisk.operators.coupling import anchored_coupling as anchored_coupling
-from poprisk.operators.coupling import anchored_coupling_of_jacobians as anchored_coupling_of_jacobians
-from poprisk.operators.coupling import path_error as path_error
-from poprisk.operators.coupling import path_error_split as path_error_split
-from poprisk.operators.coupling import predictor_error as predictor_error
-from poprisk.operators.coupling import transfer_equivalences as transfer_equivalences
-from poprisk.operators.coupling import transfer_norm as transfer_norm
-from poprisk.operators.coupling import whitened_error as whitened_error
-from poprisk.operators.cumulative import CumulativeError as CumulativeError
-from poprisk.operators.cumulative import LiftedStep as LiftedStep
-from poprisk.operators.cumulative import cumulative_error as cumulative_error
-from poprisk.operators.cumulative import flow_cumulative_error as flow_cumulative_error
-from poprisk.operators.cumulative import lifted_maps as lifted_maps
-from poprisk.operators.decomposition import ErrorCells as ErrorCells
-from poprisk.operators.decomposition import bregman_gap as bregman_gap
-from poprisk.operators.decomposition import error_cells as error_cells
-from poprisk.operators.decomposition import loss_gap as loss_gap
-from poprisk.operators.dense import Operators as Operators
-from poprisk.operators.dense import Sources as Sources
-from poprisk.operators.diffusion_rates import DiffusionRate as DiffusionRate
-from poprisk.operators.diffusion_rates import FluctuationVariance as FluctuationVariance
-from poprisk.operators.diffusion_rates import GrowthExponents as GrowthExponents
-from poprisk.operators.diffusion_rates import ReplicateRates as ReplicateRates
-from poprisk.operators.diffusion_rates import diffusion_rate as diffusion_rate
-from poprisk.operators.diffusion_rates import fluctuation_variance as fluctuation_variance
-from poprisk.operators.diffusion_rates import growth_exponents as growth_exponents
-from poprisk.operators.diffusion_rates import replicate_rates as replicate_rates
-from poprisk.operators.drift_diffusion import CurvatureBound as CurvatureBound
-from poprisk.operators.drift_diffusion import DriftDiffusion as DriftDiffusion
-from poprisk.operators.drift_diffusion import curvature_bound as curvature_bound
-from poprisk.operators.drift_diffusion import drift_bound as drift_bound
-from poprisk.operators.drift_diffusion import drift_diffusion as drift_diffusion
-from poprisk.operators.gradient_descent import RecordedSteps as RecordedSteps
-from poprisk.operators.gradient_descent import gradient_descent as gradient_descent
-from poprisk.operators.gradient_flow import FlowPath as FlowPath
-from poprisk.operators.gradient_flow import flow_path as flow_path
-from poprisk.operators.gradient_flow import gradient_flow_operators as gradient_flow_operators
-from poprisk.operators.multi_epoch import multi_epoch_residual as multi_epoch_residual
-from poprisk.operators.power_law import power_law_exponent as power_law_exponent
-from poprisk.operators.power_law import replicate_exponent as replicate_exponent
-from poprisk.operators.reach import effective_preconditioners as effective_preconditioners
-from poprisk.operators.realized import Discretization as Discretization
-from poprisk.operators.realized import RealizedWindow as RealizedWindow
-from poprisk.operators.replace_two import NoiseMean as NoiseMean
-from poprisk.operators.replace_two import NoiseMeanSweep as NoiseMeanSweep
-from poprisk.operators.replace_two import noise_mean_sweep as noise_mean_sweep
-from poprisk.operators.replace_two import replace_two as replace_two
-from poprisk.operators.replace_two import weight_mask as weight_mask
-from poprisk.operators.sobolev import SobolevBound as SobolevBound
-from poprisk.operators.sobolev import Torus as Torus
-from poprisk.operators.sobolev import fill_distance as fill_distance
-from poprisk.operators.sobolev import fill_distance_slope as fill_distance_slope
-from poprisk.operators.sobolev import jacobian_sobolev_norm as jacobian_sobolev_norm
-from poprisk.operators.sobolev import pathwise_sobolev_norm as pathwise_sobolev_norm
-from poprisk.operators.sobolev import sobolev_generalization_bound as sobolev_generalization_bound
-from poprisk.operators.sobolev import sobolev_norm as sobolev_norm
-from poprisk.operators.sobolev import sobolev_operator_bound as sobolev_operator_bound
-from poprisk.operators.sobolev import sobolev_trajectory_bound as sobolev_trajectory_bound
-from poprisk.operators.sobolev import sobolev_transfer_bound as sobolev_transfer_bound
-from poprisk.operators.sobolev import voronoi_masses as voronoi_masses
-from poprisk.operators.top_space import TopChannels as TopChannels
-from poprisk.operators.top_space import top_channels as top_channels
-from poprisk.operators.trajectory import Trajectory as Trajectory
-from poprisk.operators.visibility import lifted_gramian as lifted_gramian
-from poprisk.operators.visibility import visibility_limit as visibility_limit
-from poprisk.operators.visibility_bounds import filtered_bound as filtered_bound
-from poprisk.operators.visibility_bounds import hard_reservoir_bound as hard_reservoir_bound
-from poprisk.operators.visibility_bounds import mobility_bound as mobility_bound
-from poprisk.operators.visibility_bounds import soft_reservoir_bound as soft_reservoir_bound
-from poprisk.operators.visibility_bounds import visibility_order_bound as visibility_order_bound
-from poprisk.operators.visibility_bounds import visibility_spectra as visibility_spectra
-from poprisk.operators.visibility_bounds import visibility_spectrum_bound as visibility_spectrum_bound
-from poprisk.operators.window import Window as Window
+from poprisk.operators._bound import Bound
+from poprisk.operators._channels import DissipationChannels, dissipation_channels
+from poprisk.operators._coupling import Coupling
+from poprisk.operators._cumulative import CumulativeError, cumulative_error
+from poprisk.operators._decomposition import ErrorCells, error_cells
+from poprisk.operators._dense import Operators
+from poprisk.operators._drift_diffusion import DriftDiffusion, drift_diffusion
+from poprisk.operators._gradient_flow import FlowPath, flow_path, gradient_flow_operators
+from poprisk.operators._kernels.drift import KernelDrift, kernel_drift
+from poprisk.operators._kernels.method import method_costs
+from poprisk.operators._kernels.precision import Precision
+from poprisk.operators._kernels.products import kernel_operator
+from poprisk.operators._kernels.rounded_kernel import rounded_kernel
+from poprisk.operators._kernels.tangent import cross_kernel, kernel_tiles, train_kernel
+from poprisk.operators._kernels.timescales import Timescales, timescales
+from poprisk.operators._top_space import TopChannels, top_channels
+from poprisk.operators._window import Window
+
+# isort: split
+# For the rooms above: not public, and not in __all__.
+from poprisk.operators._batch_law import Sampling
+from poprisk.operators._bound import MARGIN, Form, eps_of, rounding_of_test_transfer
+from poprisk.operators._channels import Transfer, operator_norm, require_length, require_shape
+from poprisk.operators._coupling import PredictorError, path_error, whitened_error
+from poprisk.operators._kernels.method import Method
+from poprisk.operators._kernels.precision import check_supported, checked_precision, float32_products
+from poprisk.operators._kernels.rounded_features import whole_slices
+from poprisk.operators._kernels.single_tile import Side, TileMaker, plan_single_tiles
+from poprisk.operators._kernels.validation import Diagonal
+from poprisk.operators._realized import RealizedWindow
+
+__all__ = [
+    "Bound",
+    "Coupling",
+    "CumulativeError",
+    "DissipationChannels",
+    "DriftDiffusion",
+    "ErrorCells",
+    "FlowPath",
+    "KernelDrift",
+    "Operators",
+    "Precision",
+    "Timescales",
+    "TopChannels",
+    "Window",
+    "cross_kernel",
+    "cumulative_error",
+    "dissipation_channels",
+    "drift_diffusion",
+    "error_cells",
+    "flow_path",
+    "gradient_flow_operators",
+    "kernel_drift",
+    "kernel_operator",
+    "kernel_tiles",
+    "method_costs",
+    "rounded_kernel",
+    "timescales",
+    "top_channels",
+    "train_kernel",
+]

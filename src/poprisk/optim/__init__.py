@@ -1,20 +1,66 @@
-"""Optimizers that descend population risk."""
+"""Train: PopRiskAdamW, its gates and thresholds, and estimates of a batch's population risk and gradient variance."""
 
 from typing import TYPE_CHECKING, Any
 
-from poprisk.optim.adamw import PopRiskAdamW as PopRiskAdamW
-from poprisk.optim.defaults import DEFAULTS as DEFAULTS
-from poprisk.optim.defaults import PAPER as PAPER
-from poprisk.optim.defaults import Defaults as Defaults
-from poprisk.optim.learning_rate import suggest_lr as suggest_lr
+from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._estimators.loo import one_step_loo_risk
+from poprisk.optim._estimators.projector import population_projector
+from poprisk.optim._estimators.rate import population_rate, rate_matrix
+from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
+from poprisk.optim._learning_rate import suggest_lr
+from poprisk.optim.rules._gates import hard_gate, snr_gate, soft_gate
+from poprisk.optim.rules._threshold import calibrated_alpha, loo_coefficient
+
+# isort: split
+# For the rooms above: not public, and not in __all__.
+from poprisk.optim._defaults import DEFAULTS
+from poprisk.optim._diagnostics import GateDiagnostics, meters, over_all
+from poprisk.optim._parsing import parse_options, read_options
+from poprisk.optim._work import Work, hyper_of, number, rule_state, was_stepped
+from poprisk.optim.rules._coefficients import Granularity, Hyper, Signal, advance, current
+from poprisk.optim.rules._gates import GateName
+from poprisk.optim.rules._population import (
+    PopulationState,
+    current_gate,
+    debiased_variance,
+    is_usable,
+    linearize,
+    population_step,
+)
+from poprisk.optim.rules._threshold import Centering
 
 if TYPE_CHECKING:
-    from poprisk.optim.projector import PopulationProjectorDescent as PopulationProjectorDescent
+    from poprisk.optim._estimators.ranks import RankVariance
+    from poprisk.optim._projector_descent import PopulationProjectorDescent
+
+__all__ = [
+    "MicrobatchVariance",
+    "PerExampleVariance",
+    "PopRiskAdamW",
+    "PopulationProjectorDescent",
+    "RankVariance",
+    "calibrated_alpha",
+    "hard_gate",
+    "loo_coefficient",
+    "one_step_loo_risk",
+    "population_projector",
+    "population_rate",
+    "rate_matrix",
+    "snr_gate",
+    "soft_gate",
+    "suggest_lr",
+]
+
+# Few need these, and they bring linear algebra or torch.distributed along.
+_LAZY = {
+    "PopulationProjectorDescent": "poprisk.optim._projector_descent",
+    "RankVariance": "poprisk.optim._estimators.ranks",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PopulationProjectorDescent":  # few need it, and it brings linear algebra along
-        from poprisk.optim.projector import PopulationProjectorDescent
+    if name not in _LAZY:
+        raise AttributeError(f"module 'poprisk.optim' has no attribute {name!r}")
+    from importlib import import_module
 
-        return PopulationProjectorDescent
-    raise AttributeError(f"module 'poprisk.optim' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

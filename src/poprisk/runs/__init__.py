@@ -3,8 +3,7 @@ r"""What happened in a training run, and no theory: recorded, saved, opened, exe
 A loop of your own gets a recorder around it:
 
 >>> import torch
->>> from poprisk.problems import Problem
->>> from poprisk.runs import Recorder, Run, replay, train
+>>> from poprisk import Problem, Recorder, Run, replay, train
 >>> inputs = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(8, 1)
 >>> problem = Problem(torch.nn.Linear, "squared", inputs, 2 * inputs, arguments={"in_features": 1, "out_features": 1})
 >>> model = problem.module(torch.float64)
@@ -32,12 +31,39 @@ Without a loop, ``train(problem, torch.optim.Adam, steps=100, batch_size=4, path
 ``Run.load(path)`` opens what it left, ``replay(run)`` executes it again and says how far it deviates.
 """
 
-from poprisk.runs.flat_rule import FlatRule as FlatRule
-from poprisk.runs.flat_rule import flat_rule as flat_rule
-from poprisk.runs.recorder import Recorder as Recorder
-from poprisk.runs.replay import Replay as Replay
-from poprisk.runs.replay import replay as replay
-from poprisk.runs.run import Run as Run
-from poprisk.runs.step import PerWeight as PerWeight
-from poprisk.runs.step import Step as Step
-from poprisk.runs.training import train as train
+from poprisk.runs._corruption import replace_labels
+from poprisk.runs._digits import digits_split
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._replay import Replay, replay
+from poprisk.runs._run import Run
+from poprisk.runs._step import PerWeight, Step
+from poprisk.runs._training import train
+
+# isort: split
+# For the rooms above: not public, and not in __all__.
+from poprisk.runs._checkpoint import MODULE_BUFFER, plain_options
+from poprisk.runs._digits import NUM_CLASSES, NUM_PIXELS, TRAIN_SIZES
+from poprisk.runs._disk_use import bytes_per_step, readable_size, usual_segment
+from poprisk.runs._execute import add_gradients, randomness_of, seeded, step_generator, step_seed
+from poprisk.runs._first_steps import check_first_steps
+from poprisk.runs._flat_rule import FlatRule, flat_rule
+from poprisk.runs._layout import layout_of
+from poprisk.runs._linearize import OPTIMIZERS
+from poprisk.runs._manifest import plain
+from poprisk.runs._recorded_step import RecordedStep
+from poprisk.runs._segment import SegmentReader
+from poprisk.runs._storage import MANIFEST, DirectoryStorage, file_records
+
+__all__ = [
+    "PerWeight",
+    "Problem",
+    "Recorder",
+    "Replay",
+    "Run",
+    "Step",
+    "digits_split",
+    "replace_labels",
+    "replay",
+    "train",
+]

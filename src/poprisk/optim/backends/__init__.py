@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from poprisk.errors import BackendWarning
-from poprisk.optim.backends import foreach, forloop, torch_adamw
-from poprisk.optim.work import Job
+from poprisk.optim._work import Job
+from poprisk.optim.backends import _foreach as foreach
+from poprisk.optim.backends import _forloop as forloop
+from poprisk.optim.backends import _torch_adamw as torch_adamw
 
 
 def run(job: Job) -> None:
@@ -40,8 +42,9 @@ def _use_foreach(group: dict[str, Any], params: list[Tensor]) -> bool:
 
 def _run_fused(job: Job) -> None:
     """The single-pass kernel for what it can take, the rule for the rest."""
-    from poprisk.optim.backends import cpu, cuda  # a third of the package's import time, for those who ask for it
-    from poprisk.optim.backends.compiler import BuildError
+    from poprisk.optim.backends import _cpu as cpu  # a third of the package's import time, for those who ask for it
+    from poprisk.optim.backends import _cuda as cuda
+    from poprisk.optim.backends._compiler import BuildError
 
     device = job.works[0].param.device.type
     backend = cpu if device == "cpu" else cuda

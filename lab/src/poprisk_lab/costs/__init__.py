@@ -1,0 +1,37 @@
+"""What every operation costs in flops, bytes and messages, and what that says for larger models, data and machines."""
+
+from poprisk_lab.costs.cost import OperationCost as OperationCost
+from poprisk_lab.costs.kernels import factor_tile as factor_tile
+from poprisk_lab.costs.kernels import jacobian_tile as jacobian_tile
+from poprisk_lab.costs.kernels import kept_as_factors as kept_as_factors
+from poprisk_lab.costs.kernels import kernel_product as kernel_product
+from poprisk_lab.costs.kernels import lanczos as lanczos
+from poprisk_lab.costs.kernels import product_blocks as product_blocks
+from poprisk_lab.costs.kernels import product_tile as product_tile
+from poprisk_lab.costs.kernels import rounded_product as rounded_product
+from poprisk_lab.costs.kernels import rounded_rows as rounded_rows
+from poprisk_lab.costs.machine import CheckedOperation as CheckedOperation
+from poprisk_lab.costs.machine import Exponent as Exponent
+from poprisk_lab.costs.machine import Fit as Fit
+from poprisk_lab.costs.machine import Machine as Machine
+from poprisk_lab.costs.machine import Point as Point
+from poprisk_lab.costs.machine import calibrate as calibrate
+from poprisk_lab.costs.machine import checked_operations as checked_operations
+from poprisk_lab.costs.machine import fitted_exponent as fitted_exponent
+from poprisk_lab.costs.machine import geometric_mean as geometric_mean
+from poprisk_lab.costs.machine import machine_of as machine_of
+from poprisk_lab.costs.network import LayerSize as LayerSize
+from poprisk_lab.costs.network import Network as Network
+from poprisk_lab.costs.operations import OPERATION_MODELS as OPERATION_MODELS
+from poprisk_lab.costs.operations import QUEUED as QUEUED
+from poprisk_lab.costs.operations import cost_of as cost_of
+from poprisk_lab.costs.training import StateBytes as StateBytes
+from poprisk_lab.costs.training import optimizer_step as optimizer_step
+from poprisk_lab.costs.training import rank_variance as rank_variance
+from poprisk_lab.costs.training import sharded_messages as sharded_messages
+from poprisk_lab.costs.training import training_step as training_step
+from poprisk_lab.costs.trajectories import adjoint as adjoint
+from poprisk_lab.costs.trajectories import recording as recording
+from poprisk_lab.costs.trajectories import retraining as retraining
+from poprisk_lab.costs.trajectories import window_gramian as window_gramian
+from poprisk_lab.costs.trajectories import window_transfer as window_transfer

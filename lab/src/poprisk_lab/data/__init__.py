@@ -1,0 +1,1 @@
+"""Data sets and weights that the studies read."""

@@ -1,0 +1,236 @@
+r"""The rules of the optimizers a gate must be compared with, as pure functions: gradient and state in, direction out.
+
+Every rule is ``direction(g, state, h, t) -> (u, new state)``. The caller takes the step with decoupled weight decay,
+:math:`w \leftarrow w - \eta u - \eta \lambda w`, and sets every state to zero before the first step. The
+hyper-parameters in ``h`` and the step number ``t`` (1 at the first step) are numbers, or tensors that broadcast against
+the weights ``[members, parameters]``: many trainings with different settings are then one computation. Nothing waits
+for the device and nothing branches on a tensor, so a step can be captured in a CUDA graph. What depends on the member
+and not on the coordinate is computed in float64 and cast, so that :math:`1-\beta^t` is accurate and the large arrays
+keep their dtype; give a β close to 1 as a number or in float64.
+
+Hyper-parameters are not validated here but where they are given; ``eps`` must be positive for the rules that have one.
+In the formulas :math:`m, v` are exponential averages of :math:`g, g^2` and hats divide by :math:`1-\beta^t`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from poprisk._core.types import Scalar
+from poprisk.optim import snr_gate
+
+States = Mapping[str, Tensor]
+Knobs = Mapping[str, Scalar]
+
+
+def adamw(
+    g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
+) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
+    r"""AdamW (Kingma & Ba 2015, Loshchilov & Hutter 2019), as ``torch.optim.AdamW``.
+
+    .. math:: u = \hat m / (\sqrt{\hat v} + \epsilon)
+
+    Knobs: ``beta1``, ``beta2``, ``eps``. States: ``m``, ``v``.
+
+    >>> zero = {"m": torch.zeros(1, 2), "v": torch.zeros(1, 2)}
+    >>> adamw(torch.tensor([[2.0, -0.5]]), zero, {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}, 1)[0]
+    tensor([[ 1., -1.]])
+    """
+    m, v = _averaged(state["m"], g, h["beta1"]), _averaged(state["v"], g * g, h["beta2"])
+    return _ratio(m, v, h, t), {"m": m, "v": v}
+
+
+def adabelief(
+    g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
+) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
+    r"""AdaBelief (Zhuang et al. 2020, arXiv 2010.07468, Algorithm 2), without rectification.
+
+    .. math:: s \leftarrow \beta_2 s + (1-\beta_2)(g - m_t)^2 + \epsilon, \qquad u = \hat m / (\sqrt{\hat s} + \epsilon)
+
+    :math:`m_t` is the average *after* this gradient. As published, ε enters twice and is kept in s, where it grows to
+    :math:`\epsilon/(1-\beta_2)`: the authors' package uses 1e-16, and results hinge on it. With ρ = β2 and ε = 0 the
+    state is β1² times the gate's own s.
+
+    Knobs: ``beta1``, ``beta2``, ``eps``. States: ``m``, ``s``.
+
+    >>> zero = {"m": torch.zeros(1, 1), "s": torch.zeros(1, 1)}
+    >>> u, state = adabelief(torch.tensor([[2.0]]), zero, {"beta1": 0.5, "beta2": 0.9, "eps": 1e-16}, 1)
+    >>> u, state["s"]  # m = 1, so the deviation is 1: ŝ = 1 and m̂ = 2
+    (tensor([[2.]]), tensor([[0.1000]]))
+    """
+    m = _averaged(state["m"], g, h["beta1"])
+    s = _averaged(state["s"], (g - m).square(), h["beta2"]) + _cast(h["eps"], g)
+    return _ratio(m, s, h, t), {"m": m, "s": s}
+
+
+def msvag(
+    g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
+) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
+    r"""M-SVAG (Balles & Hennig 2018, arXiv 1705.07774): momentum SGD, each coordinate shrunk by its estimated noise.
+
+    .. math::
+        u = \gamma \hat m, \quad \gamma = \frac{\hat m^2}{\hat m^2 + \rho_t \hat s}, \quad
+        \hat s = \frac{\hat v - \hat m^2}{1 - \rho_t}, \quad
+        \rho_t = \frac{(1-\beta)(1+\beta^t)}{(1+\beta)(1-\beta^t)}
+
+    One β for both averages; :math:`\rho_t` is the variance of m̂ under white noise of unit variance. The factor is
+    the SNR gate with strength :math:`\rho_t/(1-\rho_t) = (1-\beta)(1+\beta^t)/(2(\beta-\beta^t))` on
+    :math:`\hat v - \hat m^2`, applied to m̂ and not to Adam's ratio: learning rates are those of SGD.
+
+    At t = 1 one gradient says nothing of its variance: the estimate is 0 and γ = 1, which the authors' code reaches up
+    to rounding by capping ρ at 0.999. A coordinate that never had a gradient stays where it is. Some public versions
+    divide m by β^t instead of 1 - β^t, or drop the square of β in ρ.
+
+    Knobs: ``beta1``. States: ``m``, ``v``.
+
+    >>> state = {"m": torch.zeros(1, 1), "v": torch.zeros(1, 1)}
+    >>> for t, g in ((1, 1.0), (2, 3.0)):
+    ...     u, state = msvag(torch.tensor([[g]]), state, {"beta1": 0.5}, t)
+    >>> u  # m̂ = 7/3, v̂ - m̂² = 8/9, ρ = 5/9 and γ = 49/59
+    tensor([[1.9379]])
+    """
+    beta = h["beta1"]
+    m, v = _averaged(state["m"], g, beta), _averaged(state["v"], g * g, beta)
+    debias = _cast(_debias(beta, t), g)
+    m_hat = m * debias
+    spread = (v * debias - m_hat * m_hat).clamp(min=0)  # negative by rounding only
+    return snr_gate(m_hat, spread, _cast(_mean_noise_odds(beta, t), g)) * m_hat, {"m": m, "v": v}
+
+
+def cautious(
+    g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
+) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
+    r"""Cautious AdamW (Liang et al. 2024, arXiv 2411.16085): only where direction and gradient agree in sign.
+
+    .. math:: u = \phi \odot u_{Adam} \cdot d / (|\phi|_1 + 1), \qquad \phi = 1\{u_{Adam} \odot g > 0\}
+
+    Differs from the authors' code in the count: theirs is taken over one tensor of weights, ours over all ``d``
+    coordinates of a member (the last axis). Their later code clamps the share at 1e-3 instead of adding 1 to the count,
+    which differs only where almost nothing agrees. A public foreach version compares m with itself, so that
+    nothing is ever masked.
+
+    Knobs: ``beta1``, ``beta2``, ``eps``. States: ``m``, ``v``.
+
+    >>> state = {"m": torch.tensor([[1.0, 1.0, 1.0]]), "v": torch.ones(1, 3)}
+    >>> u, _ = cautious(torch.tensor([[1.0, 1.0, -1.0]]), state, {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8}, 1000)
+    >>> u  # two of three agree: 3 / (2 + 1)
+    tensor([[1., 1., 0.]])
+    """
+    u, new = adamw(g, state, h, t)
+    agrees = (u * g > 0).to(g.dtype)
+    scale = g.shape[-1] / (agrees.sum(-1, keepdim=True) + 1)
+    return u * (agrees * scale), new
+
+
+def grokfast(
+    g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
+) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
+    r"""GrokFast-EMA (Lee et al. 2024, arXiv 2405.20233): Adam on a gradient whose slow part is amplified.
+
+    .. math:: \mu \leftarrow \alpha \mu + (1-\alpha) g \quad (\mu = g \text{ at } t = 1), \qquad g' = g + \lambda \mu
+
+    As in the authors' code the average starts at the first gradient. The package version that divides the learning
+    rate by 1 + λ is the same up to lr, which is searched.
+
+    Knobs: ``alpha_ema`` (α), ``lamb`` (λ), ``beta1``, ``beta2``, ``eps``. States: ``m``, ``v``, ``slow`` (μ).
+
+    >>> zero = {name: torch.zeros(1, 1) for name in ("m", "v", "slow")}
+    >>> h = {"alpha_ema": 0.98, "lamb": 2.0, "beta1": 0.5, "beta2": 0.5, "eps": 1e-8}
+    >>> u, state = grokfast(torch.tensor([[1.0]]), zero, h, 1)
+    >>> state["slow"], state["m"]  # Adam saw 1 + 2·1
+    (tensor([[1.]]), tensor([[1.5000]]))
+    """
+    weight = _where(t > 1, 1 - _precise(h["alpha_ema"]), 1.0)
+    slow = torch.lerp(state["slow"], g, _cast(weight, g))
+    u, new = adamw(g + _cast(h["lamb"], g) * slow, state, h, t)
+    return u, {**new, "slow": slow}
+
+
+def cubed(
+    g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
+) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
+    r"""The third power of Adam's direction: a control for whether a gate is more than a power of Adam's own ratio.
+
+    .. math:: u = \mathrm{sign}(u_{Adam})\, |u_{Adam}|^3
+
+    With β1 = β2 = ρ = β and raw averages, Adam's ratio gated by the SNR gate of strength β is exactly this rule.
+
+    Knobs: ``beta1``, ``beta2``, ``eps``. States: ``m``, ``v``.
+
+    >>> state = {"m": torch.tensor([[0.5]]), "v": torch.ones(1, 1)}
+    >>> cubed(torch.tensor([[0.5]]), state, {"beta1": 0.9, "beta2": 1.0 - 1e-9, "eps": 1e-12}, 1e12)[0]
+    tensor([[0.1250]])
+    """
+    u, new = adamw(g, state, h, t)
+    return u * u * u, new
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rule with the names of what it keeps and of what it reads.
+
+    Attributes:
+        states: Names of the arrays it keeps, each of the weights' shape and zero at the start.
+        direction: ``(g, state, h, t) -> (u, new state)``.
+        knobs: Names of the hyper-parameters it reads; learning rate and weight decay belong to the caller.
+    """
+
+    states: tuple[str, ...]
+    direction: Callable[[Tensor, States, Knobs, Scalar], tuple[Tensor, dict[str, Tensor]]]
+    knobs: tuple[str, ...]
+
+
+_ADAM = ("beta1", "beta2", "eps")
+
+PEERS: dict[str, Peer] = {
+    "adamw": Peer(("m", "v"), adamw, _ADAM),
+    "adabelief": Peer(("m", "s"), adabelief, _ADAM),
+    "msvag": Peer(("m", "v"), msvag, ("beta1",)),
+    "cautious": Peer(("m", "v"), cautious, _ADAM),
+    "grokfast": Peer(("m", "v", "slow"), grokfast, (*_ADAM, "alpha_ema", "lamb")),
+    "cubed": Peer(("m", "v"), cubed, _ADAM),
+}
+"""Every rule of this module by its name."""
+
+
+def _averaged(old: Tensor, new: Tensor, beta: Scalar) -> Tensor:
+    """β old + (1-β) new, the complement taken in float64."""
+    return torch.lerp(old, new, _cast(1 - _precise(beta), old))
+
+
+def _ratio(m: Tensor, v: Tensor, h: Knobs, t: Scalar) -> Tensor:
+    """m̂ / (√v̂ + ϵ)."""
+    root = _cast(_debias(h["beta2"], t) ** 0.5, v)
+    return m * _cast(_debias(h["beta1"], t), m) / (v.sqrt() * root + _cast(h["eps"], v))
+
+
+def _debias(beta: Scalar, t: Scalar) -> Scalar:
+    """1/(1-β^t)."""
+    return 1 / (1 - _precise(beta) ** _precise(t))
+
+
+def _mean_noise_odds(beta: Scalar, t: Scalar) -> Scalar:
+    """ρ_t/(1-ρ_t), and 0 where one gradient alone makes the mean (t = 1, or β = 0): its spread is then 0 as well."""
+    beta = _precise(beta)
+    power = beta ** _precise(t)
+    top, bottom = (1 - beta) * (1 + power), 2 * (beta - power)
+    return _where(bottom > 0, top / _where(bottom > 0, bottom, 1.0), 0.0)
+
+
+def _precise(x: Scalar) -> Scalar:
+    return x.double() if isinstance(x, Tensor) else x
+
+
+def _cast(x: Scalar, like: Tensor) -> Scalar:
+    """In the dtype of the large array, which a float64 tensor of more than no axes would promote."""
+    return x.to(like.dtype) if isinstance(x, Tensor) else x
+
+
+def _where(condition: Tensor | bool, yes: Scalar, no: Scalar) -> Scalar:
+    if not isinstance(condition, Tensor):
+        return yes if condition else no
+    pair = (x if isinstance(x, Tensor) else torch.full_like(condition, x, dtype=torch.float64) for x in (yes, no))
+    return torch.where(condition, *pair)

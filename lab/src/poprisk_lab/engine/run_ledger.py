@@ -1,0 +1,54 @@
+"""A result file that grows run by run: interrupt it, start it again, and it goes on where it was."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from poprisk._core.progress import write_line
+from poprisk._core.store import load_result, save_result
+from poprisk.errors import DataError
+
+
+class Ledger:
+    """Runs by their keys, on disk after each one.
+
+    Args:
+        path: The result file. One that holds runs of another configuration is refused, not mixed or overwritten.
+        kind: What the result is of.
+        config: What was asked for; whatever could change a number belongs in it.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+
+    def __init__(self, path: Path, kind: str, config: Mapping[str, Any]) -> None:
+        self.path, self.kind = path, kind
+        self.config = json.loads(json.dumps(config))  # tuples become lists, as they do on disk
+        self.runs: list[dict[str, Any]] = []
+        if path.exists():
+            saved = load_result(path, kind)
+            if saved["config"] != self.config:
+                raise DataError(f"{path} holds runs of another configuration; move it away or choose another --output")
+            self.runs = saved["result"]["runs"]
+
+    def measure(self, key: Mapping[str, Any], experiment: Callable[[], Mapping[str, Any]]) -> None:
+        """Run the experiment unless this key's outcome is there, write it down, and say so."""
+        if self.select(**key):
+            return
+        start = time.perf_counter()
+        outcome = dict(experiment())
+        seconds = round(time.perf_counter() - start, 2)
+        self.runs.append({**key, **outcome, "seconds": seconds})
+        save_result(self.path, self.kind, self.config, {"complete": False, "runs": self.runs})
+        words = ", ".join(f"{name} {value}" for name, value in {**key, **outcome}.items())
+        write_line(f"{words} ({seconds:.0f} s)")
+
+    def select(self, **key: Any) -> list[dict[str, Any]]:
+        """The runs whose entries have these values, in the order they were made."""
+        return [run for run in self.runs if all(run.get(name) == value for name, value in key.items())]
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary beside the runs."""
+        save_result(self.path, self.kind, self.config, {"complete": True, "runs": self.runs, **summary})

@@ -1,0 +1,213 @@
+"""Many trainings as one stacked computation: any mixture of arms, each member with hyper-parameters of its own.
+
+The weights of all members are one matrix. A step is one forward and backward pass of the task for all of them, then
+each arm's rule on the rows it owns. On a GPU the whole step is a CUDA graph and the rules are compiled.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from poprisk._core.seeds import stream
+from poprisk.cli._demonstration.training import epoch_batches, evaluation_steps
+from poprisk.errors import HyperparameterError
+from poprisk_lab.engine.arms import USUAL, Arm, require_arm
+from poprisk_lab.engine.parameter_layout import ParameterLayout
+from poprisk_lab.engine.task import Task
+from poprisk_lab.engine.updates import Block, Lockstep, take_step
+
+_COMPILATIONS = 128
+"""Dynamo gives up after a few variants of one function; each arm is a variant."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One training: an arm, all its hyper-parameters, a seed."""
+
+    arm: Arm
+    hyper: Mapping[str, float]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What was seen of the members: metrics and mean gates, [members, evaluations]; and where they ended."""
+
+    steps: list[int]
+    metrics: dict[str, Float[Tensor, "members evaluations"]]
+    gate: Float[Tensor, "members evaluations"]
+    weights: Float[Tensor, "members d"]
+    layout: ParameterLayout
+
+
+class Stack:
+    """Members on their way. Members of one arm must stand together, those with the defaults before the controls.
+
+    Args:
+        task: What they train on.
+        members: In order of arms; a control finds the member with the defaults and its own seed among them.
+        device: Where to compute.
+        compiled: Whether the losses are compiled, on a GPU; the rules always are.
+
+    Raises:
+        HyperparameterError: there is no member, an arm's members do not stand together, or a control has nothing to
+            follow.
+    """
+
+    def __init__(self, task: Task, members: Sequence[Member], device: torch.device, compiled: bool = False) -> None:
+        if not members:
+            raise HyperparameterError("a stack needs at least one member, got none")
+        self.task, self.members, self.device = task, list(members), device
+        seeds = [member.seed for member in members]
+        self._unique = sorted(set(seeds))
+        self._seed_index = torch.tensor([self._unique.index(seed) for seed in seeds], device=device)
+        starts = [task.initial(seed) for seed in self._unique]
+        self.layout = ParameterLayout.of(starts[0])
+        rows = torch.stack([self.layout.row(start) for start in starts]).to(device)
+        self.weights = rows[self._seed_index].requires_grad_()
+        self.cohort = task.cohort(seeds, device)
+        self._losses = self.cohort.losses
+        if compiled and device.type == "cuda":
+            self._losses = torch.compile(self.cohort.losses)
+        self.t = torch.zeros((), dtype=torch.float64, device=device)
+        self._blocks = list(self._make_blocks())
+        self._sources = self._make_sources()
+        self._batches = {
+            name: epoch_batches(count, size, [stream(seed, f"batches:{name}") for seed in self._unique], device)
+            for name, (count, size) in task.streams.items()
+        }
+        self._index = {name: next(batches).clone() for name, batches in self._batches.items()}
+        self._fresh = True
+        purpose = " ".join(sorted({member.arm.name for member in members}))
+        self._generator = torch.Generator(device).manual_seed(stream(self._unique[0], f"masks:{purpose}"))
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def train(self, look: Callable[[int], None] | None = None) -> Curves:
+        """The whole run: so many steps, measured on the way; ``look`` is told the step after each measurement."""
+        steps = evaluation_steps(self.task.steps, self.task.evaluations)
+        seen: list[dict[str, Tensor]] = []
+        gates: list[Tensor] = []
+        done = 0
+        for step in steps:
+            for _ in range(step - done):
+                self._advance()
+            done = step
+            with torch.no_grad():
+                values = self.cohort.measure(self.layout.views(self.weights))
+                gates.append(torch.cat([block.mean_gate(self.t, self.layout) for _, block in self._blocks]).cpu())
+            seen.append(self._finite({name: value.detach().double() for name, value in values.items()}))
+            if look is not None:
+                look(step)
+        metrics = {name: torch.stack([values[name] for values in seen], 1) for name in seen[0]}
+        return Curves(steps, metrics, torch.stack(gates, 1), self.weights.detach(), self.layout)
+
+    def _finite(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The metrics on the CPU, every one NaN for a member that diverged: an accuracy alone would not show it."""
+        whole = self.weights.detach().isfinite().all(1)
+        for value in values.values():
+            whole &= value.isfinite()
+        return {name: value.where(whole, torch.nan).cpu() for name, value in values.items()}
+
+    def _make_blocks(self) -> Iterator[tuple[slice, Block]]:
+        names = [member.arm.name for member in self.members]
+        begin = 0
+        while begin < len(names):
+            arm = self.members[begin].arm
+            end = begin + names.count(arm.name)
+            if names[begin:end] != [arm.name] * (end - begin):
+                raise HyperparameterError(f"members of one arm must stand together, those of {arm.name!r} do not")
+            rows = slice(begin, end)
+            hyper = {
+                knob: torch.tensor(
+                    [[member.hyper[knob]] for member in self.members[rows]], dtype=torch.float64, device=self.device
+                )
+                for knob in USUAL
+            }
+            followed = arm.name == "defaults" and any(member.arm.control for member in self.members)
+            yield rows, Block.make(arm, hyper, self.weights[rows].detach(), self.task.steps, followed)
+            begin = end
+
+    def _make_sources(self) -> dict[str, Tensor]:
+        """For each control, which rows of the defaults' block its members follow."""
+        controls = [(rows, block) for rows, block in self._blocks if block.arm.control]
+        if not controls:
+            return {}
+        rows, source = self._blocks[0]
+        usual = require_arm("defaults").hyper({})
+        where = {one.seed: i for i, one in enumerate(self.members[rows]) if one.hyper == usual}
+        missing = {m.seed for m in self.members if m.arm.control} - set(where)
+        if source.arm.name != "defaults" or missing:
+            raise HyperparameterError(
+                "controls follow the members with the library's defaults: these must come first, one for each seed, "
+                f"got {source.arm.name!r} first and no member for seeds {sorted(missing)}"
+            )
+        return {
+            block.arm.name: torch.tensor([where[m.seed] for m in self.members[rows]], device=self.device)
+            for rows, block in controls
+        }
+
+    def _advance(self) -> None:
+        if not self._fresh:
+            for name, batches in self._batches.items():
+                self._index[name].copy_(next(batches))
+        self._fresh = False
+        if self.device.type != "cuda":
+            self._step()
+            return
+        self._graph = self._graph or self._captured()
+        self._graph.replay()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """Warm up (which compiles), undo what the warm-up did, and record one step."""
+        kept = [tensor.detach().clone() for tensor in self._moving()]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.no_grad():
+            for tensor, value in zip(self._moving(), kept, strict=True):
+                tensor.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._generator)
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph
+
+    def _moving(self) -> list[Tensor]:
+        states = [tensor for _, block in self._blocks for tensor in block.state.values()]
+        return [self.weights, self.t, *states]
+
+    def _step(self) -> None:
+        batch = {name: index[self._seed_index] for name, index in self._index.items()}
+        losses = self._losses(self.layout.views(self.weights), batch)
+        (gradient,) = torch.autograd.grad(losses.sum(), self.weights)
+        with torch.no_grad():
+            self.t += 1
+            seen: Lockstep | None = None
+            for rows, block in self._blocks:
+                arm, lockstep, uniform = block.arm, None, None
+                if arm.control and seen is not None:
+                    chosen = self._sources[arm.name]
+                    lockstep = Lockstep(seen.gate[chosen], seen.norm[chosen], seen.lr[chosen])
+                if arm.control == "random_mask":
+                    uniform = torch.rand(gradient[rows].shape, generator=self._generator, device=self.device)
+                move = _compiled() if self.device.type == "cuda" and not arm.per_tensor else take_step
+                segments = self.layout.segments if arm.per_tensor else ()
+                move(arm, segments, self.weights[rows], gradient[rows], self.t, block, lockstep, uniform)
+                if block.gate is not None and block.step is not None:
+                    mean = block.gate.sum(1, keepdim=True) / self.layout.size
+                    seen = Lockstep(mean, block.step.norm(dim=1, keepdim=True), block.hyper["lr"])
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    """The step as one kernel, compiled once for each arm and then used for any number of members and weights."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
+    # What is a number a member (powers of β in float64) is computed once and not again for every weight.
+    return torch.compile(take_step, dynamic=True, options={"realize_opcount_threshold": 1})

@@ -1,0 +1,357 @@
+"""A fair comparison on one task: every arm searched with one budget, its choices run again on fresh paired seeds.
+
+1. *Tuning.* Every arm has the same number of trials, quasi-random over its published ranges and the same for every
+   task, each trained with the tuning seeds.
+2. *Choice.* By the mean of the primary metric over the tuning seeds: at the last step, at each run's best step (an
+   oracle that stops in time), and by the steps to the target where there is one.
+3. *Report.* The chosen trials, and settings that were given and not searched, trained with the report seeds: the same
+   data, weights and batches for every arm.
+
+The metrics are measured on test data, also in tuning: every arm, AdamW among them, is chosen with the answers in hand.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poprisk.cli._demonstration.training import evaluation_steps
+from poprisk.errors import HyperparameterError
+from poprisk_lab.engine.arms import ARMS, Arm, require_arm
+from poprisk_lab.engine.ledger import RowLedger
+from poprisk_lab.engine.search import Range
+from poprisk_lab.engine.search import trials as draw_trials
+from poprisk_lab.engine.stack import Curves, Member, Stack
+from poprisk_lab.engine.task import Metric, Portrayed, Task
+
+Look = Callable[[str], None]
+"""Called after each measurement of a stack, with words on what is being trained."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the report with everything given and nothing searched: the paper's conditions, the library's defaults.
+
+    Attributes:
+        label: Its name in the report, unlike any arm's.
+        arm: Whose rule it uses.
+        hyper: What differs from the usual hyper-parameters (:data:`~poprisk_lab.engine.arms.USUAL`).
+    """
+
+    label: str
+    arm: str
+    hyper: Mapping[str, float] = field(default_factory=dict)
+
+
+DEFAULTS = Setting(ARMS["defaults"].label, "defaults")
+"""PopRiskAdamW as it comes: in every study, because the controls follow it."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared on one task.
+
+    Attributes:
+        task: The task, at one size and noise.
+        arms: Which arms are searched, by name.
+        settings: Rows that are given; the library's defaults are added if missing.
+        trials: The budget of each arm.
+        tuning_seeds: For the search.
+        report_seeds: For the report; none of the tuning seeds.
+        portraits: Labels of rows whose first report seed is pictured, where the task can be.
+        lr_range: Replaces the range of AdamW's learning rate; other arms' ranges are scaled alike.
+        members_at_once: So many members make a stack at most; None takes all.
+        oracles: Arms whose trial with the best single step is reported too, beside that with the best last step.
+        compiled: Whether the task's losses are compiled on a GPU, which pays for long runs of many small operations.
+    """
+
+    task: Task
+    arms: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    trials: int = 24
+    tuning_seeds: tuple[int, ...] = (100, 101)
+    report_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    portraits: tuple[str, ...] = ()
+    lr_range: tuple[float, float] | None = None
+    members_at_once: int | None = None
+    oracles: tuple[str, ...] = ("adamw", "adamw_cosine")
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (*self.arms, *(setting.arm for setting in self.settings)):
+            require_arm(name)
+        if fixed := [name for name in self.arms if not ARMS[name].searched]:
+            raise HyperparameterError(f"{fixed[0]!r} has nothing to search: give it as a setting, not as an arm")
+        if not self.report_seeds or (self.arms and (not self.tuning_seeds or self.trials < 1)):
+            raise HyperparameterError("a study needs report seeds and, to search, tuning seeds and trials; got none")
+        shared = sorted(set(self.tuning_seeds) & set(self.report_seeds))
+        if shared and self.arms:
+            raise HyperparameterError(f"seeds {shared} are used for tuning and for the report: choose fresh ones")
+        labels = [setting.label for setting in self.settings]
+        if len(set(labels)) != len(labels):
+            raise HyperparameterError(f"settings need labels of their own, got {labels}")
+        if DEFAULTS.label not in labels:
+            object.__setattr__(self, "settings", (*self.settings, DEFAULTS))
+
+    @property
+    def primary(self) -> Metric:
+        """What trials are chosen by."""
+        return self.task.metrics[0]
+
+    def ranges(self, arm: Arm) -> dict[str, Range]:
+        """What is searched for this arm, in this study."""
+        ranges = dict(arm.searched)
+        if self.lr_range is not None and "lr" in ranges:
+            usual = ARMS["adamw"].searched["lr"]
+            scale = ranges["lr"].low / usual.low
+            ranges["lr"] = Range(self.lr_range[0] * scale, self.lr_range[1] * scale)
+        return ranges
+
+    def measurements(self) -> int:
+        """How often a stack will be measured at most: the length of the job, for a progress bar."""
+        looks = len(evaluation_steps(self.task.steps, self.task.evaluations))
+        tuning = len(self.arms) * self.trials * len(self.tuning_seeds)
+        choices = 2 * len(self.arms) + len(self.oracles)
+        report = (choices + len(self.settings)) * len(self.report_seeds)
+        return looks * sum(math.ceil(count / (self.members_at_once or count)) for count in (tuning, report) if count)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One configuration with its seeds, on its way through a stack."""
+
+    label: str
+    arm: Arm
+    hyper: Mapping[str, float]
+    seeds: tuple[int, ...]
+    portrayed: bool = False
+
+
+def run_study(study: Study, device: torch.device, look: Look, ledger: RowLedger) -> dict[str, Any]:
+    """Tune, choose, report. What the ledger holds already is not computed again.
+
+    Returns:
+        The study as it is stored: task, evaluation steps, arms with their trials and choices, rows, portraits.
+    """
+    arms = {name: require_arm(name) for name in study.arms}
+    given = {name: draw_trials(study.ranges(arm), study.trials) for name, arm in arms.items()}
+    tuning = [
+        _Row(f"{name} {k}", arm, arm.hyper(trial), study.tuning_seeds)
+        for name, arm in arms.items()
+        for k, trial in enumerate(given[name])
+    ]
+    tuned = _train(study, tuning, device, look, ledger, "tuning")
+    searched: dict[str, Any] = {}
+    for i, (name, arm) in enumerate(arms.items()):
+        outcomes = tuned["rows"][i * study.trials : (i + 1) * study.trials]
+        curves = [outcome["curves"][study.primary.name] for outcome in outcomes]
+        searched[name] = {
+            "label": arm.label,
+            "search": {knob: [r.low, r.high] for knob, r in study.ranges(arm).items()},
+            "trials": [{"hyper": o["hyper"], "curve": c} for o, c in zip(outcomes, curves, strict=True)],
+            "chosen": choose(study.primary, curves, tuned["evaluation_steps"]),
+        }
+    report, reasons = _report_rows(study, arms, searched)
+    reported = _train(study, report, device, look, ledger, "report")
+    rows = [outcome | {"chosen_for": reason} for outcome, reason in zip(reported["rows"], reasons, strict=True)]
+    return {
+        "task": describe(study.task),
+        "evaluation_steps": reported["evaluation_steps"],
+        "arms": searched,
+        "rows": rows,
+        "portraits": reported["portraits"],
+        "seconds": round(tuned["seconds"] + reported["seconds"], 1),
+    }
+
+
+def choose(metric: Metric, curves: Sequence[Sequence[Sequence[float | None]]], steps: Sequence[int]) -> dict[str, Any]:
+    """Which trial is best by each question; None where no trial has an answer.
+
+    Args:
+        metric: The primary metric.
+        curves: [trial][seed][evaluation]; None where a member was not finite.
+        steps: Of the evaluations.
+
+    >>> choose(Metric("loss", False, 0.5), [[[0.9, 0.6]], [[0.4, 0.7]], [[0.3, None]]], [10, 20])
+    {'last': 0, 'best': 2, 'target': 2}
+    """
+    sign = -1.0 if metric.higher_is_better else 1.0
+
+    def last(trial: Sequence[Sequence[float | None]]) -> float:
+        return math.fsum(math.inf if c[-1] is None else sign * c[-1] for c in trial) / len(trial)
+
+    def best(trial: Sequence[Sequence[float | None]]) -> float:
+        return math.fsum(min((sign * x for x in c if x is not None), default=math.inf) for c in trial) / len(trial)
+
+    def wait(trial: Sequence[Sequence[float | None]]) -> float:
+        assert metric.target is not None
+        first = [
+            next(
+                (s for s, x in zip(steps, c, strict=True) if x is not None and sign * x <= sign * metric.target),
+                math.inf,
+            )
+            for c in trial
+        ]
+        return math.fsum(first) / len(first)
+
+    def least(score: Callable[[Sequence[Sequence[float | None]]], float]) -> int | None:
+        scores = [(score(trial), best(trial), k) for k, trial in enumerate(curves)]
+        value, _, k = min(scores, default=(math.inf, math.inf, -1))
+        return k if math.isfinite(value) else None
+
+    return {"last": least(last), "best": least(best), "target": None if metric.target is None else least(wait)}
+
+
+def describe(task: Task) -> dict[str, Any]:
+    """A task as it is stored."""
+    return {
+        "name": task.name,
+        "description": task.description,
+        "steps": task.steps,
+        "streams": {name: list(sizes) for name, sizes in task.streams.items()},
+        "metrics": [asdict(metric) for metric in task.metrics],
+        "config": {"task": type(task).__name__, **asdict(task)},  # type: ignore[call-overload]  # tasks are dataclasses
+    }
+
+
+def _report_rows(
+    study: Study, arms: Mapping[str, Arm], searched: Mapping[str, Any]
+) -> tuple[list[_Row], list[list[str]]]:
+    rows, reasons = [], []
+    for setting in study.settings:
+        arm = require_arm(setting.arm)
+        rows.append(
+            _Row(setting.label, arm, arm.hyper(setting.hyper), study.report_seeds, setting.label in study.portraits)
+        )
+        reasons.append([])
+    for name, arm in arms.items():
+        chosen = {q: k for q, k in searched[name]["chosen"].items() if q != "best" or name in study.oracles}
+        for k in sorted({k for k in chosen.values() if k is not None}):
+            why = [question for question, choice in chosen.items() if choice == k]
+            pictured = "last" in why and bool({name, arm.label} & set(study.portraits))
+            hyper = arm.hyper(searched[name]["trials"][k]["hyper"])
+            rows.append(_Row(arm.label, arm, hyper, study.report_seeds, pictured))
+            reasons.append(why)
+    return rows, reasons
+
+
+def _train(
+    study: Study, rows: Sequence[_Row], device: torch.device, look: Look, ledger: RowLedger, stage: str
+) -> dict[str, Any]:
+    """All rows, in stacks of at most so many members; a stack's rows are stored as soon as it is done."""
+    began = time.perf_counter()
+    asked = [_asked(study.task, row, device) for row in rows]
+    missing = [i for i in _distinct(rows, asked) if not _is_whole(ledger.find(asked[i]), rows[i])]
+    for part in _parts([rows[i] for i in missing], study.members_at_once):
+        numbers = [missing[k] for k in part]
+        words = f"{study.task.name}, {stage}, {sum(len(rows[i].seeds) for i in numbers)} members"
+        outcomes = _train_part(study, [rows[i] for i in numbers], device, lambda words=words: look(words))
+        stack = {"task": describe(study.task), "stage": stage, "rows": [_plain(rows[i]) for i in numbers]}
+        ledger.add(stack, [(asked[i], outcome) for i, outcome in zip(numbers, outcomes, strict=True)])
+    found = [outcome for key in asked if (outcome := ledger.find(key)) is not None]
+    return {
+        "rows": [_plain(row) | outcome["row"] for row, outcome in zip(rows, found, strict=True)],
+        "portraits": {
+            r.label: o["portrait"] for r, o in zip(rows, found, strict=True) if r.portrayed and o["portrait"]
+        },
+        "seconds": time.perf_counter() - began,
+        "evaluation_steps": evaluation_steps(study.task.steps, study.task.evaluations),
+    }
+
+
+def _asked(task: Task, row: _Row, device: torch.device) -> dict[str, Any]:
+    """All that a row's outcome depends on."""
+    plain = {key: value for key, value in _plain(row).items() if key in ("hyper", "seeds")}  # names change nothing
+    library = require_arm("defaults")
+    followed = {"rule": library.definition(), "hyper": library.hyper({})} if row.arm.control else None
+    return {"task": describe(task), **plain, "rule": row.arm.definition(), "device": device.type, "followed": followed}
+
+
+def _distinct(rows: Sequence[_Row], asked: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of rows that differ: of twins, one with a portrait stands for both."""
+    chosen: dict[str, int] = {}
+    for i, key in enumerate(asked):
+        text = json.dumps(key, sort_keys=True)
+        if text not in chosen or (rows[i].portrayed and not rows[chosen[text]].portrayed):
+            chosen[text] = i
+    return sorted(chosen.values())
+
+
+def _is_whole(outcome: Mapping[str, Any] | None, row: _Row) -> bool:
+    """Whether a stored outcome has all that is wanted: a row may have been made without its portrait."""
+    return outcome is not None and (not row.portrayed or outcome["portrait"] is not None)
+
+
+def _parts(rows: Sequence[_Row], members_at_once: int | None) -> list[list[int]]:
+    """Row numbers of each stack: whole rows, as many as fit."""
+    limit = members_at_once or math.inf
+    parts: list[list[int]] = []
+    size = 0
+    for i, row in enumerate(rows):
+        if not parts or size + len(row.seeds) > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(i)
+        size += len(row.seeds)
+    return parts
+
+
+def _train_part(
+    study: Study, rows: Sequence[_Row], device: torch.device, look: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Each row's curves and, where asked for, the portrait of its first seed."""
+    padded = list(rows)
+    library = require_arm("defaults")
+    there = any(row.arm.name == "defaults" and row.hyper == library.hyper({}) for row in rows)
+    if any(row.arm.control for row in rows) and not there:
+        seeds = tuple(sorted({seed for row in rows for seed in row.seeds}))
+        padded.append(_Row(library.label, library, library.hyper({}), seeds))
+    rank = list(ARMS).index  # the defaults are first, as controls need it
+    order = sorted(range(len(padded)), key=lambda i: (rank(padded[i].arm.name), i))
+    members = [Member(padded[i].arm, padded[i].hyper, seed) for i in order for seed in padded[i].seeds]
+    curves = Stack(study.task, members, device, study.compiled).train(lambda _: look())
+    first = dict(zip(order, _starts([len(padded[i].seeds) for i in order]), strict=True))
+    return [_outcome(study, row, curves, first[i]) for i, row in enumerate(rows)]
+
+
+def _outcome(study: Study, row: _Row, curves: Curves, first: int) -> dict[str, Any]:
+    where = slice(first, first + len(row.seeds))
+    values = {name: _listed(table[where]) for name, table in curves.metrics.items()}
+    found = {
+        "curves": values,
+        "gate": _listed(curves.gate[where]) if row.arm.gated else None,
+        "failures": sum(curve[-1] is None for curve in values[study.primary.name]),
+    }
+    if not (row.portrayed and isinstance(study.task, Portrayed)):
+        return {"row": found, "portrait": {} if row.portrayed else None}
+    weights = {name: tensor.cpu() for name, tensor in curves.layout.member(curves.weights[first]).items()}
+    return {"row": found, "portrait": dict(study.task.portrait(weights, row.seeds[0]))}
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+def _plain(row: _Row) -> dict[str, Any]:
+    return {"label": row.label, "arm": row.arm.name, "hyper": _compact(row.arm, row.hyper), "seeds": list(row.seeds)}
+
+
+def _compact(arm: Arm, hyper: Mapping[str, float]) -> dict[str, float]:
+    """Only what the rule uses: a reader should not wonder what AdamW does with α."""
+    unused = set() if arm.gated else {"alpha", "strength", "rho", "gate_warmup"}
+    unused |= {"alpha"} if arm.calibrated or arm.rule == "snr" else set()
+    unused |= {"strength"} if arm.rule == "hard" else set()
+    unused |= set() if arm.rule == "grokfast" else {"lamb", "alpha_ema"}
+    unused |= {"beta2"} if arm.rule == "msvag" else set()
+    unused |= {name for name in ("lr_warmup", "gate_warmup") if not hyper[name]}
+    return {name: value for name, value in hyper.items() if name not in unused}
+
+
+def _listed(table: Tensor) -> list[list[float | None]]:
+    """Rows of plain numbers with six digits; None for what is not finite."""
+    return [[float(f"{x:.6g}") if math.isfinite(x) else None for x in row] for row in table.tolist()]

@@ -1,0 +1,174 @@
+"""One step of every arm on the rows it owns: weights [members, d], hyper-parameters [members, 1], all in place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from poprisk.optim.rules._coefficients import Hyper
+from poprisk.optim.rules._population import PopulationState, current_gate, population_direction
+from poprisk_lab.engine.arms import BETA1, Arm
+from poprisk_lab.engine.parameter_layout import ParameterLayout
+from poprisk_lab.engine.peers import PEERS
+
+
+@dataclass(frozen=True)
+class Block:
+    """The members of one arm: all that a step reads and writes beside weights and gradients.
+
+    Attributes:
+        arm: Whose rule it is.
+        hyper: Every hyper-parameter, a column of the members' values in float64.
+        state: The rule's memory.
+        steps: The length of the run, which a cosine needs; on the device.
+        gate: Where the gate of each step is written, for members that controls follow.
+        step: Where each step is written, weight decay left out, for the same members.
+    """
+
+    arm: Arm
+    hyper: Mapping[str, Float[Tensor, "members 1"]]
+    state: Mapping[str, Tensor]
+    steps: Float[Tensor, ""]
+    gate: Float[Tensor, "members d"] | None = None
+    step: Float[Tensor, "members d"] | None = None
+
+    @classmethod
+    def make(
+        cls,
+        arm: Arm,
+        hyper: Mapping[str, Tensor],
+        weights: Float[Tensor, "members d"],
+        steps: int,
+        followed: bool = False,
+    ) -> "Block":
+        """A block before its first step, for members with these weights."""
+        members, device = len(weights), weights.device
+        names = ("m", "v", "s") if arm.gated else PEERS[arm.rule].states
+        state = {name: torch.zeros_like(weights, requires_grad=False) for name in names}
+        if arm.gated:
+            state["gain"] = torch.zeros(members, 1, dtype=torch.float64, device=device)
+        horizon = torch.tensor(float(steps), dtype=torch.float64, device=device)
+        seen = (torch.zeros_like(weights), torch.zeros_like(weights)) if followed else (None, None)
+        return cls(arm, hyper, state, horizon, *seen)
+
+    def mean_gate(self, t: Float[Tensor, ""], layout: ParameterLayout) -> Float[Tensor, "members"]:
+        """Each member's mean gate in the step just taken, from its memory; NaN without a gate."""
+        if not self.arm.gated:
+            return torch.full((len(self.hyper["lr"]),), float("nan"), device=t.device)
+        hyper, memory = _hyper(self), self.state
+        columns = [memory[name].split(layout.segments, dim=1) for name in ("m", "v", "s")]
+        total = sum(
+            current_gate(PopulationState(m, v, s, t, t, memory["gain"]), hyper).sum(1)
+            for m, v, s in zip(*columns, strict=True)
+            if m.shape[1]  # a gap may be empty
+        )
+        return torch.as_tensor(total) / layout.size
+
+
+@dataclass(frozen=True)
+class Lockstep:
+    """What the defaults' members did in this step, for the controls: one entry a follower, its own seed's."""
+
+    gate: Float[Tensor, "members 1"]
+    norm: Float[Tensor, "members 1"]
+    lr: Float[Tensor, "members 1"]
+
+
+def take_step(
+    arm: Arm,
+    segments: tuple[int, ...],
+    w: Float[Tensor, "members d"],
+    g: Float[Tensor, "members d"],
+    t: Float[Tensor, ""],
+    block: Block,
+    lockstep: Lockstep | None = None,
+    uniform: Float[Tensor, "members d"] | None = None,
+) -> None:
+    """Move a block's rows by one step, and its memory with them.
+
+    Args:
+        arm: The block's, given apart because it decides what is compiled.
+        segments: Lengths of the stretches of a row; only used where each tensor has its own gate.
+        w: The rows, changed in place.
+        g: Their gradients.
+        t: The number of this step, from 1, on the device.
+        block: Hyper-parameters and memory, changed in place.
+        lockstep: What the defaults did, for a control.
+        uniform: Random numbers in [0, 1), for the random mask.
+    """
+    h, usable = block.hyper, None
+    if arm.gated:
+        u, gate, usable, state = _gated(arm, segments, g, t, block)
+        if block.gate is not None:
+            block.gate.copy_(gate)
+    else:
+        u, state = PEERS[arm.rule].direction(g, block.state, {"beta1": BETA1, "eps": arm.eps, **h}, t)
+    for name, value in state.items():
+        block.state[name].copy_(value)
+    lr = h["lr"] * (t / h["lr_warmup"].clamp(min=1)).clamp(max=1)
+    if arm.cosine:
+        lr = lr * 0.5 * (1 + torch.cos(torch.pi * (t - 1) / block.steps))
+    decay, lr = (lr * h["weight_decay"]).to(w.dtype), lr.to(w.dtype)
+    if lockstep is not None:
+        u, lr = _follow(arm, u, lr, lockstep, uniform)
+    if block.step is not None:
+        block.step.copy_(lr * u)
+    step = lr * u + decay * w
+    w.sub_(step if usable is None else torch.where(usable, step, 0.0))  # what has no usable gradient sits out
+
+
+def _gated(
+    arm: Arm, segments: tuple[int, ...], g: Tensor, t: Tensor, block: Block
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
+    hyper, memory = _hyper(block), block.state
+    whole = PopulationState(memory["m"], memory["v"], memory["s"], t - 1, t - 1, memory["gain"])
+    if not arm.per_tensor:
+        moved = population_direction(g, whole, hyper)
+        return moved.update, moved.gate, moved.usable, _moments(moved.state)
+    columns = [x.split(segments, dim=1) for x in (g, memory["m"], memory["v"], memory["s"])]
+    parts = [
+        population_direction(g_part, replace(whole, m=m, v=v, s=s), hyper)
+        for g_part, m, v, s in zip(*columns, strict=True)
+        if g_part.shape[1]  # a gap may be empty
+    ]
+    state = {name: torch.cat([_moments(part.state)[name] for part in parts], dim=1) for name in ("m", "v", "s")}
+    state["gain"] = _moments(parts[0].state)["gain"]
+    usable = [part.usable for part in parts if part.usable is not None]
+    return (
+        torch.cat([part.update for part in parts], 1),
+        torch.cat([part.gate for part in parts], 1),
+        torch.cat(usable, 1) if usable else None,
+        state,
+    )
+
+
+def _hyper(block: Block) -> Hyper:
+    arm, h = block.arm, block.hyper
+    return Hyper(
+        betas=(BETA1, h["beta2"]),  # type: ignore[arg-type]  # columns broadcast where numbers do
+        eps=arm.eps,
+        gate=arm.rule,  # type: ignore[arg-type]
+        alpha="calibrated" if arm.calibrated else h["alpha"],  # type: ignore[arg-type]
+        strength=h["strength"],  # type: ignore[arg-type]
+        rho=h["rho"],  # type: ignore[arg-type]
+        warmup_steps=h["gate_warmup"],  # type: ignore[arg-type]
+        granularity="row" if arm.per_tensor else "element",  # a row of one tensor's columns is a member's tensor
+    )
+
+
+def _follow(arm: Arm, u: Tensor, lr: Tensor, lockstep: Lockstep, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+    if arm.control == "gate_mean":
+        return u, lr * lockstep.gate
+    if arm.control == "random_mask":
+        assert uniform is not None
+        return torch.where(uniform < lockstep.gate, u, 0.0), lr
+    own = u.norm(dim=1, keepdim=True).clamp(min=torch.finfo(u.dtype).tiny)
+    return u * (lockstep.norm / lockstep.lr.to(u.dtype) / own), lr
+
+
+def _moments(state: PopulationState) -> dict[str, Tensor]:
+    assert state.s is not None
+    assert isinstance(state.gain, Tensor)
+    return {"m": state.m, "v": state.v, "s": state.s, "gain": state.gain}

@@ -1,0 +1,1 @@
+"""What several result pages share."""

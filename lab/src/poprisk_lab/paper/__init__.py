@@ -1,0 +1,1 @@
+"""One folder for each claim of the paper: task, study, figure, page."""

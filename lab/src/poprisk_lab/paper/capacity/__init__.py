@@ -1,0 +1,1 @@
+"""Capacity: task, study, figure and page."""

@@ -1,0 +1,1 @@
+"""Char language: task, study, figure and page."""

@@ -1,0 +1,195 @@
+"""A character language model for stacked training: clean, or with a share of the characters to predict replaced."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from poprisk._core.seeds import stream
+from poprisk.errors import DataError, HyperparameterError
+from poprisk.runs import replace_labels
+from poprisk_lab.data.char_lm import CharText, CharTransformer, all_windows, help_topics
+from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+
+HELD_OUT = "held-out loss"
+TRAIN = "train loss"
+_WINDOWS_AT_ONCE = 16_384  # over all members: a gigabyte for the widest activation of a model of width 64
+
+
+@cache
+def _text() -> CharText:
+    return help_topics()
+
+
+@dataclass(frozen=True)
+class CharLanguageTask:
+    """Next-character prediction on the topics of Python's ``help()``, with a two-layer transformer decoder.
+
+    The text is cut into consecutive windows. A share ``noise`` of the characters to predict is replaced by another
+    character, uniformly: which ones and by what is fixed for each seed, so that the same wrong answers come again every
+    epoch, and the characters the model reads stay right. The held-out text is clean.
+    """
+
+    noise: float = 0.0
+    width: int = 64
+    heads: int = 4
+    layers: int = 2
+    context: int = 64
+    batch_size: int = 16
+    steps: int = 2000
+    evaluations: int = 20
+    target: float = 1.9
+    """Held-out nats per character whose first step is the time to target."""
+    measured_windows: int = 512
+    """How many windows of each text are measured, evenly spaced over it."""
+    text_sha256: str = field(default_factory=lambda: _text().sha256)
+    """Of the text: it differs a little from one version of CPython to the next."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise < 1:
+            raise HyperparameterError(f"noise must lie in [0, 1), got {self.noise}")
+        if self.width < 1 or self.heads < 1 or self.width % self.heads:
+            raise HyperparameterError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
+        if min(self.layers, self.context, self.batch_size, self.steps, self.evaluations, self.measured_windows) < 1:
+            raise HyperparameterError(f"layers, context, batch_size, steps and counts must be at least 1, got {self}")
+        if self.text_sha256 != _text().sha256:
+            raise DataError(
+                f"the text of this task has sha256 {self.text_sha256[:12]}…, that of this Python's help() "
+                f"{_text().sha256[:12]}…: leave text_sha256 out, or use the CPython the result was made with"
+            )
+
+    @property
+    def name(self) -> str:
+        """``char_clean`` or ``char_noisy``."""
+        return "char_noisy" if self.noise else "char_clean"
+
+    @property
+    def description(self) -> str:
+        """Data, noise, network, loss."""
+        spoiled = f"{self.noise:.0%} of the characters to predict replaced" if self.noise else "clean"
+        return (
+            f"Next character of Python's help() topics ({spoiled}), transformer decoder of {self.layers} layers, "
+            f"width {self.width}, context {self.context}; cross-entropy, batches of {self.batch_size}."
+        )
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Nats per character: on clean held-out text, and on training windows with the answers they were given."""
+        return (Metric(HELD_OUT, False, self.target), Metric(TRAIN, False))
+
+    @property
+    def streams(self) -> dict[str, tuple[int, int]]:
+        """Windows of the training text."""
+        return {"windows": (len(all_windows(_text().train, self.context)), self.batch_size)}
+
+    def initial(self, seed: int) -> dict[str, Tensor]:
+        """The weights of a :class:`CharTransformer` made with this seed."""
+        return {name: value.detach().clone() for name, value in self.network(seed).state_dict().items()}
+
+    def network(self, seed: int) -> CharTransformer:
+        """The same network as one module."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream(seed, "weights"))
+            return CharTransformer(len(_text().vocabulary), self.width, self.heads, self.layers, self.context)
+
+    def given_targets(self, seed: int) -> Int[Tensor, "windows time"]:
+        """What a member of this seed is told to predict in each training window, wrong characters among it."""
+        targets = all_windows(_text().train, self.context)[:, 1:]
+        generator = torch.Generator().manual_seed(stream(seed, "targets"))
+        return replace_labels(targets.flatten(), self.noise, len(_text().vocabulary), generator).labels.view_as(targets)
+
+    def cohort(self, seeds: Sequence[int], device: torch.device) -> "CharLanguageCohort":
+        """The members with these seeds."""
+        return CharLanguageCohort(self, seeds, device)
+
+
+class CharLanguageCohort:
+    """Members of one stacked training. Windows are shared; what is to be predicted is each seed's own."""
+
+    def __init__(self, task: CharLanguageTask, seeds: Sequence[int], device: torch.device) -> None:
+        self._task, self._members = task, len(seeds)
+        unique = sorted(set(seeds))
+        self._seed_index = torch.tensor([unique.index(seed) for seed in seeds], device=device)
+        windows = all_windows(_text().train, task.context)
+        self._inputs = windows[:, :-1].to(device)
+        targets = torch.stack([task.given_targets(seed) for seed in unique])
+        self._targets = targets.to(device, torch.int16)  # a quarter of the memory; cast where it is used
+        self._one_hot = torch.eye(len(_text().vocabulary), device=device)
+        self._measured = _evenly(len(windows), task.measured_windows).to(device)
+        held_out = all_windows(_text().held_out, task.context)
+        held_out = held_out[_evenly(len(held_out), task.measured_windows)].to(device)
+        self._held_out_inputs, self._held_out_targets = held_out[:, :-1], held_out[:, 1:]
+
+    def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
+        """Nats per character on each member's windows, against the answers its seed was given."""
+        index = batch["windows"]
+        targets = self._targets[self._seed_index.unsqueeze(1), index]
+        return self._nats(weights, self._inputs[index], targets.long())
+
+    def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
+        """Held-out and training nats, over windows in pieces that fit in memory."""
+        held_out, train = [], []
+        per_piece = max(1, _WINDOWS_AT_ONCE // self._members)
+        for piece in torch.arange(len(self._held_out_inputs), device=self._inputs.device).split(per_piece):
+            inputs, targets = self._shared(self._held_out_inputs[piece]), self._shared(self._held_out_targets[piece])
+            held_out.append(self._nats(weights, inputs, targets) * len(piece))
+        for piece in self._measured.split(per_piece):
+            train.append(self.losses(weights, {"windows": self._shared(piece)}) * len(piece))
+        return {
+            HELD_OUT: torch.stack(held_out).sum(0) / len(self._held_out_inputs),
+            TRAIN: torch.stack(train).sum(0) / len(self._measured),
+        }
+
+    def _shared(self, values: Tensor) -> Tensor:
+        """The same for every member."""
+        return values.expand(self._members, *values.shape)
+
+    def _nats(
+        self, weights: StackedWeights, codes: Int[Tensor, "members b t"], targets: Int[Tensor, "members b t"]
+    ) -> Float[Tensor, "members"]:
+        logits = self._logits(weights, codes)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(len(codes), -1).mean(1)
+
+    def _logits(self, weights: StackedWeights, codes: Int[Tensor, "members b t"]) -> Float[Tensor, "members bt v"]:
+        """:class:`CharTransformer`, one for each member; places in a window are flattened into the rows of a matrix."""
+        characters = weights["characters.weight"]
+        # The product with one-hot rows is the look-up; unlike a gather it has a deterministic gradient on a GPU.
+        hidden = torch.bmm(self._one_hot[codes.flatten(1)], characters).unflatten(1, codes.shape[1:])
+        hidden = (hidden + weights["positions.weight"].unsqueeze(1)).flatten(1, 2)
+        for layer in range(self._task.layers):
+            hidden = self._block(weights, f"blocks.{layer}.", hidden)
+        return torch.bmm(_normed(weights, "norm", hidden), characters.transpose(1, 2))
+
+    def _block(
+        self, weights: StackedWeights, block: str, hidden: Float[Tensor, "members bt w"]
+    ) -> Float[Tensor, "members bt w"]:
+        members, rows, width = hidden.shape
+        parts = _linear(weights, block + "attended", _normed(weights, block + "norm1", hidden))
+        parts = parts.view(-1, self._task.context, 3, self._task.heads, width // self._task.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # members and windows together are the batch of the attention
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(members, rows, width)
+        hidden = hidden + _linear(weights, block + "mixed", mixed)
+        wide = F.gelu(_linear(weights, block + "up", _normed(weights, block + "norm2", hidden)))
+        return hidden + _linear(weights, block + "down", wide)
+
+
+def _linear(weights: StackedWeights, name: str, x: Float[Tensor, "members rows i"]) -> Float[Tensor, "members rows o"]:
+    bias, matrix = weights[name + ".bias"].unsqueeze(1), weights[name + ".weight"]
+    return torch.baddbmm(bias, x, matrix.transpose(1, 2))
+
+
+def _normed(weights: StackedWeights, name: str, x: Float[Tensor, "members rows w"]) -> Float[Tensor, "members rows w"]:
+    gain, shift = weights[name + ".weight"].unsqueeze(1), weights[name + ".bias"].unsqueeze(1)
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:]), gain)
+
+
+def _evenly(count: int, wanted: int) -> Int[Tensor, "chosen"]:
+    """Places 0 … count - 1, at most as many as wanted, evenly spaced."""
+    chosen = min(count, wanted)
+    return torch.arange(chosen) * count // chosen

@@ -1,0 +1,1 @@
+"""Cifar: task, study, figure and page."""

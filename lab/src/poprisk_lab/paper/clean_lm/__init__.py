@@ -1,0 +1,1 @@
+"""Clean lm: task, study, figure and page."""

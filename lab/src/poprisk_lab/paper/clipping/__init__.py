@@ -1,0 +1,1 @@
+"""Clipping: task, study, figure and page."""

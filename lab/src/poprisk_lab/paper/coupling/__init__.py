@@ -1,0 +1,1 @@
+"""Coupling: task, study, figure and page."""

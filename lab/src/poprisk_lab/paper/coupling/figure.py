@@ -1,0 +1,132 @@
+r"""The figure of train-test coupling under feature learning, drawn from its saved result."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from poprisk._core.store import load_result, write_figure, write_text
+from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
+from poprisk.errors import MissingExtraError
+from poprisk_lab.paper.coupling.page import coupling_page
+from poprisk_lab.paper.coupling.study import FULL_BATCH, KIND, MINIBATCH, REPEATED
+
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ImportError:
+    raise MissingExtraError("matplotlib", "report", "the coupling figure") from None
+
+_DRIFT_LINES = {FULL_BATCH: (BLUE, "--"), MINIBATCH: (ORANGE, "-"), REPEATED: (GREEN, ":")}
+Saved = Mapping[str, Any]
+
+
+def draw_coupling(saved: Saved) -> Figure:
+    """Visibility under dissipation for two cases, predicted against true test displacement, and kernel drift.
+
+    Args:
+        saved: What ``poprisk._core.store.load_result(path, "coupling")`` gives.
+    """
+    result = saved["result"]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.2, 7.6), layout="constrained")
+        (full, mini), (predicted, drift) = figure.subplots(2, 2)
+        _draw_spectra(full, _first(result, FULL_BATCH), "A1  Full batch, repeated inputs")
+        _draw_spectra(mini, _first(result, MINIBATCH), "A2  Minibatches, distinct inputs")
+        _draw_predictions(predicted, _first(result, MINIBATCH))
+        _draw_drift(drift, result["summary"], saved["config"])
+    return figure
+
+
+def _first(result: Saved, case: str) -> Mapping[str, Any]:
+    return next(run for run in result["runs"] if run["case"] == case)
+
+
+def _draw_spectra(axes: Axes, run: Mapping[str, Any], title: str) -> None:
+    visible, allowed = run["visible"], run["allowed"]
+    index, signal = range(1, len(visible) + 1), len(visible) - run["reservoir_dimension"]
+    axes.semilogy(index, allowed, color=BLUE, linewidth=2, label=r"dissipation, $\Vert\Gamma_Q\Vert\,\lambda_j(W)$")
+    label = r"visibility, $\lambda_j(G^{\mathsf{T}} G)$"
+    axes.semilogy(index, visible, "o", color=ORANGE, markersize=3.2, label=label)
+    if run["reservoir_dimension"]:
+        axes.axvline(signal + 0.5, color=INK, linestyle="--", linewidth=1.2)
+        axes.axvspan(signal + 0.5, len(visible) + 0.5, color="#EDEDED", zorder=0)
+        words = f"reservoir: {run['reservoir_dimension']} directions, 0 to rounding"
+        axes.text(len(visible), 0.5, words, rotation=90, transform=axes.get_xaxis_transform(), ha="right", va="center")
+    axes.set_xlim(0, len(visible) + 0.5)
+    axes.set_ylim(bottom=_lowest(visible[:signal]), top=10 * allowed[0])
+    axes.set_title(title)
+    axes.set_xlabel("index j, largest first")
+    axes.set_ylabel("eigenvalue (output² per gradient²)")
+    axes.legend(loc="lower left")
+
+
+def _lowest(values: Sequence[float]) -> float:
+    """A little room under the smallest value that is not 0, where the legend goes."""
+    return 1e-4 * min(value for value in values if value > 0)
+
+
+def _draw_predictions(axes: Axes, run: Mapping[str, Any]) -> None:
+    true = run["test_displacement"]
+    ends = [min(true), max(true)]
+    axes.plot(ends, ends, color=FAINT, linewidth=1, zorder=0)
+    kinds = (
+        ("frozen", "kernel frozen at the start", {"marker": "^", "color": FAINT, "markersize": 5, "alpha": 0.8}),
+        ("coupled", r"$A_\circ(\Delta u_S - s_S) + s_Q$", {"marker": "o", "color": ORANGE, "markersize": 4.5}),
+        ("transferred", r"$-G\,g(0) + s_Q$", {"marker": "o", "mfc": "none", "mec": BLUE, "markersize": 8}),
+    )
+    for name, words, style in kinds:
+        label = f"{words}: error {_scientific(run[name]['relative_error'])}"
+        axes.plot(true, run[name]["values"], linestyle="none", label=label, **style)
+    axes.set_title("B  Test displacement, minibatches")
+    axes.set_xlabel(r"true $\Delta u_Q$ (target units)")
+    axes.set_ylabel(r"predicted $\Delta u_Q$ (target units)")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.35 * (high - low))
+    axes.legend(loc="upper left", handletextpad=0.2, borderaxespad=0)
+    axes.text(0.98, 0.03, "s: sources (weight decay)", transform=axes.transAxes, ha="right", fontsize=9.5)
+
+
+def _draw_drift(axes: Axes, summary: Sequence[Mapping[str, Any]], config: Saved) -> None:
+    for row in summary:
+        colour, line = _DRIFT_LINES[row["case"]]
+        curve = row["drift_curve"]
+        axes.fill_between(curve["steps"], curve["low"], curve["high"], color=colour, alpha=0.15, linewidth=0)
+        axes.plot(curve["steps"], curve["mean"], color=colour, linestyle=line, linewidth=2, label=_CASES[row["case"]])
+    axes.set_title("C  Kernel drift" + ("" if config["seeds"] == 1 else f", mean and range of {config['seeds']} seeds"))
+    axes.set_xlabel("step")
+    axes.set_ylabel(r"$\Vert K_{SS}(t) - K_{SS}(0)\Vert\ /\ \Vert K_{SS}(0)\Vert$")
+    axes.set_xlim(0, config["steps"])
+    axes.set_ylim(0, 1.35 * max(max(row["drift_curve"]["high"]) for row in summary))  # the legend's place
+    axes.legend(loc="upper left")
+
+
+_CASES = {
+    FULL_BATCH: "full batch, repeated inputs",
+    MINIBATCH: "minibatches, distinct inputs",
+    REPEATED: "minibatches, repeated inputs",
+}
+
+
+def _scientific(value: float) -> str:
+    if value >= 1e-3:
+        return f"{value:.2f}"
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return rf"${mantissa}\times 10^{{{int(exponent)}}}$"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """``python -m poprisk_lab.paper.coupling.figure``: the figure and the page under ``docs`` from the stored result."""
+    parser = argparse.ArgumentParser(prog="python -m poprisk_lab.paper.coupling.figure", description=__doc__)
+    parser.add_argument("--result", type=Path, default=Path("results/coupling.json"))
+    parser.add_argument("--output", type=Path, default=Path("docs"), help="directory for coupling.png and coupling.md")
+    options = parser.parse_args(arguments)
+    saved = load_result(options.result, KIND)
+    figure_at = write_figure(options.output / "coupling.png", draw_coupling(saved), dpi=140)
+    page_at = write_text(options.output / "coupling.md", coupling_page(saved))
+    print(f"Wrote {figure_at} and {page_at}")
+
+
+if __name__ == "__main__":
+    main()

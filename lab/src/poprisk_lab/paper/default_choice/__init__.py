@@ -1,0 +1,1 @@
+"""Default choice: task, study, figure and page."""

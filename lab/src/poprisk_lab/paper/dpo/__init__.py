@@ -1,0 +1,1 @@
+"""Dpo: task, study, figure and page."""

@@ -1,0 +1,1 @@
+"""Grokking: task, study, figure and page."""

@@ -1,0 +1,1 @@
+"""Inr: task, study, figure and page."""

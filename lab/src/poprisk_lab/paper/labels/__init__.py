@@ -1,0 +1,1 @@
+"""Labels: task, study, figure and page."""

@@ -1,0 +1,1 @@
+"""Learning rate: task, study, figure and page."""

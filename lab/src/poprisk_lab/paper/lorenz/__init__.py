@@ -1,0 +1,1 @@
+"""Lorenz: task, study, figure and page."""

@@ -1,0 +1,1 @@
+"""Mnist influence: task, study, figure and page."""

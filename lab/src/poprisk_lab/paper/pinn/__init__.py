@@ -1,0 +1,1 @@
+"""Pinn: task, study, figure and page."""

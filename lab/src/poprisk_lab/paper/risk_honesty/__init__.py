@@ -1,0 +1,1 @@
+"""Risk honesty: task, study, figure and page."""

@@ -1,0 +1,1 @@
+"""Sft: task, study, figure and page."""

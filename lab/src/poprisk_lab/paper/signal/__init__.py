@@ -1,0 +1,1 @@
+"""Signal: task, study, figure and page."""

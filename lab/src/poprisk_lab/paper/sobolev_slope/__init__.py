@@ -1,0 +1,1 @@
+"""Sobolev slope: task, study, figure and page."""

@@ -1,0 +1,1 @@
+"""Teacher: task, study, figure and page."""

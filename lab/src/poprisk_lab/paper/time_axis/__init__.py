@@ -1,0 +1,1 @@
+"""Time axis: task, study, figure and page."""

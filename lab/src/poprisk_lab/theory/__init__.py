@@ -1,0 +1,1 @@
+"""Statements of the paper that only a study needs: replacement, diffusion rates, double descent."""

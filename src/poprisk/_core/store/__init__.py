@@ -1,0 +1,29 @@
+"""Atomic, versioned files: the one way anything reaches disk."""
+
+from poprisk._core.store.envelope import FORMAT_VERSION as FORMAT_VERSION
+from poprisk._core.store.envelope import environment as environment
+from poprisk._core.store.envelope import load_result as load_result
+from poprisk._core.store.envelope import save_result as save_result
+from poprisk._core.store.exclusive import append_line as append_line
+from poprisk._core.store.exclusive import create_exclusively as create_exclusively
+from poprisk._core.store.exclusive import overwrite_in_place as overwrite_in_place
+from poprisk._core.store.files import Figure as Figure
+from poprisk._core.store.files import atomic_file as atomic_file
+from poprisk._core.store.files import writable_directory as writable_directory
+from poprisk._core.store.files import write_bytes as write_bytes
+from poprisk._core.store.files import write_figure as write_figure
+from poprisk._core.store.files import write_json as write_json
+from poprisk._core.store.files import write_text as write_text
+from poprisk._core.store.importable import Importable as Importable
+from poprisk._core.store.importable import described as described
+from poprisk._core.store.importable import importable as importable
+from poprisk._core.store.importable import located as located
+from poprisk._core.store.importable import resolve as resolve
+from poprisk._core.store.packed import pack as pack
+from poprisk._core.store.packed import unpack as unpack
+from poprisk._core.store.script import where as where
+from poprisk._core.store.tensors import TensorFile as TensorFile
+from poprisk._core.store.tensors import check_size as check_size
+from poprisk._core.store.tensors import fingerprint as fingerprint
+from poprisk._core.store.tensors import read_tensors as read_tensors
+from poprisk._core.store.tensors import write_tensors as write_tensors

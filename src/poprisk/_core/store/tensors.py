@@ -1,0 +1,98 @@
+"""Tensor files that are whole or refused: safetensors, with size and SHA-256 kept by whoever refers to them."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, uint8
+
+from poprisk._core.store.files import write_bytes
+from poprisk.errors import DataError
+
+# One key only: the order in which safetensors writes several changes from process to process, and with it the bytes.
+_NOTES = "poprisk"
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file by name, and what its content must be."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], notes: Any = None) -> TensorFile:
+    """Write tensors by name, with a JSON value beside them; the same content gives the same bytes.
+
+    Args:
+        path: Where to; replaced as a whole if it exists.
+        tensors: On any device; strides are not kept.
+        notes: Any JSON value.
+
+    Returns:
+        What :func:`read_tensors` checks the file against.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = write_tensors(f"{folder}/x.safetensors", {"x": torch.arange(3)}, {"step": 7})
+    ...     tensors, notes = read_tensors(folder, file)
+    >>> tensors["x"], notes
+    (tensor([0, 1, 2]), {'step': 7})
+    """
+    from safetensors.torch import save
+
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    content = save(plain, {_NOTES: json.dumps(notes)})
+    write_bytes(path, content)
+    return TensorFile(Path(path).name, len(content), hashlib.sha256(content).hexdigest())
+
+
+def check_size(folder: str | Path, file: TensorFile) -> Path:
+    """The file's path, after a look at whether it is there with all its bytes.
+
+    Raises:
+        DataError: it is missing, or shorter or longer than it was.
+    """
+    path = Path(folder) / file.name
+    try:
+        size = path.stat().st_size
+    except OSError:
+        raise DataError(f"{path} is missing: restore it from a copy, or make it again") from None
+    if size != file.size:
+        raise DataError(f"{path} is damaged: it should have {file.size} bytes and has {size}; restore it from a copy")
+    return path
+
+
+def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor], Any]:
+    """Read tensors and notes back, on the CPU.
+
+    Raises:
+        DataError: the file is missing, truncated or changed; the message has its name.
+    """
+    from safetensors.torch import load
+
+    path = check_size(folder, file)
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise DataError(f"{path} is damaged: its content does not have the recorded SHA-256; restore it from a copy")
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return load(content), json.loads(header["__metadata__"][_NOTES])
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes: equal on every device, different for any changed bit.
+
+    >>> import torch
+    >>> x = torch.zeros(2)
+    >>> fingerprint({"x": x}) == fingerprint({"x": x.clone()}), fingerprint({"x": x}) == fingerprint({"x": -x})
+    (True, False)
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(uint8).numpy().data)
+    return digest.hexdigest()

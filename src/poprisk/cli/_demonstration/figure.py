@@ -1,0 +1,125 @@
+"""The demo's figure, drawn from its saved result."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from poprisk.cli._demonstration.summary import format_lr
+from poprisk.errors import MissingExtraError
+
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+except ImportError:
+    raise MissingExtraError("matplotlib", "report,data", "the demo") from None
+
+# Okabe and Ito's colours, told apart with any colour vision.
+_COLOURS = ("#D55E00", "#E69F00", "#0072B2")
+_TEXT_COLOURS = ("#B84F00", "#9A6A00", "#00609A")  # the same, darker, for letters on white
+_INK, _FAINT = "#222222", "#8A8A8A"
+_STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": _FAINT,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+
+
+def draw_demo(saved: Mapping[str, Any]) -> Figure:
+    """Test accuracy over the steps, and at the last step against the learning rate.
+
+    Args:
+        saved: What ``poprisk._core.store.load_result(path, "demo")`` gives.
+    """
+    result, config = saved["result"], saved["config"]
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 4.5), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.3, 1))
+        _draw_curves(left, result)
+        _draw_learning_rates(right, result)
+        for axes in (left, right):
+            axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+            axes.set_axisbelow(True)
+        figure.suptitle(_title(config, result), x=0.012, ha="left", fontsize=10.5)
+    return figure
+
+
+def _title(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    share = f"{result['wrong_share']:.0%}"
+    data = f"Digits, {share} of the training labels wrong; “memorized”: share of these that is reproduced."
+    if config["seeds"] == 1:
+        return f"{data} One seed."
+    return f"{data}\nMean of {config['seeds']} seeds; band: lowest to highest seed; bars: standard error."
+
+
+def _draw_curves(axes: Axes, result: Mapping[str, Any]) -> None:
+    steps, rows = result["evaluation_steps"], result["summary"]["rows"]
+    bottom = _lowest(result)
+    heights = _moved_apart([row["last"]["value"] for row in rows], gap=0.155 * (1 - bottom))
+    for row, colour, ink, height in zip(rows, _COLOURS, _TEXT_COLOURS, heights, strict=True):
+        curve = row["curve"]
+        axes.fill_between(steps, curve["low"], curve["high"], color=colour, alpha=0.18, linewidth=0)
+        axes.plot(steps, curve["mean"], color=colour, linewidth=2.2)
+        end = {"xy": (steps[-1], height), "xytext": (7, 0), "textcoords": "offset points"}
+        axes.annotate(_curve_label(row), **end, color=ink, va="center", fontsize=9.5)
+    axes.set_title("Test accuracy along the training")
+    axes.set_xlabel("step")
+    axes.set_xlim(0, steps[-1])
+    axes.set_ylim(bottom, 1.0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.0f}%"))
+
+
+def _curve_label(row: Mapping[str, Any]) -> str:
+    lines = [row["optimizer"], f"{row['choice']} lr {format_lr(row['lr'])}"]
+    if row["memorized"] is not None:
+        lines.append(f"memorized {row['memorized']['value']:.0%}")
+    return "\n".join(lines)
+
+
+def _draw_learning_rates(axes: Axes, result: Mapping[str, Any]) -> None:
+    usual, tuned, ours = _COLOURS
+    for (name, sweep), colour in zip(result["sweeps"].items(), (usual, ours), strict=True):
+        rates, finals = sweep["learning_rates"], result["summary"]["last_by_lr"][name]
+        values = [final["value"] for final in finals]
+        errors = [final["standard_error"] or 0.0 for final in finals]
+        axes.errorbar(rates, values, errors, color=colour, marker="o", markersize=5, linewidth=2, capsize=2.5)
+        default = rates.index(sweep["default_lr"])
+        axes.plot(rates[default], values[default], "o", markersize=11, mfc="none", mec=colour, mew=1.8)
+        end = (rates[-1], values[-1])
+        axes.annotate(
+            name, end, (8, -13), textcoords="offset points", color=colour, ha="right", va="top", weight="bold"
+        )
+    best = next(row for row in result["summary"]["rows"] if row["choice"] == "best")
+    axes.plot(best["lr"], best["last"]["value"], "o", markersize=7, color=tuned, zorder=5)
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_title("Last step against learning rate")
+    axes.set_xlabel("learning rate (ring: the optimizer's default)")
+
+
+def _lowest(result: Mapping[str, Any]) -> float:
+    """The bottom of the scale: a little under the lowest last step, to the next five percent."""
+    finals = [x["value"] for means in result["summary"]["last_by_lr"].values() for x in means]
+    return max(0.0, int(20 * (min(finals) - 0.03)) / 20)
+
+
+def _moved_apart(heights: list[float], gap: float) -> list[float]:
+    """Heights for labels, neighbours that are too close moved away from each other by equal parts."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    placed = list(heights)
+    for _ in range(20 * len(heights)):
+        for below, above in pairwise(order):
+            lacking = max(0.0, gap - (placed[above] - placed[below]))
+            placed[below] -= lacking / 2
+            placed[above] += lacking / 2
+    return placed

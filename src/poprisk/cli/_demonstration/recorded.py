@@ -1,0 +1,118 @@
+"""The demo's first seed by itself: the same digits, wrong labels, first weights and batches, recorded for a report."""
+
+import json
+import math
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from poprisk._core.seeds import stream
+from poprisk.cli._demonstration.networks import MLPShape, initial_weights
+from poprisk.cli._demonstration.study import DemoConfig, demo_data
+from poprisk.cli._demonstration.training import epoch_batches
+from poprisk.errors import BackendWarning, ClosedGateWarning, RunError
+from poprisk.optim import PopRiskAdamW
+from poprisk.runs import MANIFEST, NUM_CLASSES, NUM_PIXELS, Problem, Recorder, Run
+
+NAME = "digits with wrong labels"
+REPORT_TRAININGS = 5
+"""What the report of the demo may spend on the risk."""
+_BUDGET_PER_STEP = 0.03
+_CHECKPOINTS = 10
+
+
+def first_network(width: int, depth: int) -> nn.Sequential:
+    """The network of the demo's first seed, with its first weights.
+
+    >>> sum(p.numel() for p in first_network(8, 1).parameters())
+    610
+    """
+    shape = MLPShape(NUM_PIXELS, width, depth, NUM_CLASSES)
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in shape.layers:
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    network = nn.Sequential(*layers[:-1])
+    with torch.no_grad():
+        for p, value in zip(network.parameters(), initial_weights(shape, stream(0, "weights")), strict=True):
+            p.copy_(value.reshape(p.shape))
+    return network
+
+
+def first_problem(noise: float, train_size: int, width: int, depth: int) -> Problem:
+    """What the demo's first seed trains: labels partly wrong, and test images whose labels are right.
+
+    Raises:
+        MissingExtraError: scikit-learn is not installed.
+    """
+    data = demo_data(DemoConfig(seeds=1, noise=noise, train_size=train_size, width=width, depth=depth))
+    return Problem(
+        first_network,
+        "cross_entropy",
+        data.inputs[0],
+        data.labels[0],
+        name=NAME,
+        arguments={"width": width, "depth": depth},
+        test=(data.test_inputs[0], data.test_labels[0]),
+    )
+
+
+def report_budget(config: DemoConfig) -> float:
+    """Seconds for each part of the report: enough to read the gates, not to linearize the run example by example.
+
+    >>> report_budget(DemoConfig())
+    15.0
+    """
+    return max(0.1, round(_BUDGET_PER_STEP * config.steps, 6))
+
+
+def check_place(path: Path) -> None:
+    """Refuses a directory that holds something else than the run of an earlier demo.
+
+    Raises:
+        RunError: what is there is not to be written over.
+    """
+    if path.exists() and not _is_demo(path):
+        raise RunError(f"{path} holds something else than a demo's run: choose another --output, or --no-report")
+
+
+def record_demo(config: DemoConfig, path: Path) -> Run:
+    """Train the first seed with PopRiskAdamW at its defaults, and record it; an earlier demo's run is written over.
+
+    Args:
+        config: Of the demo.
+        path: A directory for the run.
+
+    Raises:
+        RunError: the directory holds something else.
+    """
+    check_place(path)
+    shutil.rmtree(path, ignore_errors=True)
+    arguments = {"noise": config.noise, "train_size": config.train_size, "width": config.width, "depth": config.depth}
+    problem = Problem.build(first_problem, **arguments)
+    network = problem.module()
+    optimizer = PopRiskAdamW(network.parameters(), fused=True)
+    every = math.ceil(config.steps / _CHECKPOINTS)
+    batches = epoch_batches(config.train_size, config.examples_per_step, [stream(0, "batches")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ClosedGateWarning)  # as in the demo
+        warnings.simplefilter("ignore", BackendWarning)
+        with Recorder(path, network, optimizer, problem=problem, every=every, steps=config.steps) as recorder:
+            for _ in range(config.steps):
+                batch = next(batches)[0]
+                with recorder.step(batch) as step:
+                    optimizer.zero_grad()
+                    inputs, targets = problem.batch(batch)
+                    step.loss = problem.batch_loss(network(inputs), targets)
+                    step.loss.backward()
+                    optimizer.step()
+    return recorder.run
+
+
+def _is_demo(path: Path) -> bool:
+    try:
+        return json.loads((path / MANIFEST).read_text(encoding="utf-8"))["problem"]["name"] == NAME
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

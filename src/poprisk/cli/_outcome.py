@@ -1,0 +1,116 @@
+"""How a command ends: 0, 2 for what the user can mend, 130 for an interrupt; each of the latter with one line."""
+
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from poprisk.errors import DataError, PopRiskError, PopRiskWarning
+
+EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
+_HERE = str(Path(__file__).resolve().parents[1])
+
+# typer brings click along or inside, depending on its version; its errors have this base in either case.
+_CommandLineError: type[Exception] = next(b for b in typer.BadParameter.__mro__ if b.__name__ == "ClickException")
+
+
+class Interrupted(Exception):
+    """The user stopped the command; the message says what is on disk."""
+
+
+def run(app: typer.Typer, arguments: list[str] | None) -> int:
+    """Run a command. Returns its exit code."""
+    kept = ""
+    with warnings.catch_warnings():
+        _say_warnings()
+        try:
+            code: Any = app(arguments, standalone_mode=False)
+        except _CommandLineError as error:
+            return fail(error.format_message())  # type: ignore[attr-defined]
+        except (PopRiskError, OSError) as error:
+            return fail(str(error))
+        except (KeyboardInterrupt, typer.Abort, Interrupted) as interrupt:
+            kept, code = str(interrupt), EXIT_INTERRUPTED
+    if code == EXIT_INTERRUPTED:
+        typer.echo(f"poprisk: interrupted; {kept or 'nothing was written'}", err=True)
+    return code if isinstance(code, int) else 0
+
+
+def fail(message: str) -> int:
+    """One line, whatever the message was made of; none where the help was the answer."""
+    if message.strip():
+        typer.echo(f"poprisk: error: {_line(message)}", err=True)
+    return EXIT_WRONG
+
+
+def note(message: str) -> None:
+    """A line beside the results."""
+    typer.echo(f"poprisk: {_line(message)}", err=True)
+
+
+@contextmanager
+def interrupt_says(kept: Callable[[], str]) -> Iterator[None]:
+    """An interrupt inside is told with what is on disk; nothing more is said where that is nothing."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not (words := kept()):
+            raise
+        raise Interrupted(words) from None
+
+
+@contextmanager
+def interrupt_waits(until: str) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C only sets a flag, which is asked for between steps; a second one interrupts at once."""
+    asked = False
+
+    def answer(*_: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        note(f"stopping after {until}; Ctrl-C again stops at once")
+
+    before = signal.signal(signal.SIGINT, answer)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def user_code(doing: str) -> Iterator[None]:
+    """What goes wrong inside code that is not ours is the user's to mend, so it is told with its place in a line."""
+    try:
+        yield
+    except (PopRiskError, OSError, _CommandLineError, typer.Exit, typer.Abort, Interrupted):
+        raise
+    except Exception as error:
+        from poprisk._core.store import where
+
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and str(Path(frames[-1].filename).resolve()).startswith(_HERE):
+            raise  # a mistake of ours, whose traceback is wanted
+        raise DataError(f"{doing} failed: {where(error)}") from error
+
+
+def _say_warnings() -> None:
+    """Warnings of this library in the command line's voice; others as Python shows them."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
+        if issubclass(category, PopRiskWarning):
+            note(f"warning: {message}")
+        else:
+            usual(message, category, *place, **options)
+
+    warnings.showwarning = show
+
+
+def _line(message: str) -> str:
+    return " ".join(message.split())

@@ -1,0 +1,156 @@
+"""What ``poprisk train`` is asked to do: from the command line, from a TOML file, or from both."""
+
+import inspect
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from poprisk.cli._options import between
+from poprisk.errors import DataError, HyperparameterError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+OPTIMIZERS = ("poprisk", "adamw", "sgd")
+LIMITS: dict[str, tuple[Any, Any]] = {
+    "steps": (1, 100_000_000),
+    "epochs": (1, 1_000_000),
+    "batch_size": (1, 100_000_000),
+    "seed": (0, 2**63 - 1),
+    "every": (1, 100_000_000),
+    "clip_norm": (1e-12, 1e12),
+}
+"""Numbers a plan may have, with their limits."""
+_EPOCHS, _BATCH = 20, 32
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """A training; numbers that are None follow from the problem."""
+
+    task: str
+    """``script.py:function`` or ``package.module:function``."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of that function."""
+    optimizer: str = "poprisk"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the optimizer, lr among them; the others at its defaults."""
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
+    output: Path = Path("poprisk-run")
+    every: int | None = None
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise HyperparameterError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        if self.steps is not None and self.epochs is not None:
+            raise HyperparameterError(f"give steps or epochs, got steps={self.steps} and epochs={self.epochs}")
+
+    def batch_of(self, examples: int) -> int:
+        """The batch size: 32 unless said, at most a sixth of the data, because the gate measures noise between batches.
+
+        >>> TrainPlan("a:b").batch_of(60), TrainPlan("a:b", batch_size=20).batch_of(60)
+        (10, 20)
+        """
+        return self.batch_size or max(1, min(_BATCH, examples // 6))
+
+    def steps_of(self, examples: int) -> int:
+        """The number of steps: as said, or that of the epochs, 20 unless said.
+
+        >>> TrainPlan("a:b", epochs=3).steps_of(60), TrainPlan("a:b").steps_of(60)
+        (18, 120)
+        """
+        return self.steps or (self.epochs or _EPOCHS) * max(1, examples // self.batch_of(examples))
+
+    def make_optimizer(self) -> Callable[..., "Optimizer"]:
+        """What makes the optimizer of some parameters.
+
+        Raises:
+            HyperparameterError: an option that this optimizer does not have.
+        """
+        from torch.optim import SGD, AdamW
+
+        from poprisk.optim import PopRiskAdamW
+
+        made = {"poprisk": PopRiskAdamW, "adamw": AdamW, "sgd": SGD}[self.optimizer]
+        known = [name for name in inspect.signature(made.__init__).parameters if name not in ("self", "params")]
+        unknown = next((name for name in self.options if name not in known), None)
+        if unknown is not None:
+            raise HyperparameterError(f"{self.optimizer} has no option {unknown!r}; it has {', '.join(known)}")
+        plain = {name: tuple(v) if isinstance(v, list) else v for name, v in self.options.items()}
+        return partial(made, **plain)
+
+
+def read_plan(task: str, given: Mapping[str, Any]) -> TrainPlan:
+    """A plan from the command line; what it does not say is taken from the file, where TASK is a ``.toml`` file.
+
+    Args:
+        task: TASK as typed.
+        given: Options as typed: ``optimizer``, ``lr``, ``output`` and those of :data:`LIMITS`; None where not typed.
+
+    Raises:
+        DataError: the file is no such file, or has a key that it should not have.
+        HyperparameterError: a value is out of its range.
+    """
+    typed = {name: value for name, value in given.items() if value is not None}
+    lr = typed.pop("lr", None)
+    plan: dict[str, Any] = _from_file(Path(task)) if task.endswith(".toml") else {"task": task}
+    if {"steps", "epochs"} & typed.keys():
+        plan = {name: value for name, value in plan.items() if name not in ("steps", "epochs")}
+    if typed.get("optimizer", plan.get("optimizer")) != plan.get("optimizer"):
+        plan["options"] = {}  # those of another optimizer
+    plan |= typed
+    if lr is not None:
+        plan["options"] = {**plan.get("options", {}), "lr": lr}
+    return TrainPlan(**plan)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}): name a file that is there") from None
+    except ValueError as error:
+        raise DataError(f"{path} should be TOML, but is not ({error})") from None
+    known = {"task", "arguments", "optimizer", "output", *LIMITS}
+    strange = next((name for name in content if name not in known), None)
+    if strange is not None:
+        raise DataError(f"{path} has the key {strange!r}, known are {', '.join(sorted(known))}")
+    if not isinstance(content.get("task"), str):
+        raise DataError(f'{path} needs task = "script.py:function" or "package.module:function"')
+    tables = {name: _table(path, name, content.pop(name, {})) for name in ("arguments", "optimizer")}
+    plan = {"task": _beside(path, content.pop("task")), "arguments": tables["arguments"]}
+    if "name" in tables["optimizer"]:
+        plan["optimizer"] = tables["optimizer"].pop("name")
+    plan["options"] = tables["optimizer"]
+    if "output" in content:
+        plan["output"] = Path(str(content.pop("output")))
+    return plan | {name: _within(path, name, value) for name, value in content.items()}
+
+
+def _table(path: Path, name: str, value: Any) -> dict[str, Any]:
+    if name == "optimizer" and isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: [{name}] must be a table, got {value!r}")
+    return dict(value)
+
+
+def _within(path: Path, name: str, value: Any) -> Any:
+    try:
+        return between(*LIMITS[name])(value)
+    except typer.BadParameter as error:
+        raise HyperparameterError(f"{path}: {name}: {error}") from None
+
+
+def _beside(config: Path, task: str) -> str:
+    """A script is looked for beside the file that names it."""
+    return (config.parent / task).as_posix() if task.rpartition(":")[0].endswith(".py") else task

@@ -1,1 +1,0 @@
-"""One module per claim: a frozen config in, a result with its seeds and its uncertainty out."""

@@ -1,5 +1,0 @@
-"""Is there a gate that is noise-proof and quick? Variants from different ideas on noisy and clean tasks."""
-
-from poprisk.experiments.gate_variants.plan import KIND, SMOKE, GateVariantsConfig, run, studies
-
-__all__ = ["KIND", "SMOKE", "GateVariantsConfig", "run", "studies"]

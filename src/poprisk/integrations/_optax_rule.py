@@ -1,0 +1,353 @@
+r"""The rule behind the optax integration: Algorithm 1 on arrays, leaf by leaf, and the checks of what comes in.
+
+As :mod:`poprisk.optim.rules._population` is for torch; the tests hold one to the other.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from poprisk.errors import GradientError, HyperparameterError
+
+if TYPE_CHECKING:  # torch is imported where these live
+    from poprisk.optim import Centering, GateName, Granularity, Signal
+
+Number = float | jax.Array
+Tree = Any
+
+
+class PopulationRiskState(NamedTuple):
+    """m, v, s of Algorithm 1 as trees like the parameters, and the counters of their bias corrections."""
+
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name for it
+    """Steps taken, int32: as many gradients as m and v have seen."""
+    mu: Tree
+    nu: Tree
+    """v; None where another transformation is gated, which has its own."""
+    s: Tree
+    """Variance of the gradient around its running mean; None without a gate."""
+    var_count: jax.Array
+    """Gradients s has seen; zero, beside a zero s, where the gate joins a run that began with Adam."""
+    gain: jax.Array
+    """What s would be under white noise of unit variance; ``alpha="calibrated"`` divides by it."""
+    inner_state: Tree = ()
+
+
+@dataclass(frozen=True)
+class Options:
+    """The gate's options and their defaults, which the tests hold to ``poprisk.optim.DEFAULTS``."""
+
+    b1: Number = 0.9
+    b2: Number = 0.999
+    eps: Number = 1e-8
+    gate: "GateName | None" = "snr"
+    alpha: Number | Literal["calibrated"] = 1.0
+    strength: Number = 100.0
+    rho: Number = 0.99
+    gate_eps: Number = 0.0
+    centering: "Centering" = "paper"
+    signal: "Signal" = "ema"
+    warmup_steps: Number = 0
+    normalize_gate: bool = False
+    granularity: "Granularity" = "element"
+    skip_nonfinite: bool = True
+    mu_dtype: Any = None
+
+
+DEFAULTS = Options()
+NAMES = tuple(f.name for f in fields(Options))
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "gate": ("soft", "hard", "snr", None),
+    "centering": ("paper", "corrected"),
+    "signal": ("ema", "batch"),
+    "granularity": ("element", "row", "tensor"),
+    "normalize_gate": (True, False),
+    "skip_nonfinite": (True, False),
+}
+
+
+class Moments(NamedTuple):
+    """m, v, s of one leaf; None for those the state does not have."""
+
+    m: Any
+    v: Any
+    s: Any
+
+
+class Coefficients(NamedTuple):
+    """What one step multiplies with: scalars that do not depend on the coordinate."""
+
+    center: Any
+    s_keep: Any
+    s_new: Any
+    m_new: Any
+    v_keep: Any
+    v_new: Any
+    m_debias: Any
+    v_debias: Any
+    s_debias: Any
+    alpha: Any
+    strength: Any
+    gate_eps: Any
+    eps: Any
+    opened: Any
+    """Whether the gate is 1 in advance (warm-up) ..."""
+    closed: Any
+    """... or else 0: nothing to decide on yet, or a tie by definition."""
+
+
+def advance(o: Options, state: PopulationRiskState) -> tuple[Coefficients, dict[str, Any]]:
+    """The coefficients of the next step and the counters after it; as ``poprisk.optim.rules._coefficients.advance``."""
+    count: Any = optax.safe_increment(state.count)
+    t, var_count, gain = as_float(count), state.var_count, state.gain
+    corrected = o.centering == "corrected"
+    center, new = _inverse(_one_minus_power(o.b1, t - 1)) if corrected else 1.0, as_float(0.0)
+    if o.gate is not None:  # without one s stands still, and so do its counters
+        sampled = t > (1 if corrected else 0)  # the first deviation from a debiased mean exists at t = 2
+        var_count = jnp.where(sampled, optax.safe_increment(var_count), var_count)
+        new = jnp.where(sampled, as_float(1 - o.rho), 0.0)
+        noise = _deviation_noise(o, jnp.maximum(t, 2) if corrected else t)
+        updated = as_float(gain) + new * (noise - as_float(gain))
+        gain = updated.astype(gain.dtype)  # as it came, also if x64 came later
+    c = _current(o, count, var_count, gain)
+    sampling = {"center": as_float(center), "s_keep": 1 - new, "s_new": new}
+    return c._replace(**sampling), {"count": count, "var_count": var_count, "gain": gain}
+
+
+def _current(o: Options, count: jax.Array, var_count: jax.Array, gain: jax.Array) -> Coefficients:
+    """The coefficients of the step already taken, after which s is as it is; as ``coefficients.current``."""
+    t, t_s, gain = as_float(count), as_float(var_count), as_float(gain)
+    s_scale = _one_minus_power(o.rho, t_s)
+    calibrated = isinstance(o.alpha, str)
+    kappa = _mean_noise(o, jnp.maximum(t, 1)) if o.signal == "ema" else 1.0
+    # At t = 1 the paper's m̂² equals ŝ: with α ≥ 1 the gate is closed by definition, and rounding must not open it.
+    tie = (t <= 1) & (calibrated or as_float(o.alpha) >= 1) & (o.gate != "snr" and o.signal == "ema")
+    numbers = {
+        "center": 1.0,
+        "s_keep": 1.0,
+        "s_new": 0.0,
+        "m_new": 1 - o.b1,
+        "v_keep": o.b2,
+        "v_new": 1 - o.b2,
+        "m_debias": _inverse(_one_minus_power(o.b1, t)),
+        "v_debias": _inverse(_one_minus_power(o.b2, t)),
+        "s_debias": _inverse(s_scale),
+        "alpha": kappa * s_scale * _inverse(gain) if calibrated else o.alpha,
+        "strength": o.strength,
+        "gate_eps": o.gate_eps,
+        "eps": o.eps,
+    }
+    scalars = {name: as_float(x) for name, x in numbers.items()}
+    warming_up = (t >= 1) & (t <= as_float(o.warmup_steps))
+    return Coefficients(**scalars, opened=warming_up, closed=(t_s < 1) | tie)
+
+
+def _mean_noise(o: Options, t: jax.Array) -> jax.Array:
+    """Variance of m̂ under white noise of unit variance; as ``poprisk.optim.rules._threshold.mean_noise``."""
+    rest = _one_minus_power(o.b1, t)
+    return as_float((1 - o.b1) / (1 + o.b1)) * (2 - rest) / rest
+
+
+def _deviation_noise(o: Options, t: jax.Array) -> jax.Array:
+    """Variance of the deviation g - m under the same noise; as ``poprisk.optim.rules._threshold.deviation_noise``."""
+    if o.centering == "corrected":
+        return 1 + _mean_noise(o, t - 1)
+    return 1 + as_float((1 - o.b1) / (1 + o.b1)) * _one_minus_power(o.b1, 2 * (t - 1))
+
+
+def _one_minus_power(base: Number, exponent: jax.Array) -> jax.Array:
+    """1 - base^exponent to float32's full relative accuracy, also where base^exponent is close to 1."""
+    log = jnp.log(base) if isinstance(base, jax.Array) else (math.log(base) if base > 0 else -math.inf)
+    return jnp.where(exponent > 0, -jnp.expm1(jnp.maximum(exponent, 1) * log), 0.0)
+
+
+def _inverse(x: jax.Array) -> jax.Array:
+    """1/x, and 0 for 0: what it would multiply has seen no gradient yet, and the gate is closed there."""
+    return jnp.where(x > 0, 1 / jnp.where(x > 0, x, 1.0), 0.0)
+
+
+def leaf_step(g: Any, direction: Any, stored: Moments, c: Coefficients, o: Options) -> tuple[jax.Array, Moments]:
+    """Lines 4 to 9 for one leaf: the gated direction and the new moments, in the dtypes that came in."""
+    dtype, work = jnp.result_type(g), _work_dtype(stored.s if stored.v is None else stored.v)
+    c = jax.tree.map(lambda x: x if x.dtype == jnp.bool_ else x.astype(work), c)
+    (g, direction), old = jax.tree.map(lambda x: _parts(x).astype(work), ((g, direction), stored))
+    usable = _is_usable(g) if o.skip_nonfinite and o.gate is not None else None
+    g = g if usable is None else jnp.where(usable, g, 0)
+    new = Moments(
+        m=old.m + c.m_new * (g - old.m),
+        v=None if old.v is None else c.v_keep * old.v + c.v_new * (g * g),
+        s=None if old.s is None else c.s_keep * old.s + c.s_new * jnp.square(g - c.center * old.m),
+    )
+    if usable is not None:  # before the gate, which may pool coordinates
+        new = jax.tree.map(partial(jnp.where, usable), new, old)
+    q = _gate(new.m, new.s, g, c, o)
+    if new.v is None:
+        out = q * direction
+    else:  # eps = 0 may meet a coordinate that never had a gradient
+        out = q * (new.m * c.m_debias) / jnp.maximum(jnp.sqrt(new.v * c.v_debias) + c.eps, jnp.finfo(work).tiny)
+    out = out if usable is None else jnp.where(usable, out, 0)
+    return _whole(out, dtype), jax.tree.map(lambda x, y: _whole(x, y.dtype), new, stored)
+
+
+def _gate(m: jax.Array, s: jax.Array | None, g: jax.Array | None, c: Coefficients, o: Options) -> Any:
+    """Lines 8 and 9: debias, pool to the asked granularity, compare; then what is decided in advance.
+
+    What comes out broadcasts against m. Without a gradient the signal is the average.
+    """
+    if s is None:
+        return 1.0
+    signal, s_hat = m * c.m_debias if o.signal == "ema" or g is None else g, s * c.s_debias
+    axes = {"element": (), "row": tuple(range(1, m.ndim)), "tensor": tuple(range(m.ndim))}[o.granularity]
+    if axes:
+        signal = jnp.sqrt(jnp.square(signal).mean(axes, keepdims=True))
+        s_hat = s_hat.mean(axes, keepdims=True)
+    q = _evaluate_gate(signal * signal, s_hat, c, o)
+    q = jnp.where(c.opened, 1.0, jnp.where(c.closed, 0.0, q))
+    return q / jnp.maximum(q.mean(), jnp.finfo(q.dtype).tiny) if o.normalize_gate else q
+
+
+def _evaluate_gate(power: jax.Array, s_hat: jax.Array, c: Coefficients, o: Options) -> jax.Array:
+    """Eq. ``soft_filter``, the three lines; 0/0, a coordinate that never had a gradient, is closed."""
+    if o.gate == "hard":
+        return (power > c.alpha * s_hat).astype(power.dtype)
+    part = power if o.gate == "snr" else jnp.maximum(power - c.alpha * s_hat, 0)
+    rest = c.strength * s_hat + c.gate_eps
+    return part / jnp.maximum(part + rest, jnp.finfo(part.dtype).tiny)
+
+
+def leaf_sums(state: PopulationRiskState, o: Options) -> tuple[jax.Array, int]:
+    """Open gates, gates, noise power and signal power, summed over all leaves, and the number of coordinates."""
+    c, settled = _current(o, state.count, state.var_count, state.gain), jnp.maximum(as_float(state.count), 2)
+    total, coordinates = jnp.zeros(4, c.eps.dtype), 0
+    means, structure = jax.tree.flatten(state.mu)
+    for mean, variance in zip(means, column(state.s, structure), strict=True):
+        m, s = jax.tree.map(lambda x: _parts(x).astype(c.eps.dtype), (mean, variance))
+        q = jnp.broadcast_to(_gate(m, s, None, c, o), m.shape)
+        noise = signal = as_float(0.0)
+        if s is not None:
+            noise = (s * c.s_debias).sum() / _deviation_noise(o, settled)
+            signal = jnp.square(m * c.m_debias).sum() - _mean_noise(o, settled) * noise
+        total, coordinates = total + jnp.stack([as_float((q > 0).sum()), q.sum(), noise, signal]), coordinates + m.size
+    return total, coordinates
+
+
+def where_usable(x: Any, g: Any, like: Any) -> jax.Array:
+    """X where the gradient can be used in the arithmetic of ``like``, else 0; part by part if complex."""
+    usable = _is_usable(_parts(g).astype(_work_dtype(like)))
+    return _whole(jnp.where(usable, _parts(x), 0), jnp.result_type(x))
+
+
+def _is_usable(g: jax.Array) -> jax.Array:
+    """Where a gradient is finite, and small enough that no square in the rule overflows."""
+    return jnp.abs(g) < (2.0**510 if g.dtype == jnp.float64 else 2.0**62)
+
+
+def _parts(x: Any) -> jax.Array:
+    """A complex array as pairs of real numbers, each with a gate of its own, as in the torch class."""
+    x = jnp.asarray(x)
+    return jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
+
+
+def _whole(x: jax.Array, dtype: Any) -> jax.Array:
+    """Pairs of real numbers as a complex array again, where ``dtype`` is complex."""
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return x.astype(dtype)
+    return jax.lax.complex(x[..., 0], x[..., 1]).astype(dtype)
+
+
+def as_float(x: Any) -> jax.Array:
+    """A scalar in the widest float there is: float64 under x64, else float32."""
+    return jnp.asarray(x, dtype=jnp.result_type(float))
+
+
+def _work_dtype(x: Any) -> Any:
+    """Arithmetic is done in float32, or in float64 for float64 and complex128."""
+    return jnp.float64 if jnp.result_type(x) in (jnp.float64, jnp.complex128) else jnp.float32
+
+
+def zeros_like_tree(params: Tree, dtype: Any = None) -> Tree:
+    """Moments for these parameters; those of a complex one hold two real moments as one complex number."""
+
+    def zeros(p: Any) -> jax.Array:
+        own = jnp.result_type(p)
+        is_complex = jnp.issubdtype(own, jnp.complexfloating)
+        return jnp.zeros_like(p, dtype=own if is_complex else dtype or _work_dtype(p))
+
+    return jax.tree.map(zeros, params)
+
+
+def column(tree: Tree, structure: Any) -> list[Any]:
+    """The leaves of a tree of that structure; of no tree, as many times None."""
+    return [None] * structure.num_leaves if tree is None else structure.flatten_up_to(tree)
+
+
+def checked_options(given: dict[str, Any]) -> Options:
+    """The options in one form; refuses those out of range, as ``poprisk.optim._validation`` does."""
+    o = Options(**given)
+    numbers = {
+        **{name: ("a number in [0, 1)", lambda x: 0 <= x < 1) for name in ("b1", "b2", "rho")},
+        **{name: ("a finite number ≥ 0", lambda x: x >= 0) for name in ("eps", "strength", "gate_eps")},
+        "alpha": ("a finite number ≥ 0, or 'calibrated'", lambda x: x >= 0),
+        "warmup_steps": ("a whole number ≥ 0", lambda x: x >= 0 and x.is_integer()),
+    }
+    if isinstance(o.alpha, str) and o.alpha == "calibrated":
+        del numbers["alpha"]
+    for name, allowed in _CHOICES.items():
+        if getattr(o, name) not in allowed:
+            raise HyperparameterError(f"{name} must be one of {allowed}, got {getattr(o, name)!r}")
+    if o.mu_dtype is not None and not _is_real_dtype(o.mu_dtype):
+        raise HyperparameterError(f"mu_dtype must be None or a real floating-point dtype, got {o.mu_dtype!r}")
+    return replace(o, **{name: checked_number(name, getattr(o, name), *rule) for name, rule in numbers.items()})
+
+
+def checked_number(name: str, value: Any, expected: str, ok: Callable[[float], bool]) -> Any:
+    """A number as a float, or an array of floats; refused if out of range, unless its value is not known yet."""
+    if isinstance(value, Tracer):
+        return as_float(value)
+    plain = value.item() if getattr(value, "shape", None) == () else value
+    if isinstance(plain, bool) or not isinstance(plain, Real) or not math.isfinite(plain) or not ok(float(plain)):
+        raise HyperparameterError(f"{name} must be {expected}, got {value!r}")
+    return as_float(value) if isinstance(value, jax.Array) else float(plain)
+
+
+def _is_real_dtype(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def check_dtype(leaf: Any) -> None:
+    """Refuses what has no gradient.
+
+    Raises:
+        GradientError: an integer or boolean parameter.
+    """
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise GradientError(
+            f"the gate needs floating-point or complex parameters, got dtype {dtype} for one of shape "
+            f"{jnp.shape(leaf)}: leave it out with optax.masked, or give it a label of its own in optax.multi_transform"
+        )
+
+
+def check_structure(updates: Tree, state: PopulationRiskState) -> None:
+    """Refuses gradients of another tree than the state was made for.
+
+    Raises:
+        GradientError: the trees differ.
+    """
+    got, expected = jax.tree.structure(updates), jax.tree.structure(state.mu)
+    if got != expected:
+        raise GradientError(
+            f"gradients must have the tree structure of the parameters given to init, {expected}, got {got}: leave "
+            "parameters without gradients out with optax.masked, or have None in their place in both trees"
+        )

@@ -1,0 +1,60 @@
+"""Members of a K-fold resampling: each job trains the recorded run again without some of the folds."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from poprisk._core.autodiff import slices
+from poprisk.errors import HyperparameterError
+from poprisk.jobs._manifest import Group
+from poprisk.jobs._sources import find_run, run_digest, settings, where_is
+from poprisk.risk import Members, k_fold_members, retrain
+from poprisk.runs import Run, flat_rule
+
+KIND = "poprisk.jobs._fold_members:FoldMembers"
+CODE = ("poprisk.risk._retraining", "poprisk.risk", "poprisk.runs", "poprisk.optim.rules", "poprisk._core.autodiff")
+
+
+class FoldMembers:
+    """A run opened by a worker, with the example weights of all its members."""
+
+    def __init__(self, group: Group, folder: Path, device: torch.device) -> None:
+        content = group.content
+        self._run = find_run(group, folder, device)
+        self._members = k_fold_members(self._run, content["folds"], content["seed"], renormalize=content["renormalize"])
+
+    def compute(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
+        """Where the members a … b ended, and what was taken over from the recorded run."""
+        found = retrain(self._run, Members(self._members.weights[slice(*indices)]), progress=False)
+        notes = torch.frombuffer(bytearray(json.dumps(found.notes).encode()), dtype=torch.uint8)
+        return {"weights": found.weights, "notes": notes}
+
+
+def fold_group(
+    run: Run,
+    folder: Path,
+    name: str,
+    *,
+    folds: int,
+    seed: int,
+    renormalize: bool,
+    members_per_job: int,
+    threads: int,
+    device: str,
+) -> Group:
+    """The jobs of a K-fold."""
+    if members_per_job < 1:
+        raise HyperparameterError(f"members_per_job must be at least 1, got {members_per_job}")
+    run.require_exact()
+    flat_rule(run)  # refuses an optimizer whose steps cannot be taken again
+    count = k_fold_members(run, folds, seed, renormalize=renormalize).count
+    content = {
+        **settings(run_digest(run), "steps", CODE, threads, device),
+        "folds": folds,
+        "seed": seed,
+        "renormalize": renormalize,
+    }
+    where = {"run": where_is(run, folder), "code": list(CODE), "layout": "members"}
+    return Group(name, KIND, content, [[part.start, part.stop] for part in slices(count, members_per_job)], where)

@@ -1,0 +1,174 @@
+r"""The arithmetic in which rows of a Jacobian are multiplied, and what it may cost in digits.
+
+Every row is divided by its norm before it is rounded, so that the error of an entry is bounded relative to
+:math:`\sqrt{K_{ii} K_{jj}}`. With :math:`\|\delta x\| \le u \|x\|` and the inequality of Cauchy and Schwarz
+
+.. math:: |\langle x + \delta x, y + \delta y \rangle - \langle x, y \rangle| \le (2 u + u^2)\, \|x\| \|y\|
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+
+from poprisk.errors import DeviceError, HyperparameterError
+
+# Products that a tensor core adds up before it rounds; the sum that it keeps is cut off, not rounded, at 24 bits.
+_GROUP = 16
+_CUT = 2.0**-23
+_FLOAT32 = 2.0**-24
+# The first CUDA capability with TF32 and bfloat16 products.
+_AMPERE = (8, 0)
+
+
+class Precision(Enum):
+    r"""How the rows are stored and multiplied; sums are always kept in float32.
+
+    Speeds are those of one H200 in large products, relative to IEEE float32, as a rule of thumb.
+    """
+
+    FLOAT32 = "float32"
+    """IEEE products: the reference, speed 1."""
+    TF32 = "tf32"
+    """float32 rows that the tensor cores read with 11 bits: u = 2⁻¹⁰ (cut off, not rounded), speed 8."""
+    BFLOAT16X3 = "bfloat16x3"
+    """x = hi + lo in bfloat16, and hi hi' + hi lo' + lo hi': 3 · 2⁻¹⁶, speed 5, the memory of float32."""
+    FLOAT16 = "float16"
+    """Rows scaled to a norm of 2¹⁵, which no entry overflows: u = 2⁻¹¹, speed 15, half the memory."""
+    BFLOAT16 = "bfloat16"
+    """u = 2⁻⁸, speed 15, half the memory; float16 is better in every way that matters here."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is stored."""
+        stored = {"float16": torch.float16, "bfloat16": torch.bfloat16, "bfloat16x3": torch.bfloat16}
+        return stored.get(self.value, torch.float32)
+
+    @property
+    def parts(self) -> int:
+        """Stored numbers for each entry of a row."""
+        return 2 if self is Precision.BFLOAT16X3 else 1
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes for each entry of a row."""
+        return self.parts * self.dtype.itemsize
+
+    @property
+    def norm(self) -> float:
+        """What a row's norm is scaled to."""
+        return 2.0**15 if self is Precision.FLOAT16 else 1.0
+
+    @property
+    def speed(self) -> float:
+        """Of products, relative to IEEE float32."""
+        return {"float32": 1.0, "tf32": 8.0, "bfloat16x3": 5.0}.get(self.value, 15.0)
+
+
+def checked_precision(precision: Precision | str) -> Precision:
+    """The member of that name.
+
+    Raises:
+        HyperparameterError: there is none.
+
+    >>> checked_precision("float16")
+    <Precision.FLOAT16: 'float16'>
+    """
+    try:
+        return Precision(precision)
+    except ValueError:
+        names = [each.value for each in Precision]
+        raise HyperparameterError(f"precision must be a Precision or one of {names}, got {precision!r}") from None
+
+
+def check_supported(precision: Precision, device: str, capability: tuple[int, int] | None = None) -> None:
+    """Refuses products that a kind of device does not have.
+
+    Args:
+        precision: Of the products.
+        device: ``"cpu"`` or ``"cuda"``.
+        capability: CUDA's version of the GPU, where it is known.
+
+    Raises:
+        DeviceError: as said; the message names what the device has.
+
+    >>> check_supported(Precision.FLOAT16, "cpu")
+    """
+    if precision is Precision.TF32 and device == "cpu":
+        raise DeviceError(
+            "precision='tf32' needs the tensor cores of a GPU, and the device is 'cpu': 'float32', 'bfloat16x3' and "
+            "'float16' work there, or take device='cuda'"
+        )
+    needs_ampere = precision in (Precision.TF32, Precision.BFLOAT16, Precision.BFLOAT16X3)
+    if needs_ampere and capability is not None and capability < _AMPERE:
+        raise DeviceError(
+            f"precision={precision.value!r} needs a GPU of CUDA capability {'.'.join(map(str, _AMPERE))} or later, "
+            f"here is {'.'.join(map(str, capability))}: take 'float16', or a later GPU"
+        )
+
+
+def error_bound(precision: Precision, length: int, width: int) -> float:
+    r"""The largest :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}` that rounding can make, whatever the rows are.
+
+    Rounding of the entries as above, entries of float16 below its range (:math:`\sqrt r\, 2^{-25}/2^{15}` for each
+    row), and sums: a panel of ``width`` columns is summed by groups of 16 products, each sum cut off at 24 bits
+    (IEEE float32: rounded after every product), and the panels are added in float32. The error with which the rows
+    themselves were computed is not in it: :func:`~poprisk.operators._kernels.rounded_kernel.measured_error` sees that too.
+
+    Args:
+        precision: Of the products.
+        length: r, the columns.
+        width: Columns that are summed at once.
+
+    >>> f"{error_bound(Precision.FLOAT16, 10**6, 4096):.1e}"
+    '1.0e-03'
+    """
+    panels = -(-length // max(1, width))
+    if precision is Precision.FLOAT32:
+        return (width + panels) * _FLOAT32
+    u = {Precision.TF32: 2.0**-10, Precision.FLOAT16: 2.0**-11, Precision.BFLOAT16: 2.0**-8}.get(precision, 2.0**-16)
+    products = 3 * u if precision is Precision.BFLOAT16X3 else 2 * u + u**2
+    under = 2 * length**0.5 * 2.0**-25 / precision.norm if precision is Precision.FLOAT16 else 0.0
+    return products + under + -(-width // _GROUP) * _CUT + panels * _FLOAT32
+
+
+@contextmanager
+def whole_sums() -> Iterator[None]:
+    """Products of float16 and bfloat16 numbers on a GPU whose partial sums are never rounded below float32.
+
+    >>> with whole_sums():
+    ...     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    False
+    """
+    settings: Any = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(settings, name) for name in names]
+    for name in names:
+        setattr(settings, name, False)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(settings, name, value)
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Matrix products and convolutions of float32 numbers on a GPU in ``"ieee"`` or ``"tf32"`` arithmetic.
+
+    >>> with float32_products("ieee"):
+    ...     torch.ones(2) @ torch.ones(2)
+    tensor(2.)
+    """
+    convolutions: Any = torch.backends.cudnn
+    settings: list[Any] = [torch.backends.cuda.matmul, convolutions.conv]
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = precision
+    try:
+        yield
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value

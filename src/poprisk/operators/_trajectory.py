@@ -1,0 +1,54 @@
+"""What the operators need of a run, and which runs they refuse."""
+
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from poprisk.errors import DataError, RunError
+from poprisk.runs import Step
+
+
+@runtime_checkable
+class Trajectory(Protocol):
+    """What a window needs of a run; :class:`poprisk.runs.Run` is one."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken."""
+        ...
+
+    def weights(self, k: int) -> Float[Tensor, "d"]:
+        """Flat weights before step k, or after the last one."""
+        ...
+
+    def step(self, k: int) -> Step:
+        """What step k did."""
+        ...
+
+    def buffer(self, k: int) -> Float[Tensor, "d"]:
+        """The momentum carried into step k."""
+        ...
+
+
+def check_run(trajectory: Trajectory, targets: Tensor) -> None:
+    """Refuses what is known to be wrong; a trajectory that says nothing about itself is taken at its word.
+
+    Raises:
+        RunError: no exact analysis is possible, or inputs were augmented.
+        DataError: the training set has another size than the recorded one.
+    """
+    obstacles = getattr(trajectory, "obstacles", ())
+    if obstacles:
+        raise RunError(f"no exact analysis of this run is possible: {obstacles[0]}")
+    if getattr(trajectory, "augmented", False):
+        raise RunError(
+            "the run's inputs were augmented, so no step saw the training examples as they are: record a run without "
+            "augmentation, or one over a data set that holds the augmented examples"
+        )
+    count = getattr(trajectory, "num_examples", len(targets))
+    if count != len(targets):
+        raise DataError(
+            f"the run is over {count} examples, the window was given {len(targets)}: pass all training inputs in the "
+            "order that was recorded"
+        )

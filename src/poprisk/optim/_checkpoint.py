@@ -1,0 +1,193 @@
+"""State dicts: what is checked before loading, how AdamW's are taken in, and how ours go back to AdamW."""
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poprisk.errors import StateDictError
+from poprisk.optim._shards import is_sharded
+from poprisk.optim._validation import check_group
+from poprisk.optim._work import COUNTERS, MOMENTS, counts_on_device, state_dtype_of
+
+REQUIRED = {"step", "exp_avg", "exp_avg_sq"}
+KNOWN = {*COUNTERS, *MOMENTS}
+ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused")
+Groups = list[dict[str, Any]]
+
+
+def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """A state dict that fits these groups: ours as it is, AdamW's with our hyper-parameters, anything else refused.
+
+    From AdamW come the moments and the step count; lr, gate and all other options stay those of this optimizer, because
+    an AdamW lr means something else here. s starts empty, with a step count of its own.
+    """
+    check(state_dict, groups)
+    saved_groups, ours = state_dict["param_groups"], is_ours(state_dict)
+    if ours:
+        _check_complete(state_dict, groups)
+    else:
+        _check_adamw(saved_groups, groups)
+    new_groups = []
+    for saved, group in zip(saved_groups, groups, strict=True):
+        own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        names = {k: saved[k] for k in ("params", "param_names") if k in saved}
+        checked = {**own, **(saved if ours else names), "params": group["params"]}
+        check_group(checked)  # and brings dtypes back from their names
+        new_groups.append({**checked, "params": saved["params"]})
+    return {**state_dict, "param_groups": new_groups}
+
+
+def _check_adamw(saved_groups: Groups, groups: Groups) -> None:
+    """The moments of another optimizer can be taken over only if they mean the same here."""
+    for saved, group in zip(saved_groups, groups, strict=True):
+        if "amsgrad" not in saved:
+            raise StateDictError(
+                f"the state dict has a parameter group with the options {sorted(set(saved) - {'params'})}: this is the "
+                "state of another optimizer, neither PopRiskAdamW nor torch.optim.AdamW"
+            )
+        for name, default in (("betas", None), ("maximize", False)):
+            came, here = saved.get(name, default), group[name]
+            if (tuple(map(float, came)) if name == "betas" else bool(came)) != here:
+                raise StateDictError(
+                    f"the moments were made with {name}={came}, this optimizer has {name}={here}: build it with "
+                    f"{name}={came} to go on from them"
+                )
+
+
+def _check_complete(state_dict: Mapping[str, Any], groups: Groups) -> None:
+    """A distributed checkpoint is read into what the new optimizer has: without a gate, s would be lost silently."""
+    if any("amsgrad" in g for g in state_dict["param_groups"]):  # with AdamW's lr, and an s that is no gradient's
+        raise StateDictError(
+            "the state has options of PopRiskAdamW and of torch.optim.AdamW, because set_optimizer_state_dict laid one "
+            "over the other: load it into a torch.optim.AdamW of the same model, and give load_state_dict of this "
+            "optimizer the state_dict() of that"
+        )
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        for name, entry, has in (("gate", "var_step", _keeps_variance), ("alpha", "var_gain", _is_calibrated)):
+            states = [state_dict["state"].get(index) or {} for index in saved["params"]]
+            if has(saved) and not has(group) and any("step" in s and entry not in s for s in states):
+                raise StateDictError(
+                    f"the state was saved with {name}={saved[name]!r} and came without its {entry}, because this "
+                    f"optimizer has {name}={group[name]!r}: build it with {name}={saved[name]!r} before it is loaded"
+                )
+
+
+def _keeps_variance(group: Mapping[str, Any]) -> bool:
+    return group["gate"] is not None and group.get("state") != "shared"
+
+
+def _is_calibrated(group: Mapping[str, Any]) -> bool:
+    return group["gate"] is not None and group.get("alpha") == "calibrated"
+
+
+def is_ours(state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state dict was written by this class, and not by torch.optim.AdamW."""
+    return all("gate" in g for g in state_dict["param_groups"])
+
+
+def check_form(state_dict: Any) -> None:
+    """Refuses what is no optimizer's state dict at all."""
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"expected a dict as Optimizer.state_dict() gives it, got {type(state_dict).__name__}")
+    state, groups = state_dict.get("state"), state_dict.get("param_groups")
+    is_list = isinstance(groups, list | tuple) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+    if not isinstance(state, Mapping) or not is_list:
+        raise StateDictError(
+            "expected a dict with the keys 'state' and 'param_groups', as Optimizer.state_dict() gives it, got the "
+            f"keys {sorted(map(str, state_dict))}"
+        )
+
+
+def check(state_dict: Mapping[str, Any], groups: Groups) -> None:
+    """Refuses a state dict of another optimizer or of other shapes, before anything is touched."""
+    check_form(state_dict)
+    saved_groups = state_dict["param_groups"]
+    saved, own = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
+    if saved != own:
+        raise StateDictError(
+            f"the state dict has parameter groups of sizes {saved}, this optimizer of sizes {own}: build the optimizer "
+            "with the same groups in the same order as the one that was saved"
+        )
+    strange = next((g for g in saved_groups if not {"betas", "eps"} <= set(g)), None)
+    if strange is not None:
+        raise StateDictError(
+            f"the state dict has a parameter group with the options {sorted(set(strange) - {'params'})}, without betas "
+            "and eps: this is the state of another optimizer, neither PopRiskAdamW nor torch.optim.AdamW"
+        )
+    if any(g.get("amsgrad") for g in saved_groups):
+        raise StateDictError(
+            "the state dict comes from AdamW(amsgrad=True), whose running maximum has no counterpart here: remove "
+            "'max_exp_avg_sq' from each state and set amsgrad to False to go on from the plain moments"
+        )
+    ids = chain.from_iterable(g["params"] for g in saved_groups)
+    params = chain.from_iterable(g["params"] for g in groups)
+    for index, param in zip(ids, params, strict=True):
+        _check_entry(index, state_dict["state"].get(index), param)
+
+
+def _check_entry(index: Any, entry: Mapping[str, Any] | None, param: Tensor) -> None:
+    if not entry:
+        return
+    if not isinstance(entry, Mapping):
+        raise StateDictError(f"the state of parameter {index} must be a dict of tensors, got {type(entry).__name__}")
+    if not set(entry) >= REQUIRED or not set(entry) <= KNOWN:
+        raise StateDictError(
+            f"the state of parameter {index} has the entries {sorted(entry)}, expected those of PopRiskAdamW "
+            f"{sorted(KNOWN)} or of torch.optim.AdamW {sorted(REQUIRED)}: this is the state of another optimizer"
+        )
+    if ("exp_var" in entry) != ("var_step" in entry):
+        raise StateDictError(f"the state of parameter {index} has one of exp_var and var_step without the other")
+    for name in MOMENTS:
+        value = entry.get(name, param)
+        if not isinstance(value, Tensor) or value.shape != param.shape:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+            raise StateDictError(
+                f"{name} of parameter {index} has {got}, the parameter has shape {tuple(param.shape)}: the state dict "
+                "belongs to another model"
+            )
+        if is_sharded(value) != is_sharded(param):
+            got, here = ("a sharded", "whole") if is_sharded(value) else ("a whole", "sharded")
+            raise StateDictError(
+                f"{name} of parameter {index} is {got} tensor, the parameter is {here}: load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, in every process"
+            )
+
+
+def restore_dtypes(state: dict[Tensor, dict[str, Any]], saved: Mapping[str, Any], groups: Groups, ours: bool) -> None:
+    """Undoes torch's cast of every state to the parameter's dtype: states keep theirs, counters are plain scalars."""
+    ids = chain.from_iterable(g["params"] for g in saved["param_groups"])
+    owners = ((p, g) for g in groups for p in g["params"])
+    for index, (param, group) in zip(ids, owners, strict=True):
+        for name, value in saved["state"].get(index, {}).items():
+            if name in COUNTERS:
+                counter = torch.as_tensor(value, dtype=torch.float64 if name == "var_gain" else torch.float32)
+                state[param][name] = counter.to(param.device if counts_on_device(group) else "cpu", copy=True)
+            else:
+                letter = {"exp_avg": "m", "exp_avg_sq": "v", "exp_var": "s"}[name]
+                dtype = value.dtype if ours else state_dtype_of(param, group, letter)
+                copy = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+                state[param][name] = copy.copy_(value)
+
+
+def dtype_names(state_dtype: Mapping[str, torch.dtype] | None) -> dict[str, str] | None:
+    """The dtypes of v and s as text, which :func:`poprisk.optim._validation.check_state_dtype` reads back.
+
+    >>> dtype_names({"s": torch.bfloat16})
+    {'s': 'bfloat16'}
+    """
+    if state_dtype is None:
+        return None
+    return {letter: str(dtype).removeprefix("torch.") for letter, dtype in state_dtype.items()}
+
+
+def to_adamw(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Our state dict as torch.optim.AdamW's: s and its counters are left out, the moments are what they are."""
+    state = {k: {name: v for name, v in entry.items() if name in REQUIRED} for k, entry in state_dict["state"].items()}
+    kept = {"params", "param_names", "initial_lr", *ADAMW_OPTIONS}
+    groups = [{k: v for k, v in g.items() if k in kept} for g in state_dict["param_groups"]]
+    for group in groups:
+        group.update(amsgrad=False, decoupled_weight_decay=True)
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,159 @@
+"""Watches a running optimizer for two things worth a warning, without making the device wait."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poprisk.errors import ClosedGateWarning, NonFiniteGradientWarning
+from poprisk.optim._learning_rate import FACTOR
+from poprisk.optim._work import Job, Work, real, rule_state
+from poprisk.optim.rules._coefficients import Hyper
+from poprisk.optim.rules._population import PopulationState, current_gate
+
+CLOSED_BELOW = 0.02  # of a gate's value where signal equals noise
+PATIENCE = 200
+EVERY = 25
+AT_MOST = 400
+SAMPLE_TENSORS = 16
+SAMPLE_ELEMENTS = 2048
+
+
+class Monitor:
+    """Mean gate on a sample of coordinates every few steps, and the count of non-finite gradient entries."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.next_look = EVERY
+        self.interval = EVERY
+        self.closed_since: int | None = None
+        self.counters: dict[torch.device, Tensor] = {}
+        self.pending: list[tuple[Tensor, Any]] = []
+        self.said: set[str] = set()
+
+    def counter(self, device: torch.device) -> Tensor:
+        """The running count of left-out gradient entries on a device."""
+        if device not in self.counters:
+            self.counters[device] = torch.zeros((), dtype=torch.int32, device=device)
+        return self.counters[device]
+
+    def after_step(self, jobs: list[Job]) -> None:
+        """Called once per step; looks every few steps, and on a device reads what an earlier look left behind."""
+        self.steps += 1
+        on_cpu = all(device.type == "cpu" for device in self.counters)
+        if on_cpu and "nonfinite" not in self.said and any(c.item() for c in self.counters.values()):
+            self._say_nonfinite(sum(int(c.item()) for c in self.counters.values()))
+        if self.steps < self.next_look or {"closed", "nonfinite"} <= self.said or _capturing():
+            return
+        self.next_look = self.steps + self.interval
+        gates = [(g, closed_below(job.hyper)) for job in jobs if (g := sampled_gate(job)) is not None]
+        if not gates:
+            return
+        device = gates[0][0].device  # one device speaks for all
+        gates = [(g, limit) for g, limit in gates if g.device == device]
+        gate = torch.stack([g for g, _ in gates]).mean()
+        limit = sum(limit for _, limit in gates) / len(gates)
+        reading = torch.stack([gate.double(), torch.full_like(gate, limit, dtype=torch.float64), self._total(device)])
+        self._read_pending()
+        if reading.is_cuda:
+            host = torch.empty(3, dtype=torch.float64, pin_memory=True)
+            host.copy_(reading, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self.pending.append((host, event))
+        else:
+            self._judge(reading)
+
+    def _total(self, device: torch.device) -> Tensor:
+        counts = [c.double() for d, c in self.counters.items() if d == device]
+        return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64, device=device)
+
+    def _read_pending(self) -> None:
+        while self.pending and self.pending[0][1].query():
+            self._judge(self.pending.pop(0)[0])
+
+    def _judge(self, reading: Tensor) -> None:
+        gate, limit, left_out = reading.tolist()
+        if left_out:
+            self._say_nonfinite(int(left_out))
+        if gate >= limit:  # all is well: look less and less often
+            self.closed_since = None
+            self.interval = min(2 * self.interval, AT_MOST)
+            return
+        self.interval = EVERY
+        self.next_look = min(self.next_look, self.steps + EVERY)
+        self.closed_since = self.steps - EVERY if self.closed_since is None else self.closed_since
+        if self.steps - self.closed_since >= PATIENCE and "closed" not in self.said:
+            self.said.add("closed")
+            warnings.warn(
+                f"the mean gate has been under {100 * limit:.2g}% for {PATIENCE} steps (now {100 * gate:.3g}%), a "
+                f"{1 / CLOSED_BELOW:.0f}th of 1/(1 + strength), where signal equals noise: few coordinates move. On "
+                "noisy data that can be right. If the loss falls too slowly: raise lr (the default gate starts at "
+                f"{FACTOR} times an AdamW lr, see suggest_lr), or lower strength with lr in proportion, or lower alpha "
+                "(alpha='calibrated' is the break-even test), or use gate='snr'",
+                ClosedGateWarning,
+                stacklevel=3,
+            )
+
+    def _say_nonfinite(self, count: int) -> None:
+        if "nonfinite" in self.said:
+            return
+        self.said.add("nonfinite")
+        warnings.warn(
+            f"at least {count} gradient entries were NaN or infinite; their coordinates (weight, m, v, s) were left as "
+            "they were for that step. Look for the overflow, or pass skip_nonfinite=False to let it through as "
+            "torch.optim.AdamW does",
+            NonFiniteGradientWarning,
+            stacklevel=4,
+        )
+
+
+def closed_below(hyper: Hyper) -> float:
+    r"""The mean gate under which a group counts as closed: a fiftieth of its value where signal equals noise.
+
+    .. math:: \frac{0.02}{1 + \lambda}
+
+    A strong gate that works passes little, and more learning rate makes up for it: 1% at strength 1, 0.02% at 100. The
+    hard gate has no strength; it counts as one of 1.
+
+    >>> closed_below(Hyper()), closed_below(Hyper(gate="hard", strength=100.0))
+    (0.01, 0.01)
+    >>> round(closed_below(Hyper(gate="snr", strength=100.0)), 6)
+    0.000198
+    """
+    return CLOSED_BELOW / (1 + (1.0 if hyper.gate == "hard" else hyper.strength))
+
+
+def sampled_gate(job: Job) -> Tensor | None:
+    """Mean gate of a group on some coordinates of its largest tensors: precise enough for a warning, and cheap.
+
+    Each process looks at what it holds itself. When it looks depends on what it saw, so it must not wait for others.
+    """
+    hyper = job.hyper
+    works = [w for w in job.works if w.param.numel()]
+    if hyper.gate is None or not works:
+        return None
+    works = sorted(works, key=lambda w: -w.param.numel())[:SAMPLE_TENSORS]
+    works = [w for w in works if w.param.device == works[0].param.device]
+    if hyper.granularity != "element" or hyper.normalize_gate:
+        states = [replace(rule_state(w, hyper), whole=None) for w in works]
+        return torch.stack([current_gate(state, hyper).float().mean() for state in states]).mean()
+    return current_gate(_sample(works, hyper), hyper).float().mean()
+
+
+def _sample(works: list[Work], hyper: Hyper) -> PopulationState:
+    """A few coordinates of each tensor side by side, with the counters of the largest."""
+
+    def thin(x: Tensor) -> Tensor:
+        return real(x).reshape(-1)[:: max(1, x.numel() // SAMPLE_ELEMENTS)].to(torch.float32)
+
+    names = ["exp_avg", "exp_avg_sq", *(["exp_var"] if hyper.tracks_variance else [])]
+    moments = [torch.cat([thin(w.state[name]) for w in works]) for name in names]
+    state = rule_state(works[0], hyper)
+    return replace(state, m=moments[0], v=moments[1], s=moments[2] if hyper.tracks_variance else None, whole=None)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,156 @@
+"""Bad input is refused at the door: each check names what was expected, what came, and what to do."""
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poprisk.errors import DeviceError, GradientError, HyperparameterError
+from poprisk.optim._shards import is_sharded
+
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_DTYPE_NAMES: dict[Any, torch.dtype] = {str(d).removeprefix("torch."): d for d in STATE_DTYPES}  # in state dicts
+FUSED_DEVICES = ("cpu", "cuda")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "gate": ("soft", "hard", "snr", None),
+    "centering": ("paper", "corrected"),
+    "signal": ("ema", "batch"),
+    "granularity": ("element", "row", "tensor"),
+    "state": ("full", "shared"),
+    **dict.fromkeys(("normalize_gate", "gated_decay", "skip_nonfinite", "maximize"), (True, False)),
+    **dict.fromkeys(("capturable", "differentiable"), (True, False)),
+    **dict.fromkeys(("foreach", "fused"), (True, False, None)),
+}
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Refuses a group whose options are out of range or contradict each other, and brings them into one form."""
+    _check_lr(group)
+    for name in ("eps", "weight_decay", "strength", "gate_eps"):
+        group[name] = _number(name, group[name], "a finite number ≥ 0", lambda x: x >= 0)
+    if not isinstance(group["alpha"], str) or group["alpha"] != "calibrated":
+        expected = "a finite number ≥ 0, or 'calibrated'"
+        group["alpha"] = _number("alpha", group["alpha"], expected, lambda x: x >= 0)
+    group["rho"] = _number("rho", group["rho"], "a number in [0, 1)", lambda x: 0 <= x < 1)
+    group["betas"] = _check_betas(group["betas"])
+    for name, allowed in CHOICES.items():
+        if group[name] not in allowed:
+            raise HyperparameterError(f"{name} must be one of {allowed}, got {group[name]!r}")
+    steps = group["warmup_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise HyperparameterError(f"warmup_steps must be a whole number ≥ 0, got {steps!r}")
+    group["state_dtype"] = check_state_dtype(group["state_dtype"])
+    check_shared(group)
+    _check_modes(group)
+
+
+def check_state_dtype(value: Any) -> dict[str, torch.dtype] | None:
+    """``None``, one dtype for v and s, or a mapping with keys among 'v' and 's' -> the mapping, or None."""
+    if value is None:
+        return None
+    wanted: dict[Any, Any] = dict(value) if isinstance(value, Mapping) else {"v": value, "s": value}
+    wanted = {letter: _DTYPE_NAMES.get(d, d) if isinstance(d, str) else d for letter, d in wanted.items()}
+    if not set(wanted) <= {"v", "s"} or any(d not in STATE_DTYPES for d in wanted.values()):
+        raise HyperparameterError(
+            "state_dtype must be a dtype for v and s, or a mapping such as {'s': torch.bfloat16}, with dtypes among "
+            f"{[str(d) for d in STATE_DTYPES]}, got {value!r}"
+        )
+    return wanted
+
+
+def usable_gradient(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient as it lies in memory; refuses one that no backend can use, before anything is touched."""
+    if grad.layout != torch.strided:
+        raise GradientError(
+            f"PopRiskAdamW needs dense gradients, got layout {grad.layout} for a parameter of shape "
+            f"{tuple(param.shape)}: create the embedding with sparse=False, or give it an optimizer of its own "
+            "(torch.optim.SparseAdam)"
+        )
+    lazy = grad.is_neg() or grad.is_conj()  # a sign torch has noted and not yet written to memory
+    return grad.resolve_conj().resolve_neg() if lazy else grad
+
+
+def check_one_device(devices: set[torch.device]) -> None:
+    """A fused optimizer serves one device, of a kind that has a kernel."""
+    names = ", ".join(sorted(str(d) for d in devices))
+    if len(devices) > 1:
+        raise DeviceError(
+            f"fused=True needs all parameters on one device, got {names}: use one optimizer per device, or fused=None"
+        )
+    if any(d.type not in FUSED_DEVICES for d in devices):
+        raise DeviceError(f"fused=True supports the devices {FUSED_DEVICES}, got {names}: use fused=None")
+
+
+def _number(name: str, value: Any, expected: str, ok: Callable[[float], bool]) -> float:
+    """A real number of any kind (Python's, numpy's) as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not ok(float(value)):
+        raise HyperparameterError(f"{name} must be {expected}, got {value!r}")
+    return float(value)
+
+
+def _check_lr(group: dict[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise HyperparameterError(f"a Tensor lr must have one element, got shape {tuple(lr.shape)}")
+        if group["foreach"] and not group["capturable"]:
+            raise HyperparameterError(
+                "a Tensor lr with foreach=True needs capturable=True: pass a float, or fused=True"
+            )
+        if lr.device.type == "cpu":
+            _number("lr", lr.item(), "a finite number ≥ 0", lambda x: x >= 0)
+        return
+    group["lr"] = _number("lr", lr, "a finite number ≥ 0", lambda x: x >= 0)
+
+
+def _check_betas(betas: Any) -> tuple[float, float]:
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError):
+        raise HyperparameterError(f"betas must be two numbers in [0, 1), got {betas!r}") from None
+    pair = tuple(b.item() if isinstance(b, Tensor) and b.numel() == 1 else b for b in (beta1, beta2))
+    for index, beta in enumerate(pair):
+        _number(f"betas[{index}]", beta, "a number in [0, 1)", lambda x: 0 <= x < 1)
+    return float(pair[0]), float(pair[1])
+
+
+def check_shared(group: dict[str, Any]) -> None:
+    """Refuses options under which s does not follow from m and v."""
+    if group["state"] != "shared":
+        return
+    beta1, beta2 = group["betas"]
+    if not beta1 == beta2 == group["rho"] or beta1 == 0:
+        raise HyperparameterError(
+            "state='shared' derives s from m and v, which needs rho = betas[0] = betas[1] > 0, got "
+            f"rho={group['rho']}, betas={group['betas']}: pass betas=(0.95, 0.95), rho=0.95, or state='full'"
+        )
+    if group["centering"] != "paper":
+        raise HyperparameterError("state='shared' holds for centering='paper' only, got centering='corrected'")
+    if group["state_dtype"] is not None and group["state_dtype"].get("v", torch.float32) == torch.bfloat16:
+        raise HyperparameterError(
+            "state='shared' takes the difference v - m², which a bfloat16 v cannot resolve: use state_dtype=None"
+        )
+
+
+def _check_modes(group: dict[str, Any]) -> None:
+    if group["fused"] and group["foreach"]:
+        raise HyperparameterError("`fused` and `foreach` cannot be `True` together: choose one, or leave both None")
+    for mode in ("fused", "foreach"):
+        if group[mode] and group["differentiable"]:
+            raise HyperparameterError(f"`{mode}` does not support `differentiable`: use {mode}=None")
+    if group["differentiable"] and any(is_sharded(p) for p in group["params"]):
+        raise HyperparameterError("`differentiable` does not support sharded parameters (DTensor): gather them first")
+    pools = group["granularity"] != "element" or group["normalize_gate"]
+    if pools and any(getattr(p, "_fsdp_flattened", False) for p in group["params"]):
+        raise HyperparameterError(
+            f"granularity={group['granularity']!r}, normalize_gate={group['normalize_gate']} pool over whole tensors, "
+            "got the flattened parts of FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2), or gates by element"
+        )
+    if group["fused"]:
+        check_one_device({p.device for p in group["params"]})
+        for p in group["params"]:
+            if not (p.is_floating_point() or p.is_complex()):
+                raise DeviceError(f"fused=True supports floating-point parameters, got {p.dtype}: use fused=None")

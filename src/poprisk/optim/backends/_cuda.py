@@ -1,0 +1,293 @@
+"""The fused CUDA backend: one Triton launch per kind of tensor, one pass over memory.
+
+Counters usually live on the host and their coefficients are kernel arguments. Where the host must not wait (CUDA
+graphs, a gradient scaler, a learning rate on the device) the counters live on the device and the coefficients in a
+small table.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poprisk.optim._work import COUNTERS, Job, Work, real
+from poprisk.optim.backends import _forloop as forloop
+from poprisk.optim.backends import _plan as plan
+from poprisk.optim.backends._cpu import GATES
+from poprisk.optim.backends._layout import one_pass
+from poprisk.optim.backends._plan import Plan
+from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
+from poprisk.optim.rules._population import usable_limit
+from poprisk.optim.rules._rounding import tensor_key
+
+BLOCK, WARPS = 1024, 8  # four elements per thread: more of them cost registers, and with those the loads in flight
+WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@cache
+def available() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+def can_serve(job: Job, work: Work) -> bool:
+    """Element-wise gates, dense tensors laid out alike, and the dtypes the kernel knows."""
+    return one_pass(job, work, WEIGHTS)
+
+
+def step(job: Job, works: list[Work]) -> None:
+    """One step for the given works, one launch per combination of dtypes and step counts."""
+    lr = job.hyper.lr
+    to_device = job.group["capturable"] or job.found_inf is not None or (isinstance(lr, Tensor) and lr.is_cuda)
+    tracked = job.hyper.tracks_variance
+    batches: dict[Any, list[Work]] = defaultdict(list)
+    for work in works:
+        state = work.state
+        if to_device:
+            _move_counters(work)
+        counters = None
+        if not state["step"].is_cuda:
+            counters = tuple(state[name].item() for name in COUNTERS if name in state)
+        s = state["exp_var"].dtype.to_real() if tracked else None
+        dtypes = (work.param.dtype.to_real(), state["exp_avg_sq"].dtype.to_real(), s)
+        if work.param.numel():
+            batches[(dtypes, work.variance is not None, counters)].append(work)
+        else:  # nothing to launch, but its step counts: as one of several parts of a tensor it must keep their time
+            forloop.step_one(job, work)
+    for (dtypes, observed, counters), batch in batches.items():
+        _launch(job, batch, dtypes, observed, on_host=counters is not None)
+    if len(batches) == 1 and not to_device:
+        ((dtypes, _, _),) = batches
+        plan.remember(job, works, dtypes)
+
+
+def repeat(job: Job) -> bool:
+    """Repeats the last step's launch, if the same tensors come again; False if it has to be looked at anew."""
+    last = plan.remembered(job)
+    if last is not None:
+        _launch(job, job.works, last.payload, False, on_host=True, last=last)
+    return last is not None
+
+
+def _move_counters(work: Work) -> None:
+    for name in COUNTERS:
+        if name in work.state and not work.state[name].is_cuda:
+            work.state[name] = work.state[name].to(work.param.device, non_blocking=True)
+
+
+def _launch(
+    job: Job,
+    works: list[Work],
+    dtypes: tuple[Any, ...],
+    observed: bool,
+    on_host: bool,
+    last: Plan | None = None,
+) -> None:
+    import triton.language as tl
+
+    from poprisk.optim.backends._cuda_kernel import COLUMNS, RECORD, fused_step_kernel
+
+    names = {
+        torch.float32: tl.float32,
+        torch.float64: tl.float64,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+    }
+    w, v, s = dtypes
+    hyper, device = job.hyper, works[0].param.device
+    math = torch.float64 if w == torch.float64 else torch.float32
+    rows_needed = not on_host or math == torch.float64  # kernel arguments are rounded to float32
+    numbers, rows = _coefficients(job, works, observed, on_host, rows_needed, math, last)
+    plain = hyper.centering == "paper" and job.grad_scale is None and not job.group["maximize"]
+    sizes = tuple(real(x.param).numel() for x in works)
+    pointers = _pointers(works, sizes, s is not None)
+    single = len(works) == 1 and not works[0].offset
+    empty = job.left_out
+    records, count = empty, -(-sizes[0] // BLOCK)
+    if not single:
+        widths = tuple(x.itemsize for x in (w, w, math, v, s or math, math))
+        records = _records(pointers, sizes, widths, device)
+        count = len(records)
+    first = works[0]
+    moments = [
+        first.state["exp_avg"],
+        first.state["exp_avg_sq"],
+        first.state["exp_var"] if s is not None else first.grad,
+    ]
+    given = first.grad if first.variance is None else first.variance
+    limits = torch.finfo(math)
+    kernel: Any = fused_step_kernel  # what Triton makes of it has another signature
+    with torch.cuda.device(device):
+        kernel[(count,)](
+            *(real(x) for x in (first.param, first.grad, *moments, given)),
+            sizes[0], tensor_key(first.key), records, empty if rows is None else rows,
+            empty if job.found_inf is None else job.found_inf, job.left_out, *numbers,
+            W=names[w], V=names[v], S=names[s or math], REAL=names[math], GATE=GATES[hyper.gate], HAS_S=s is not None,
+            OBSERVED=observed and s is not None, BATCH_SIGNAL=hyper.signal == "batch", PLAIN=plain,
+            MAY_BE_GIVEN=rows is not None or numbers[12] != 0.0,
+            GATED_DECAY=hyper.gated_decay and hyper.gate is not None,
+            SKIP=hyper.skip_nonfinite and hyper.gate is not None, SINGLE=single, ROWS=rows is not None,
+            ALIGNED=all(p % 16 == 0 for i, p in enumerate(pointers) if i % RECORD < 6),
+            EVEN=all(n % 16 == 0 for n in sizes), SCALED=job.found_inf is not None,
+            TINY=limits.tiny, LARGEST=usable_limit(math), BLOCK=BLOCK, COLUMNS_=COLUMNS, RECORD_=RECORD,
+            num_warps=WARPS,
+        )  # fmt: skip
+
+
+def columns(hyper: Hyper, c: Coefficients, scale: Any) -> list[Any]:
+    """What the kernel multiplies with, in its order: numbers, or vectors with an entry per tensor."""
+    given = (
+        (~torch.isnan(c.open_gate)).double() if isinstance(c.open_gate, Tensor) else float(c.open_gate == c.open_gate)
+    )
+    value = torch.nan_to_num(c.open_gate) if isinstance(c.open_gate, Tensor) else (c.open_gate if given else 0.0)
+    beta1, beta2 = hyper.betas
+    out = [scale, c.center, c.s_new, 1 - beta1, 1 - beta2, 1 / beta1 if beta1 else 0.0]
+    out += [c.m_debias, c.v_debias, c.s_debias, c.alpha, hyper.strength, hyper.gate_eps, given, value]
+    return [*out, hyper.lr, hyper.eps, hyper.weight_decay, c.step]
+
+
+def _coefficients(
+    job: Job,
+    works: list[Work],
+    observed: bool,
+    on_host: bool,
+    rows_needed: bool,
+    dtype: torch.dtype,
+    last: Plan | None = None,
+) -> tuple[list[float], Tensor | None]:
+    """The kernel's numbers, and the table of rows where they are on the device or too fine for arguments; counts on."""
+    hyper, state = job.hyper, works[0].state
+    has_gain = "var_gain" in state
+    if on_host:
+        read = {name: state[name].item() if name in state else 0.0 for name in COUNTERS}
+    else:
+        read = {n: torch.stack([w.state[n] for w in works]).double() if n in state else 0.0 for n in COUNTERS}
+    own = "var_step" in state and not hyper.shared_state
+    var_step = read["var_step"] if own else read["step"]
+    c = advance(hyper, read["step"], var_step, read["var_gain"], observed=observed)
+    scale: Any = job.sign
+    if job.grad_scale is not None:
+        scale = job.sign / job.grad_scale.double().reshape(())
+    values = columns(hyper, c, scale)
+    numbers = [0.0 if isinstance(x, Tensor) and x.is_cuda else float(x) for x in values]
+    rows = None
+    if rows_needed:
+        device = works[0].param.device
+        rows = _constant_row(tuple(numbers), dtype, device).repeat(len(works), 1)
+        for index, x in enumerate(values):
+            if isinstance(x, Tensor) and x.is_cuda:
+                rows[:, index] = x
+    after = {"step": c.step, "var_step": c.var_step, **({"var_gain": c.gain} if has_gain else {})}
+    if last is not None:
+        last.count(after)
+    else:
+        _count(job, works, read, {n: x for n, x in after.items() if n in state})
+    return numbers, rows
+
+
+def _count(job: Job, works: list[Work], before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Moves the counters on, but not past an overflow."""
+    for name, value in after.items():
+        counters = [w.state[name] for w in works]
+        if isinstance(value, Tensor):
+            moved = value
+            if job.found_inf is not None:
+                moved = torch.where(job.found_inf.reshape(()) > 0, before[name], value)
+            torch._foreach_copy_(counters, list(moved.to(counters[0].dtype).unbind()))
+        else:
+            torch._foreach_zero_(counters)
+            torch._foreach_add_(counters, value)
+
+
+def _pointers(works: list[Work], sizes: tuple[int, ...], has_variance: bool) -> tuple[int, ...]:
+    flat: list[int] = []
+    for work, size in zip(works, sizes, strict=True):
+        state = work.state
+        flat += (
+            work.param.data_ptr(),
+            work.grad.data_ptr(),
+            state["exp_avg"].data_ptr(),
+            state["exp_avg_sq"].data_ptr(),
+            state["exp_var"].data_ptr() if has_variance else 0,
+            0 if work.variance is None else work.variance.data_ptr(),
+            size,
+            _rounding_place(work),
+        )
+    return tuple(flat)
+
+
+def _rounding_place(work: Work) -> int:
+    """Seed of the tensor in the low half, place of this part of it in the high half, as a signed 64-bit number."""
+    offset = work.offset & 0xFFFFFFFF
+    place = tensor_key(work.key) | (offset << 32)
+    return place - (1 << 64) if offset >> 31 else place
+
+
+class _DeviceCache:
+    """The few newest small tensors sent to the device, by what they hold.
+
+    A CUDA graph replays the copy it captured, so what is made during a capture, source and target, lives as long as the
+    process and is never shared with steps outside the graph.
+    """
+
+    def __init__(self, limit: int = 16) -> None:
+        self.limit = limit
+        self.recent: OrderedDict[Any, tuple[Tensor, ...]] = OrderedDict()
+        self.captured: list[Any] = []
+
+    def get(self, key: Any, device: torch.device, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing and key in self.recent:
+            return self.recent[key]
+        pinned = [x.pin_memory() for x in make()]
+        sent = tuple(x.to(device, non_blocking=True) for x in pinned)
+        return self.keep(key, sent, pinned)
+
+    def keep(self, key: Any, value: tuple[Tensor, ...], source: Any = None) -> tuple[Tensor, ...]:
+        """Remembers a value: a while, or for good if a graph is being captured."""
+        if torch.cuda.is_current_stream_capturing():
+            self.captured.append((source, value))
+            return value
+        self.recent[key] = value
+        if len(self.recent) > self.limit:
+            self.recent.popitem(last=False)
+        return value
+
+
+_cache = _DeviceCache()
+_record_cache = _DeviceCache(limit=2)  # a record is a thousandth of the tensors it describes
+
+
+def _constant_row(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _cache.get(("row", numbers, dtype, device), device, lambda: (torch.tensor([numbers], dtype=dtype),))[0]
+
+
+def _records(
+    pointers: tuple[int, ...], sizes: tuple[int, ...], widths: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """For each block of each tensor, 64 bytes: where its parts lie, how many elements it has, and its rounding seed.
+
+    Computed on the device from one small table, and again only when a pointer changes.
+    """
+    key = ("records", pointers, BLOCK, device)
+    if key in _record_cache.recent and not torch.cuda.is_current_stream_capturing():
+        return _record_cache.recent[key][0]
+
+    def make() -> tuple[Tensor, ...]:
+        counts = torch.tensor([-(-n // BLOCK) for n in sizes])
+        tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        start = (torch.arange(len(tensor)) - (torch.cumsum(counts, 0) - counts)[tensor]) * BLOCK
+        return tensor, start
+
+    tensor, start = _cache.get(("blocks", sizes, BLOCK, device), device, make)
+    small = torch.tensor(pointers, dtype=torch.int64).view(-1, 8), torch.tensor([*widths, 0, 0])
+    table, width = _cache.get(("table", pointers, device), device, lambda: small)
+    records = table[tensor].addcmul_(start[:, None], width)
+    records[:, 6] = (tensor << 32) | (records[:, 6] - start).clamp_(max=BLOCK)
+    seed, offset = records[:, 7] & 0xFFFFFFFF, records[:, 7] >> 32
+    records[:, 7] = (seed << 32) | ((start + offset) & 0xFFFFFFFF)
+    return _record_cache.keep(key, (records,))[0]

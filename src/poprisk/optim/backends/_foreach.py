@@ -1,0 +1,201 @@
+"""The foreach backend: the rule on whole lists of tensors, a handful of launches per operation instead of one each."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import isnan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from poprisk.optim._work import Job, Work, number, real, rule_state, set_counts
+from poprisk.optim.backends import _forloop as forloop
+from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
+from poprisk.optim.rules._population import math_dtype, usable_limit
+
+Tensors = list[Tensor]
+Scalars = Sequence[Any]
+
+
+def can_serve(job: Job, work: Work) -> bool:
+    """Element-wise gates on tensors of one dtype; pooled or normalized gates and low-precision states use the rule."""
+    hyper = job.hyper
+    if hyper.granularity != "element" or hyper.normalize_gate or job.found_inf is not None or not work.param.numel():
+        return False
+    dtype = real(work.param).dtype
+    moments = [work.state[name] for name in ("exp_avg", "exp_avg_sq", "exp_var") if name in work.state]
+    return dtype == math_dtype(dtype) and all(real(x).dtype == dtype for x in (*moments, work.grad))
+
+
+def step(job: Job) -> None:
+    """One step for the group: lists of one device, dtype and step count at a time."""
+    batches: dict[Any, list[Work]] = defaultdict(list)
+    for work in job.works:
+        if not can_serve(job, work):
+            forloop.step_one(job, work)
+            continue
+        counters = [number(work.state[name]) for name in ("step", "var_step") if name in work.state]
+        on_device = any(isinstance(c, Tensor) for c in counters)
+        kind = (work.param.device, real(work.param).dtype, work.variance is None)
+        batches[(*kind, None if on_device else tuple(counters))].append(work)
+    for batch in batches.values():
+        _step_batch(job, batch)
+
+
+def _step_batch(job: Job, works: list[Work]) -> None:
+    hyper = job.hyper
+    states = [rule_state(w, hyper) for w in works]
+    observed = works[0].variance is not None
+    c = _Lists([advance(hyper, s.step, s.var_step, s.gain, observed=observed) for s in states])
+    params = [real(w.param) for w in works]
+    m, v = [s.m for s in states], [s.v for s in states]
+    s = [x for x in (state.s for state in states) if x is not None]
+    g, keep = _gradients(job, works)
+    deviation = None
+    if s:
+        deviation = _squared_deviation(works, g, m, c, observed)
+    if deviation is not None:
+        if observed and keep is not None:  # what gave no gradient gives no variance either
+            deviation = [torch.where(k > 0, d, 0.0) for k, d in zip(keep, deviation, strict=True)]
+        _average_(s, deviation, c.s_new, keep)
+    _average_(m, g, [1 - hyper.betas[0]] * len(m), keep)
+    _average_(v, list(torch._foreach_mul(g, g)), [1 - hyper.betas[1]] * len(v), keep)
+    update = _update(params, m, v, s, g, c, hyper)
+    if keep is not None:
+        torch._foreach_mul_(update, keep)
+    torch._foreach_mul_(update, -hyper.lr)
+    torch._foreach_add_(params, update)
+    c.write(works)
+
+
+def _gradients(job: Job, works: list[Work]) -> tuple[Tensors, Tensors | None]:
+    """The gradients to use and, where some entry is not finite or cannot be looked at without waiting, a 0/1 mask."""
+    g = [real(w.grad) for w in works]
+    scale = job.sign
+    if job.grad_scale is not None:
+        g = torch._foreach_div(g, job.grad_scale.to(g[0].device))
+    if scale != 1:
+        g = torch._foreach_mul(g, scale)
+    if not job.hyper.skip_nonfinite or job.hyper.gate is None:
+        return list(g), None
+    limit = usable_limit(g[0].dtype)
+    if g[0].device.type == "cpu" and all(n < limit for n in torch._foreach_norm(g, torch.inf)):
+        return list(g), None
+    # infinite from the limit on, exact below; 0·x + 1 is then 1 where g is usable and NaN elsewhere, for the whole list
+    scale = 16 * limit
+    g = torch._foreach_mul(g, scale)
+    ones = torch._foreach_mul(g, 0.0)
+    torch._foreach_add_(ones, 1.0)
+    keep = [torch.nan_to_num(x, nan=0.0) for x in ones]
+    for k in keep:
+        job.left_out.add_((k.numel() - k.sum()).to(job.left_out))
+    g = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in g]
+    torch._foreach_mul_(g, 1 / scale)
+    return g, keep
+
+
+def _squared_deviation(works: list[Work], g: Tensors, m: Tensors, c: "_Lists", observed: bool) -> Tensors:
+    """(g - m_prev)² of Algorithm 1's line 5, or the variance given from outside."""
+    if observed:
+        return [real(w.variance).to(x.dtype).clone() for w, x in zip(works, g, strict=True) if w.variance is not None]
+    d = torch._foreach_mul(m, c.center)
+    torch._foreach_sub_(d, g)
+    torch._foreach_mul_(d, d)
+    return list(d)
+
+
+def _average_(average: Tensors, sample: Tensors, weight: Scalars, keep: Tensors | None) -> None:
+    """Average += weight · keep · (sample - average)."""
+    change = torch._foreach_sub(sample, average)
+    if keep is not None:
+        torch._foreach_mul_(change, keep)
+    torch._foreach_mul_(change, list(weight))
+    torch._foreach_add_(average, change)
+
+
+def _update(params: Tensors, m: Tensors, v: Tensors, s: Tensors, g: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
+    """Q m̂ / (√v̂ + ϵ) + λ_wd w (lines 9 and 10 without the learning rate)."""
+    m_hat = torch._foreach_mul(m, c.m_debias)
+    update = torch._foreach_mul(v, c.v_debias)
+    torch._foreach_sqrt_(update)
+    torch._foreach_add_(update, hyper.eps)
+    torch._foreach_clamp_min_(update, torch.finfo(update[0].dtype).tiny)  # no 0/0 where eps is 0
+    torch._foreach_reciprocal_(update)
+    torch._foreach_mul_(update, m_hat)
+    q = None
+    if hyper.gate is not None:
+        signal = g if hyper.signal == "batch" else m_hat
+        q = _gate(list(signal), _variance(m, v, s, c, hyper), c, hyper)
+        torch._foreach_mul_(update, q)
+    if hyper.weight_decay:
+        decay = torch._foreach_mul(params, hyper.weight_decay)
+        if hyper.gated_decay and q is not None:
+            torch._foreach_mul_(decay, q)
+        torch._foreach_add_(update, decay)
+    return list(update)
+
+
+def _variance(m: Tensors, v: Tensors, s: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
+    """ŝ; with ρ = β1 = β2 from m and v."""
+    if s:
+        return list(torch._foreach_mul(s, c.s_debias))
+    s_hat = torch._foreach_mul(m, m)
+    torch._foreach_sub_(s_hat, v)
+    torch._foreach_mul_(s_hat, -1 / hyper.betas[0])
+    torch._foreach_clamp_min_(s_hat, 0.0)
+    torch._foreach_mul_(s_hat, c.s_debias)
+    return list(s_hat)
+
+
+def _gate(signal: Tensors, s_hat: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
+    """Line 9 on lists; s_hat is used up."""
+    q = torch._foreach_mul(signal, signal)
+    if hyper.gate in ("hard", "soft"):
+        torch._foreach_sub_(q, torch._foreach_mul(s_hat, c.alpha))
+        torch._foreach_clamp_min_(q, 0.0)
+    if hyper.gate == "hard":
+        torch._foreach_sign_(q)
+    else:
+        torch._foreach_mul_(s_hat, hyper.strength)
+        torch._foreach_add_(s_hat, hyper.gate_eps)
+        torch._foreach_add_(s_hat, q)
+        torch._foreach_clamp_min_(s_hat, torch.finfo(q[0].dtype).tiny)
+        torch._foreach_div_(q, s_hat)
+    return c.decide(list(q))
+
+
+class _Lists:
+    """The coefficients of a list of parameters, column by column: numbers, or 0-dim tensors that stay on the device."""
+
+    def __init__(self, rows: list[Coefficients]) -> None:
+        self.rows = rows
+        self.center = self._column("center")
+        self.s_new = self._column("s_new")
+        self.m_debias = self._column("m_debias")
+        self.v_debias = self._column("v_debias")
+        self.s_debias = self._column("s_debias")
+        self.alpha = self._column("alpha")
+
+    def _column(self, name: str) -> list[Any]:
+        values = [getattr(row, name) for row in self.rows]
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        if not tensors:
+            return values
+        like = tensors[0]
+        # Filled and not copied from the host: a copy would make it wait.
+        return [x if isinstance(x, Tensor) else torch.full_like(like, x) for x in values]
+
+    def decide(self, q: Tensors) -> Tensors:
+        """Overwrites the gates that are decided in advance."""
+        for row, gate in zip(self.rows, q, strict=True):
+            decided = row.open_gate
+            if isinstance(decided, Tensor):
+                gate.copy_(torch.where(decided.isnan(), gate, decided.to(gate.dtype)))
+            elif not isnan(decided):
+                gate.fill_(decided)
+        return q
+
+    def write(self, works: list[Work]) -> None:
+        """The counters after the step."""
+        for row, work in zip(self.rows, works, strict=True):
+            set_counts(work.state, row.step, row.var_step, row.gain)

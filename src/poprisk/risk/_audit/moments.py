@@ -1,0 +1,129 @@
+r"""A run's network at chosen moments of its training, evaluated on every training example."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from poprisk.errors import HyperparameterError, RunError
+from poprisk.runs import MODULE_BUFFER, Run
+
+_EARLY, _RATIO = 8, 1.6
+"""So many moments before the first of the evenly spaced ones, each earlier by this factor: much happens there."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Outputs of the network as it was before step ``step``."""
+
+    step: int
+    share: float
+    """Of the training's steps: those since the moment before, for which this one stands in averages over time."""
+    outputs: Tensor
+    """Of all training examples, on the CPU, in evaluation mode."""
+
+
+def choose_moments(run: Run, number: int = 20) -> list[int]:
+    """Steps at which to look at a run: ``number`` evenly spaced ones up to the end, and a few early ones.
+
+    Of a run that was recorded densely every step can be had; of another the checkpoints nearest to the wanted steps are
+    taken, and nothing is executed again.
+
+    Raises:
+        HyperparameterError: fewer than one moment asked for.
+        RunError: the run has no steps.
+    """
+    if not isinstance(number, int) or number < 1:
+        raise HyperparameterError(f"moments must be a whole number, at least 1, got {number!r}")
+    steps = run.num_steps
+    if not steps:
+        raise RunError("the run has no steps: there is no training to look back on")
+    even = [steps * (j + 1) / number for j in range(number)]
+    early = [even[0] / _RATIO ** (j + 1) for j in range(_EARLY)] if number > 1 else []
+    wanted = [max(1, round(t)) for t in (*early, *even)]
+    if run.is_dense:
+        return sorted(set(wanted))
+    kept = [k for k in run.checkpoints if k > 0]
+    return sorted({min(kept, key=lambda k: abs(k - t)) for t in wanted})
+
+
+def evaluate(run: Run, moments: Sequence[int], *, batch_size: int = 1024) -> Iterator[Moment]:
+    """The network's outputs on all training examples at each moment, in evaluation mode, inputs not augmented.
+
+    Buffers such as the statistics of batch normalization are those recorded where a moment is a checkpoint. Between
+    checkpoints the statistics are estimated anew, by one pass over the training examples with the weights of the
+    moment; other buffers are those of the checkpoint before.
+
+    Raises:
+        RunError: the run's problem cannot be rebuilt, or builds another model than the recorded one.
+    """
+    network = _Network(run, batch_size)
+    before = 0
+    for k in moments:
+        network.go_to(k)
+        yield Moment(k, (k - before) / moments[-1], network.outputs())
+        before = k
+
+
+def has_changing_buffers(run: Run) -> bool:
+    """Whether training changed buffers of the module, as batch normalization does."""
+    return any(name.startswith(MODULE_BUFFER) for name in run.checkpoint(run.num_steps))
+
+
+class _Network:
+    """The run's module, which can be put where it was."""
+
+    def __init__(self, run: Run, batch_size: int) -> None:
+        self.run, self.problem = run, run.problem
+        self.module = _module(run)
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.first = {name: b.detach().clone() for name, b in self.module.named_buffers()}
+        self.moving = has_changing_buffers(run)
+        self.batches = torch.arange(len(self.problem)).split(batch_size)
+
+    def go_to(self, k: int) -> None:
+        with torch.no_grad():
+            for p, piece in zip(self.parameters, self.run.layout.split(self.run.weights(k)), strict=True):
+                p.copy_(piece)
+            if self.moving:
+                self._restore_buffers(k)
+
+    def outputs(self) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([self._forward(rows).cpu() for rows in self.batches])
+
+    def _forward(self, rows: Tensor) -> Tensor:
+        inputs, _ = self.problem.batch(rows, dtype=self.parameters[0].dtype)
+        return self.module(*inputs) if isinstance(inputs, tuple) else self.module(inputs)
+
+    def _restore_buffers(self, k: int) -> None:
+        at = max(c for c in self.run.checkpoints if c <= k)
+        kept = self.run.checkpoint(at)
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(kept.get(MODULE_BUFFER + name, self.first[name]))
+        if at != k:
+            self._estimate_statistics()
+
+    def _estimate_statistics(self) -> None:
+        norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        momenta = [m.momentum for m in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain average over all batches
+            norm.train()
+        # A last batch of one has no variance; it joins the average only if it is all there is.
+        for rows in [rows for rows in self.batches if len(rows) > 1] if norms else []:
+            self._forward(rows)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            norm.eval()
+
+
+def _module(run: Run) -> nn.Module:
+    """Evaluation mode, the recorded dtype (float32 for anything coarser)."""
+    module = run.module()
+    if run.layout.dtype in (torch.bfloat16, torch.float16):
+        module = module.float()
+    return module.eval()

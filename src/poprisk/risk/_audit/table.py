@@ -1,0 +1,239 @@
+"""The audit's table: one row for each training example, and what to do with it."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from poprisk._core.estimate import Estimate
+from poprisk._core.html import card, table
+from poprisk._core.store import write_bytes, write_text
+from poprisk.errors import DataError, MissingExtraError
+from poprisk.theory import ExampleGroups
+
+DESCRIPTIONS = {
+    "example": "position in the training set",
+    "suspicion": "from near 0 to 1, the most suspicious highest: how it is combined is in audit()'s documentation",
+    "is_suspect": "among the most suspicious ones, as many as labels are estimated to be wrong",
+    "given_label": "the label trained on",
+    "suggested_label": "the most probable other class, by probabilities averaged over training",
+    "label_quality": "(1 + p_given - p_other) / 2 with the averaged probabilities: 0 contradicted, 1 confirmed",
+    "predicted_label": "the last network's prediction",
+    "given_target": "the value trained on",
+    "suggested_target": "the prediction averaged over training",
+    "loss": "at the end of training",
+    "mean_loss": "averaged over training",
+    "margin": "logit of the given label less the largest other one, at the end of training",
+    "aum": "the same, averaged over training (area under the margin)",
+    "confidence": "probability of the given label, averaged over training",
+    "variability": "standard deviation of that probability over training",
+    "correctness": "share of the training during which the given label was predicted",
+    "forgetting_events": "how often it went from predicted right to predicted wrong",
+    "residual": "distance of prediction and target, at the end of training",
+    "mean_residual": "the same, averaged over training",
+    "residual_z": "mean_residual above its median, in robust standard deviations",
+    "self_influence": "change of the example's own loss if it is removed, to first order (exact tier)",
+    "loo_loss": "loss at the end of training without the example, by the linearized run (exact tier)",
+    "loo_margin": "margin of the given label, likewise without the example",
+    "loo_residual": "distance of prediction and target, likewise without the example",
+    "loo_doubtful": "whether the linearization is doubtful for this example",
+    "displacement": "norm of the transfer from the example's output gradient to test predictions (exact tier)",
+    "group": "the signal direction that the example belongs to, counted from 0; -1 for the tail (with_groups)",
+    "group_captured": "share of the example's outputs that the signal directions hold (with_groups)",
+    "tail_norm": "how much of its output gradient lies outside the signal directions (with_groups)",
+}
+"""What each column says."""
+_SHOWN = (
+    *("example", "suspicion", "is_suspect", "given_label", "suggested_label", "label_quality"),
+    *("given_target", "suggested_target", "loss", "mean_loss", "residual_z", "self_influence", "loo_loss", "group"),
+)
+"""Those of a notebook's table."""
+_ROWS = 10
+"""And how many rows it has."""
+
+
+@dataclass(frozen=True, eq=False)
+class AuditTable:
+    """What an audit found, one row for each training example.
+
+    ``columns`` maps names to tensors with one entry for each example; :data:`DESCRIPTIONS` says what each means.
+    """
+
+    columns: dict[str, Tensor]
+    kind: str
+    """``"classes"``, ``"regression"``, or ``"loss"`` where only losses can be compared."""
+    wrong_labels: Estimate
+    """How many labels are wrong."""
+    moments: tuple[int, ...]
+    """Steps at which the network was evaluated."""
+    losses: Float[Tensor, "moments n"]
+    """Of each example at each of them."""
+    targets: Tensor
+    """Those trained on, as the problem has them."""
+    suggested_targets: Tensor | None
+    """In the same form; None where nothing can be suggested."""
+    probabilities: Float[Tensor, "n classes"] | None = None
+    """Averaged over training, or those given as out-of-fold."""
+    notes: tuple[str, ...] = ()
+    """What is approximate about this audit, and what stood in the way of more."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A column by name.
+
+        Raises:
+            DataError: there is none of this name.
+        """
+        if name not in self.columns:
+            raise DataError(f"the table has the columns {', '.join(self.columns)}, got {name!r}")
+        return self.columns[name]
+
+    @property
+    def is_suspect(self) -> Bool[Tensor, "n"]:
+        """Which labels are held to be wrong."""
+        return self.columns["is_suspect"]
+
+    def order(self, by: str = "suspicion") -> Tensor:
+        """Examples from the highest value of a column to the lowest; those with equal values by position."""
+        return self[by].double().nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
+
+    def worst(self, k: int = 20, *, by: str = "suspicion") -> list[dict[str, Any]]:
+        """The first k rows of :meth:`order`, as plain values.
+
+        Raises:
+            DataError: k is negative, or there is no such column.
+        """
+        if k < 0:
+            raise DataError(f"k must not be negative, got {k}")
+        rows = self.order(by)[:k]
+        chosen = {name: column[rows].tolist() for name, column in self.columns.items()}
+        return [dict(zip(chosen, values, strict=True)) for values in zip(*chosen.values(), strict=True)]
+
+    def with_groups(self, groups: ExampleGroups) -> "AuditTable":
+        """The same table with the group of each example by signal direction.
+
+        Args:
+            groups: Of :func:`poprisk.theory.example_groups` for the same training set.
+
+        Raises:
+            DataError: the groups are of another number of examples.
+        """
+        if len(groups.group) != len(self):
+            raise DataError(f"the table has {len(self)} examples, the groups are of {len(groups.group)}")
+        added = {"group": groups.group.cpu(), "group_captured": groups.captured.cpu()}
+        if groups.tail_norm is not None:
+            added["tail_norm"] = groups.tail_norm.cpu()
+        return replace(self, columns={**self.columns, **added})
+
+    def cleaned_targets(self, chosen: Sequence[int] | Tensor | None = None) -> Tensor:
+        """A copy of the targets with the suggested ones put in.
+
+        Args:
+            chosen: For which examples: positions, or a mask; default: those with ``is_suspect``.
+
+        Raises:
+            DataError: nothing can be suggested for these targets, or a position is out of range.
+        """
+        if self.suggested_targets is None:
+            raise DataError("there are no suggested targets: these targets are neither classes nor numbers to predict")
+        where = self.is_suspect if chosen is None else torch.as_tensor(chosen)
+        if where.dtype == torch.bool and where.shape != (len(self),):
+            raise DataError(f"a mask needs one entry for each of {len(self)} examples, got shape {list(where.shape)}")
+        if where.dtype != torch.bool and where.numel() and not 0 <= int(where.min()) <= int(where.max()) < len(self):
+            raise DataError(f"examples are 0 … {len(self) - 1}, got {int(where.min())} … {int(where.max())}")
+        where = where.long() if where.dtype != torch.bool else where
+        cleaned = self.targets.clone()
+        cleaned[where] = self.suggested_targets[where].to(cleaned.dtype)
+        return cleaned
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Columns as lists."""
+        return {name: column.tolist() for name, column in self.columns.items()}
+
+    def to_pandas(self) -> Any:
+        """A DataFrame, one row for each example in the order of the training set.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            raise MissingExtraError("pandas", "data", "an audit as a DataFrame") from None
+        return pd.DataFrame({name: column.numpy() for name, column in self.columns.items()})
+
+    def save(self, path: str | Path) -> Path:
+        """Write the table as ``.csv`` or ``.parquet``, whole or not at all.
+
+        Raises:
+            DataError: the name ends in something else.
+            MissingExtraError: pyarrow is not installed (parquet).
+        """
+        path = Path(path)
+        check_format(path)
+        if path.suffix == ".csv":
+            return write_text(path, self._csv())
+        return write_bytes(path, self._parquet())
+
+    def _csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(zip(*self.to_dict().values(), strict=True))
+        return text.getvalue()
+
+    def _parquet(self) -> bytes:
+        arrow, parquet = _pyarrow()
+        buffer = io.BytesIO()
+        parquet.write_table(arrow.table({name: column.numpy() for name, column in self.columns.items()}), buffer)
+        return buffer.getvalue()
+
+    def __str__(self) -> str:
+        suspects = int(self.is_suspect.sum())
+        return f"audit of {len(self)} examples: {suspects} suspects; wrong labels: {self.wrong_labels}"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def _repr_html_(self) -> str:
+        shown = [name for name in _SHOWN if name in self.columns]
+        worst = self.worst(_ROWS)
+        rows = {
+            "examples": len(self),
+            "suspects": int(self.is_suspect.sum()),
+            "wrong labels": self.wrong_labels,
+            "evaluated at": f"{len(self.moments)} moments of the training, the last after step {self.moments[-1]}",
+        }
+        picture = table({name: DESCRIPTIONS[name] for name in shown}, [[row[name] for name in shown] for row in worst])
+        rest = [f"The {len(worst)} most suspicious of {len(self)}; all: worst(k), to_pandas(), save(path)."]
+        return card("Audit of training labels", rows, picture=picture, notes=[*rest, *self.notes])
+
+
+def check_format(path: Path) -> None:
+    """Refuses, before anything slow, a file that a table cannot be written to.
+
+    Raises:
+        DataError: the name ends in neither .csv nor .parquet.
+        MissingExtraError: pyarrow is not installed (parquet).
+    """
+    if path.suffix not in (".csv", ".parquet"):
+        raise DataError(f"a table is written as .csv or .parquet, got {path.name!r}: change its ending")
+    if path.suffix == ".parquet":
+        _pyarrow()
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingExtraError("pyarrow", "data", "a table as parquet") from None
+    return pyarrow, pyarrow.parquet

@@ -1,0 +1,171 @@
+r"""The run without an example, each of its steps linearized about the recorded one, carried forward for many examples.
+
+.. math:: \dot g = \textstyle\sum_{j \in B} \sigma_j \nabla^2\ell_j\, \dot w
+   - \sigma_i \big(\nabla\ell_i + \nabla^2\ell_i\, \dot w\big)
+
+One pass over the run serves every step that is asked for: the risk at all of them costs what it costs at the last.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.func import vmap
+
+from poprisk._core.autodiff import (
+    JacobianWay,
+    OfWeights,
+    double_backward,
+    exact_kernels,
+    forward_mode,
+    slices,
+    take_examples,
+    take_first_way,
+)
+from poprisk.errors import DataError
+from poprisk.risk._influence.linear_step import LinearStep
+from poprisk.risk._influence.sensitivity import Unrolled
+
+
+@dataclass(frozen=True, eq=False)
+class ExcludedOutputs:
+    """What the run's model says of each example, and what it would have said without having seen it."""
+
+    examples: Int[Tensor, "m"]
+    outputs: Float[Tensor, "m p"]
+    """With it."""
+    tangent: Float[Tensor, "m p"]
+    r"""The displacement along the network's tangent, :math:`J_i \dot w`."""
+    displaced: Float[Tensor, "m p"]
+    r"""The displacement by the network itself, :math:`F(w + \dot w, z_i) - F(w, z_i)`."""
+    shape: tuple[int, ...]
+    """Of one example's outputs, as the network gives them."""
+
+    def shaped(self, outputs: Float[Tensor, "m p"]) -> Float[Tensor, "m *out"]:
+        """Flat outputs as the network gives them."""
+        return outputs.reshape(len(outputs), *self.shape)
+
+    @property
+    def bend(self) -> Float[Tensor, "m"]:
+        """How far the two displacements are apart, as a share of the first: 0 for a linear model."""
+        size = self.tangent.norm(dim=1).clamp(min=torch.finfo(self.tangent.dtype).tiny)
+        return (self.displaced - self.tangent).norm(dim=1) / size
+
+
+class ExclusionSweep:
+    """Carries the change of the weights under the absence of each example forward along a run.
+
+    Args:
+        unrolled: The run, made differentiable.
+        examples: Which training examples, each left out alone.
+        mass_preserving: Whether the others' weights grow by n/(n - 1), as in a mean over n - 1 examples.
+
+    >>> from poprisk.runs import Problem
+    >>> from poprisk.runs import train
+    >>> y = torch.tensor([[0.0], [0.0], [3.0]])
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.ones(3, 1), y,
+    ...                   arguments={"in_features": 1, "out_features": 1, "bias": False})
+    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.5), steps=60, progress=False)
+    >>> sweep = ExclusionSweep(Unrolled(run), torch.arange(3))
+    >>> found = sweep.outputs_at(60)  # the mean of the two others, exactly: the model is linear
+    >>> (found.outputs + found.displaced).squeeze(1).round(decimals=3).abs()
+    tensor([1.5000, 1.5000, 0.0000])
+    """
+
+    def __init__(self, unrolled: Unrolled, examples: Int[Tensor, "m"], *, mass_preserving: bool = True) -> None:
+        n = unrolled.num_examples
+        self.unrolled, self.examples = unrolled, examples
+        self.others = n / (n - 1) if mass_preserving else 1.0
+        w = unrolled.weights(unrolled.start)
+        states = 1 + len(unrolled.rule.state_names)
+        self._blocks = [w.new_zeros(len(examples), unrolled.num_weights) for _ in range(states)]
+        self.step = unrolled.start
+
+    def at(self, k: int) -> Float[Tensor, "m d"]:
+        """The predicted change of the weights before step k, one row for each example.
+
+        Raises:
+            DataError: the sweep has passed k already, or k lies outside the window.
+        """
+        if not self.step <= k <= self.unrolled.stop:
+            raise DataError(f"a sweep goes forward: k must lie in {self.step} … {self.unrolled.stop}, got {k}")
+        while self.step < k:
+            self._advance(self.unrolled.step(self.step))
+            self.step += 1
+        return self._blocks[0]
+
+    def outputs_at(self, k: int) -> ExcludedOutputs:
+        """Every example's outputs with and without it, at the weights before step k."""
+        dW, unrolled = self.at(k), self.unrolled
+        w, forward = unrolled.weights(k), unrolled.model._forward()
+        x = take_examples(unrolled.inputs, self.examples)
+        several, parts = isinstance(x, tuple), x if isinstance(x, tuple) else (x,)
+
+        def of(x: tuple[Tensor, ...]) -> OfWeights:
+            return lambda w: forward(w, x if several else x[0]).reshape(-1)
+
+        def both(dw: Tensor, *x: Tensor) -> tuple[Tensor, Tensor]:
+            u = of(x)(w)
+            return u, of(x)(w + dw) - u
+
+        def tangents(derivative: Callable[[OfWeights, Tensor, Tensor], Tensor]) -> Tensor:
+            along = lambda dw, *x: derivative(of(x), w, dw.unsqueeze(1)).squeeze(1)  # noqa: E731
+            return vmap(along, chunk_size=self._examples_at_once())(dW, *parts)
+
+        ways: dict[JacobianWay, Callable[[], Tensor]] = {
+            JacobianWay.FORWARD: lambda: tangents(forward_mode),
+            JacobianWay.DOUBLE_BACKWARD: lambda: tangents(double_backward),
+        }
+        with exact_kernels(unrolled.model.module):
+            unrolled.model.jacobian_way, tangent = take_first_way(ways, unrolled.model.jacobian_way)
+            u, displaced = vmap(both, chunk_size=self._examples_at_once())(dW, *parts)
+        return ExcludedOutputs(self.examples, u, tangent, displaced, unrolled.output_shape)
+
+    def extend(self, unrolled: Unrolled) -> None:
+        """Go on along a longer recording of the same run.
+
+        Raises:
+            DataError: the recording ends before the step that has been reached.
+        """
+        if unrolled.stop < self.step or unrolled.num_weights != self.unrolled.num_weights:
+            raise DataError(f"the sweep has reached step {self.step}; the run given ends at {unrolled.stop}")
+        self.unrolled = unrolled
+
+    def _advance(self, step: LinearStep) -> None:
+        own = step.examples[None, :] == self.examples.to(step.examples.device)[:, None]  # [m, b]
+        more = step.batch.residuals.new_tensor(self.others - 1)
+        change = torch.where(own, -torch.ones_like(more), more)
+        source = change[:, :, None] * (step.batch.shares[:, None] * step.batch.residuals)
+        for rows in self.unrolled.rows_at_a_time(len(self.examples)):
+            part = [x[rows] for x in self._blocks]
+            dg = self._gradient_without(step, part[0], source[rows], own[rows])
+            for block, after in zip(self._blocks, step.rule.push(part, step.clipped(dg)), strict=True):
+                block[rows] = after
+
+    def _gradient_without(self, step: LinearStep, V: Tensor, source: Tensor, own: Tensor) -> Tensor:
+        """The change of the gradient of the batch whose own example is left out and whose others weigh more."""
+        dg, _ = step.batch.push(V, source / self.others)
+        columns, places = own.nonzero(as_tuple=True)
+        if len(columns):
+            dg = dg.index_add(0, columns, step.batch.push_alone(V[columns], places), alpha=-1)
+        return dg * self.others
+
+    def _examples_at_once(self) -> int:
+        per_example = 8 * self.unrolled.num_weights * self.unrolled.dtype.itemsize
+        return max(1, self.unrolled.memory // per_example)
+
+
+def excluded_outputs(
+    unrolled: Unrolled, examples: Int[Tensor, "m"], *, mass_preserving: bool = True
+) -> ExcludedOutputs:
+    """The examples' outputs at the end of the run with and without them, as many at a time as memory allows."""
+    parts = [
+        ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving).outputs_at(unrolled.stop)
+        for rows in slices(len(examples), unrolled.columns_at_a_time())
+    ]
+    outputs, tangent, displaced = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("outputs", "tangent", "displaced")
+    )
+    return ExcludedOutputs(examples, outputs, tangent, displaced, unrolled.output_shape)

@@ -1,0 +1,119 @@
+r"""The same work for every step of a run, captured once as a CUDA graph and replayed with each step's numbers.
+
+Carrying q directions through a step of a small network is dozens of short operations: launching them from Python takes
+longer than doing them. Steps of one form (the same sizes, the same entries of the rule's table) differ only in numbers,
+so that the work on a still copy of one, captured, serves all of them: numbers are copied in, the graph runs.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from poprisk._core.autodiff import capture_graph
+from poprisk.risk._influence.linear_stack import StackBatch
+from poprisk.risk._influence.linear_step import LinearStep
+from poprisk.risk._influence.rule_jacobian import DiagonalJacobian, Entry
+
+# What is done with a step: reads and writes tensors that stay where they are, gives what is to be looked at, if any.
+Work = Callable[[LinearStep], Tensor | None]
+
+
+class ReplayedSteps:
+    """Does the work for one step after the other, from the second of a form on by replaying a graph.
+
+    Args:
+        work: Must be the same operations for every step of a form, on tensors that stay in place between steps.
+        capture: Whether graphs are captured. Without, the work is done on the still copies all the same.
+
+    >>> done = []
+    >>> ReplayedSteps(lambda step: done.append(step), capture=False) is not None
+    True
+    """
+
+    def __init__(self, work: Work, *, capture: bool) -> None:
+        self._work, self._capture = work, capture
+        self.refused: str | None = None
+        """Why the work could not be captured, if it was tried; it is then done as it is."""
+        self._seen: set[Hashable] = set()
+        self._still: dict[Hashable, tuple[LinearStep, torch.cuda.CUDAGraph | None, Tensor | None]] = {}
+
+    @property
+    def forms(self) -> int:
+        """How many forms of steps are replayed."""
+        return len(self._still)
+
+    def take(self, step: LinearStep) -> Tensor | None:
+        """The work for this step; what it gives is overwritten by the next one."""
+        form = form_of(step)
+        if form is None or self.refused is not None or form not in self._seen:
+            self._seen.add(form)  # the first of a form also loads what a capture must find loaded
+            return self._work(step)
+        if form not in self._still:
+            captured = self._captured(still_copy(step))
+            if self.refused is not None:
+                return self._work(step)
+            self._still[form] = captured
+        still, graph, given = self._still[form]
+        load(still, step)
+        if graph is None:
+            return self._work(still)
+        graph.replay()
+        return given
+
+    def _captured(self, still: LinearStep) -> tuple[LinearStep, torch.cuda.CUDAGraph | None, Tensor | None]:
+        if not self._capture:
+            return still, None, None
+        try:
+            return (still, *capture_graph(lambda: self._work(still)))
+        except RuntimeError as error:
+            self.refused = str(error)
+            return still, None, None
+
+
+def form_of(step: LinearStep) -> Hashable | None:
+    """What two steps must share to be served by one graph; None for a step that cannot be captured."""
+    if type(step.batch) is not StackBatch or type(step.rule) is not DiagonalJacobian:
+        return None
+    return tuple(_kind(number) for number in _numbers(step))
+
+
+def still_copy(step: LinearStep) -> LinearStep:
+    """The step on tensors of its own; numbers of the rule's table become tensors too."""
+    assert isinstance(step.batch, StackBatch)
+    assert isinstance(step.rule, DiagonalJacobian)
+    like = step.batch.w
+    entries = [
+        _cloned(entry) if entry is None or isinstance(entry, Tensor) else like.new_full((), entry)
+        for entry in step.rule.entries()
+    ]
+    return replace(
+        step,
+        examples=step.examples.clone(),
+        batch=step.batch.on([_cloned(x) for x in step.batch.tensors()]),
+        rule=step.rule.on(entries),
+        clip=_cloned(step.clip),
+    )
+
+
+def load(still: LinearStep, step: LinearStep) -> None:
+    """Copies a step's numbers into a still copy of its form."""
+    for target, source in zip(_numbers(still), _numbers(step), strict=True):
+        if isinstance(target, Tensor):
+            target.copy_(source) if isinstance(source, Tensor) else target.fill_(source or 0.0)
+
+
+def _numbers(step: LinearStep) -> list[Entry]:
+    """Everything that differs from step to step."""
+    assert isinstance(step.batch, StackBatch)
+    assert isinstance(step.rule, DiagonalJacobian)
+    return [step.examples, step.clip, *step.batch.tensors(), *step.rule.entries()]
+
+
+def _kind(number: Entry) -> Hashable:
+    return (tuple(number.shape), number.dtype) if isinstance(number, Tensor) else type(number)
+
+
+def _cloned(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone(memory_format=torch.contiguous_format)

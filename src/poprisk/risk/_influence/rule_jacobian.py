@@ -1,0 +1,211 @@
+r"""The derivative of one optimizer step: how new weights and states respond to old weights, gradient and old states.
+
+Rules that treat every coordinate alone (SGD, Adam, the population rule with element gates) have diagonals only, a
+small table of vectors :math:`\partial\,\mathrm{out}/\partial\,\mathrm{in}`, and carrying many directions is
+multiplying and adding. A gate pooled over rows or tensors couples coordinates; those steps are differentiated whole.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.func import jvp, vjp, vmap
+
+from poprisk._core.autodiff import load_forward_mode
+from poprisk.errors import RunError
+from poprisk.runs import FlatRule
+
+GateMode = Literal["differentiated", "frozen"]
+Blocks = list[Tensor]
+"""Weights and then each state: one row per direction, [q, d] each."""
+Entry = float | Tensor | None
+
+
+class RuleJacobian(Protocol):
+    """What is needed of a step's derivative."""
+
+    def push(self, blocks: Blocks, dg: Float[Tensor, "q d"]) -> Blocks:
+        """Directions of weights, states and gradient before the step to those of weights and states after it."""
+        ...
+
+    def pull(self, blocks: Blocks) -> tuple[Blocks, Float[Tensor, "q d"]]:
+        """The transpose: covectors after the step to covectors of weights and states, and of the gradient, before."""
+        ...
+
+
+def rule_jacobian(
+    rule: FlatRule,
+    k: int,
+    w: Float[Tensor, "d"],
+    g: Float[Tensor, "d"],
+    state: tuple[Tensor, ...],
+    *,
+    gate: GateMode = "differentiated",
+) -> RuleJacobian:
+    r"""The derivative of step k at the numbers it was taken with.
+
+    A coordinate that never had a gradient stands at the corner of Adam's square root. There the derivative by v has
+    no meaning and is 0 (the coordinate does not move), and the one by g is the limit :math:`-\eta/\epsilon`; neither
+    is ever NaN. A row of such coordinates (a dead unit) stands at the 0/0 of a gate pooled over it, and is treated so
+    too.
+
+    Raises:
+        RunError: the derivative is not finite at a coordinate that had gradients.
+    """
+    load_forward_mode()
+    held = rule.gate(k, w, g, state).detach() if gate == "frozen" else None
+    if rule.elementwise:
+        return DiagonalJacobian(rule, k, w, g, _off_the_corner(rule, state), held)
+    never = torch.stack([x.detach() == 0 for x in (g, *state)]).all(0)
+    return WholeJacobian(rule, k, w, g, _off_the_ratio(rule, state), held, never)
+
+
+class DiagonalJacobian:
+    """A table of diagonals: ``table[out][in]`` with inputs w, g and the states, outputs w and the states."""
+
+    def __init__(
+        self, rule: FlatRule, k: int, w: Tensor, g: Tensor, state: tuple[Tensor, ...], gate: Tensor | None
+    ) -> None:
+        # Every output depends on its own coordinate alone, so the gradient of its sum is its diagonal. Forward mode
+        # gives the same, but takes the zero tangents of numbers like ϵ through Python: much slower for small d.
+        with torch.enable_grad():
+            point = [x.detach().requires_grad_() for x in (w, g, *state)]
+            moved, after = rule.step(k, point[0], point[1], tuple(point[2:]), gate=gate)
+            self._table: list[list[Entry]] = [
+                [None if entry is None else _cleaned(entry, point[1:], k) for entry in _diagonals(out, point)]
+                for out in (moved, *after)
+            ]
+
+    def entries(self) -> list[Entry]:
+        """The table, row by row."""
+        return [entry for row in self._table for entry in row]
+
+    def on(self, entries: Sequence[Entry]) -> "DiagonalJacobian":
+        """The same table with other entries, in the order of :meth:`entries`."""
+        made, width = copy.copy(self), len(self._table[0])
+        made._table = [list(entries[i : i + width]) for i in range(0, len(entries), width)]
+        return made
+
+    def push(self, blocks: Blocks, dg: Float[Tensor, "q d"]) -> Blocks:
+        """See :class:`RuleJacobian`."""
+        ins = [blocks[0], dg, *blocks[1:]]
+        return [_combined(row, ins) for row in self._table]
+
+    def pull(self, blocks: Blocks) -> tuple[Blocks, Float[Tensor, "q d"]]:
+        """See :class:`RuleJacobian`."""
+        w, g, *state = (_combined(list(column), blocks) for column in zip(*self._table, strict=True))
+        return [w, *state], g
+
+
+class WholeJacobian:
+    """Any rule, by forward and reverse mode through the step as it is; ``never`` marks what had no gradient yet."""
+
+    def __init__(
+        self,
+        rule: FlatRule,
+        k: int,
+        w: Tensor,
+        g: Tensor,
+        state: tuple[Tensor, ...],
+        gate: Tensor | None,
+        never: Bool[Tensor, "d"],
+    ) -> None:
+        self._point, self._number, self._never = (w, g, *state), k, never
+
+        def step(*x: Tensor) -> tuple[Tensor, ...]:
+            moved, after = rule.step(k, x[0], x[1], tuple(x[2:]), gate=gate)
+            return (moved, *after)
+
+        self._step = step
+
+    def push(self, blocks: Blocks, dg: Float[Tensor, "q d"]) -> Blocks:
+        """See :class:`RuleJacobian`."""
+        ins = (blocks[0], dg, *blocks[1:])
+        return self._settled(vmap(lambda *v: jvp(self._step, self._point, v)[1])(*ins), ins)
+
+    def pull(self, blocks: Blocks) -> tuple[Blocks, Float[Tensor, "q d"]]:
+        """See :class:`RuleJacobian`."""
+        pullback = vjp(self._step, *self._point)[1]
+        w, g, *state = self._settled(vmap(lambda *c: pullback(c))(*blocks), blocks)
+        return [w, *state], g
+
+    def _settled(self, found: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+        """The same, 0 where a coordinate never moved and it is not finite; refuses what else is not finite."""
+        if all(bool(x.isfinite().all()) for x in found):
+            return list(found)
+        clean = [torch.where(self._never & ~x.isfinite(), 0.0, x) for x in found]
+        # Directions that have grown past all bounds are the run's chaos and no fault of this step.
+        room = torch.finfo(clean[0].dtype).max ** 0.5
+        ordinary = torch.stack([(x.abs() < room).all(1) for x in given]).all(0)
+        for x in clean:
+            bad = (~x.isfinite() & ordinary[:, None]).any(0)
+            if bool(bad.any()):
+                raise RunError(_not_finite(self._number, int(bad.nonzero()[0])))
+        return clean
+
+
+def _diagonals(out: Tensor, point: list[Tensor]) -> Sequence[Tensor | None]:
+    """The derivative of every entry of ``out`` by the same entry of each input; None where it does not depend on it."""
+    if not out.requires_grad:
+        return [None] * len(point)
+    return torch.autograd.grad(out.sum(), point, retain_graph=True, allow_unused=True)
+
+
+def _combined(entries: list[Entry], blocks: Blocks) -> Tensor:
+    """Σ entry · block; every row of a block is multiplied by the same diagonal."""
+    out: Tensor | None = None
+    for entry, block in zip(entries, blocks, strict=True):
+        if entry is None:
+            continue
+        if out is None:
+            out = block * entry
+        elif isinstance(entry, Tensor):
+            out.addcmul_(block, entry)
+        else:
+            out.add_(block, alpha=entry)
+    return torch.zeros_like(blocks[0]) if out is None else out
+
+
+def _cleaned(entry: Tensor, moments: list[Tensor], k: int) -> Entry:
+    """The diagonal, 0 where a coordinate never moved and it is not finite; None if all are 0, a float if all equal."""
+    low, high = (float(x) for x in entry.aminmax())
+    if not math.isfinite(low + high):
+        never = torch.stack([x.detach().abs() < _corner(x.dtype) * 2 for x in moments]).all(0)
+        entry = torch.where(never & ~entry.isfinite(), 0.0, entry)
+        low, high = (float(x) for x in entry.aminmax())
+    if not math.isfinite(low + high):
+        worst = int((~entry.isfinite()).nonzero()[0])
+        raise RunError(_not_finite(k, worst))
+    if low == high:
+        return None if low == 0 else low
+    return entry
+
+
+def _not_finite(k: int, weight: int) -> str:
+    return (
+        f"the derivative of step {k} by the numbers it was taken with is not finite at weight {weight}: its moments "
+        "are too small for this dtype; use dtype=torch.float64"
+    )
+
+
+def _corner(dtype: torch.dtype) -> float:
+    """A second moment so small that it changes no step, and large enough that 1/√v is a number."""
+    return 1e4 * torch.finfo(dtype).tiny
+
+
+def _off_the_corner(rule: FlatRule, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Second moments that are exactly 0 become tiny: derivatives are then those of the limit."""
+    named = zip(rule.state_names, state, strict=True)
+    return tuple(torch.where(x == 0, _corner(x.dtype), x) if name == "v" else x for name, x in named)
+
+
+def _off_the_ratio(rule: FlatRule, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Moments that are exactly 0 become tiny: the 0/0 of a pooled gate is a number, and the gate closed as it was."""
+    corner = _corner(state[0].dtype)
+    noise = corner / torch.finfo(state[0].dtype).eps
+    tiny = {"m": corner**0.5, "v": noise, "s": noise}
+    return tuple(torch.where(x == 0, tiny[name], x) for name, x in zip(rule.state_names, state, strict=True))

@@ -1,0 +1,139 @@
+"""What the members of an ensemble differ in: example weights, other examples, other labels; and their batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+from poprisk._core.autodiff import Inputs, take_examples
+from poprisk.errors import DataError
+from poprisk.runs import Problem, Run
+
+
+@dataclass(frozen=True)
+class Members:
+    r"""What each of K trainings is to differ in from the recorded one.
+
+    A step whose gradient was :math:`\sum_{i \in B} \omega_i \nabla \ell_i` has
+    :math:`\sum_{i \in B} \omega_i \alpha_{ki} \nabla \ell_{ki}` for member k: examples are weighted and never deleted,
+    so that every member sees the recorded batches.
+
+    Args:
+        weights: α, one row for each member, one number (0 or more) for each training example; 1 as recorded.
+        index_map: Which example stands at position i of member k: a training example 0 … n-1, or n + j for row j of
+            ``pool``. Default: the training examples as they are.
+        pool: Inputs and targets beyond the training examples.
+        targets: Each member's own targets [K, n, …] for the training inputs, e.g. other labels.
+        initial: Each member's first weights; default: the run's.
+
+    >>> Members(torch.tensor([[1.0, 1.0, 0.0]])).count
+    1
+    """
+
+    weights: Float[Tensor, "members n"]
+    index_map: Int[Tensor, "members n"] | None = None
+    pool: tuple[Inputs, Tensor] | None = None
+    targets: Tensor | None = None
+    initial: Float[Tensor, "members d"] | None = None
+
+    @property
+    def count(self) -> int:
+        """K."""
+        return len(self.weights)
+
+
+class MemberExamples:
+    """The examples of a stretch of members, batch by batch: shared where no member has its own."""
+
+    def __init__(
+        self, problem: Problem, members: Members, chunk: slice, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._problem, self._dtype = problem, dtype
+        self.weights = members.weights[chunk].to(device, dtype)
+        self._targets = None if members.targets is None else cast(members.targets[chunk].to(device), dtype)
+        self._map, self._changed, self._pool = None, None, None
+        if members.index_map is not None:
+            self._map = members.index_map[chunk].to(device)
+            own = torch.arange(len(problem), device=device)
+            self._changed = (self._map != own).any(0).to("cpu")  # once: batches are recorded on the CPU
+        if members.pool is not None:
+            self._pool = (moved(members.pool[0], device), members.pool[1].to(device))
+
+    def batch(self, index: Tensor, generator: Generator | None) -> tuple[Inputs, Tensor, tuple[int | None, int | None]]:
+        """Inputs and targets, and the axis of each that counts the members, None where they share them."""
+        if self._map is not None and self._changed is not None and bool(self._changed[index].any()):
+            rows = self._map[:, index.to(self._map.device)]
+            inputs, targets = self._own(rows)
+            return inputs, targets, (0, 0)
+        inputs, targets = self._problem.batch(index, generator=generator, dtype=self._dtype)
+        if self._targets is None:
+            return inputs, targets, (None, None)
+        return inputs, self._targets[:, index.to(self._targets.device)], (None, 0)
+
+    def _own(self, rows: Int[Tensor, "members b"]) -> tuple[Inputs, Tensor]:
+        problem, n = self._problem, len(self._problem)
+        inputs, targets = take_examples(problem.inputs, rows.clamp(max=n - 1)), problem.targets[rows.clamp(max=n - 1)]
+        if self._pool is not None:
+            beyond, strange = rows >= n, (rows - n).clamp(min=0)
+            others, labels = take_examples(self._pool[0], strange), self._pool[1][strange]
+            pairs = zip(parts(inputs), parts(others), strict=True)
+            merged = tuple(_pick(beyond, other, own) for own, other in pairs)
+            inputs, targets = merged if isinstance(inputs, tuple) else merged[0], _pick(beyond, labels, targets)
+        converted = tuple(cast(part, self._dtype) for part in parts(inputs))
+        return converted if isinstance(inputs, tuple) else converted[0], cast(targets, self._dtype)
+
+
+def check_members(run: Run, members: Members, keep: Sequence[int]) -> None:
+    """Refuses members that do not fit the run.
+
+    Raises:
+        DataError: weights are negative, not finite or of the wrong shape, or an index is out of range.
+    """
+    n, weights, K = run.num_examples, members.weights, members.count
+    if weights.dim() != 2 or weights.shape[1] != n or not K or not weights.is_floating_point():
+        raise DataError(
+            f"members need a row of {n} weights each, one for each training example, got {weights.dtype} of shape "
+            f"{list(weights.shape)}"
+        )
+    if not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise DataError("example weights must be finite numbers and not negative: 0 leaves an example out")
+    if bool((weights.sum(1) == 0).any()):
+        raise DataError("a member has weight 0 for every example: there is nothing to train on")
+    if members.index_map is not None:
+        rows = n + (0 if members.pool is None else len(members.pool[1]))
+        index = members.index_map
+        if index.shape != (K, n) or index.is_floating_point() or bool(((index < 0) | (index >= rows)).any()):
+            raise DataError(
+                f"index_map must be whole numbers from 0 to {rows - 1} of shape {[K, n]}, got {list(index.shape)}"
+            )
+        if members.targets is not None:
+            raise DataError("give either index_map or targets: an example from elsewhere brings its own target")
+    elif members.pool is not None:
+        raise DataError("a pool of other examples needs an index_map that says where they stand")
+    if members.targets is not None and members.targets.shape[:2] != (K, n):
+        raise DataError(f"targets must have shape {[K, n]} in front, got {list(members.targets.shape)}")
+    if members.initial is not None and members.initial.shape != (K, run.num_weights):
+        raise DataError(f"initial must have shape {[K, run.num_weights]}, got {list(members.initial.shape)}")
+    if any(not 0 <= k <= run.num_steps for k in keep):
+        raise DataError(f"weights can be kept before the steps 0 … {run.num_steps}, got {list(keep)}")
+
+
+def parts(inputs: Inputs) -> tuple[Tensor, ...]:
+    """One tensor as a tuple of one."""
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def moved(inputs: Inputs, device: torch.device) -> Inputs:
+    """On another device."""
+    return tuple(x.to(device) for x in inputs) if isinstance(inputs, tuple) else inputs.to(device)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another precision, where it is not whole numbers."""
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _pick(where: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    return torch.where(where.reshape(*where.shape, *[1] * (no.dim() - where.dim())), yes.to(no.dtype), no)

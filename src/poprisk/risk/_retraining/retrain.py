@@ -1,0 +1,356 @@
+r"""A recorded run trained again many times at once, each time with other example weights, examples or labels."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import functional as F
+
+from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, probe, resolve_loss, slices
+from poprisk._core.progress import training_progress
+from poprisk.errors import DataError, RunError
+from poprisk.risk._retraining.members import MemberExamples, Members, cast, check_members, moved, parts
+from poprisk.runs import FlatRule, Problem, Run, SegmentReader, flat_rule, step_generator
+
+_CACHED_BYTES = 2**23
+"""On a CPU a stacked vector beyond this is slower per member: memory is fetched and mapped anew at every operation."""
+_SMALL_WORK = 1e12
+"""Multiplications up to which nobody needs to see how far it is."""
+_UNEXPLAINED = 1e-6
+"""A relative difference from 1 beyond which a recorded factor was more than rounding."""
+
+
+@dataclass(frozen=True)
+class Retrained:
+    """Where the members ended."""
+
+    weights: Float[Tensor, "members d"]
+    """After the last step; NaN where a member diverged."""
+    kept: dict[int, Float[Tensor, "members d"]]
+    """Before the steps that were asked for."""
+    trainings: float
+    """What it cost, in trainings like the recorded one."""
+    notes: tuple[str, ...]
+    """What was not trained again but taken over from the recorded run."""
+    step: int = 0
+    """Before which step of the run the members stand."""
+    state: tuple[Float[Tensor, "members d"], ...] = ()
+    """Of their optimizers there, to go on from."""
+
+
+def retrain(
+    run: Run,
+    members: Members,
+    *,
+    keep: Sequence[int] = (),
+    stop: int | None = None,
+    resume: Retrained | None = None,
+    dtype: torch.dtype | None = None,
+    memory: int = 2**30,
+    progress: bool | None = None,
+    check: bool = True,
+) -> Retrained:
+    r"""Train a run's model again from its first weights, K times in one stacked computation.
+
+    Batches in their order, options, learning rates, micro-batches and seeded augmentation are the recorded ones. Where
+    :func:`poprisk.runs.train` clipped (``clip_norm``), each member's gradient is clipped by its own norm; a factor from
+    a loop of one's own whose origin is not recorded is applied as it was, and ``notes`` says so. A member with all
+    weights 1 ends where the run ended, to rounding.
+
+    The gradients of all members are batched matrix products of the whole batch (no per-example gradient is formed), so
+    that K members cost the arithmetic of K runs. On the CPU they are worked on a few at a time, about 8 MiB per
+    stacked vector, which is faster than all at once; ``memory`` bounds it on every device.
+
+    Args:
+        run: With its problem, and nothing in the way of exact work (``run.obstacles``).
+        members: What each training differs in.
+        keep: Steps before which the weights are kept, from 0 to ``stop``.
+        stop: The step before which to end; default: with the run.
+        resume: Go on from where the same members stood when the recording was shorter, or stopped earlier.
+        dtype: Of the arithmetic; default: the run's.
+        memory: Bytes that the members worked on together may take, about.
+        progress: Show how far it is, on stderr; None does so where it takes long.
+        check: Take the run's first two steps and compare, where they were recorded densely.
+
+    Returns:
+        The members' weights, beside the problem's examples.
+
+    Raises:
+        RunError: the run has no problem, mixes its examples or draws at random, has weights of low precision, or its
+            steps are not those of its optimizer on its problem.
+        DataError: weights are negative, not finite or of the wrong shape, or an index is out of range.
+
+    >>> from poprisk.runs import train
+    >>> x = torch.tensor([[1.0], [1.0], [1.0]])
+    >>> problem = Problem(torch.nn.Linear, "squared", x, torch.tensor([[0.0], [0.0], [3.0]]),
+    ...                   arguments={"in_features": 1, "out_features": 1, "bias": False})
+    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.5), steps=40, progress=False)
+    >>> retrain(run, Members(torch.tensor([[1.0, 1.0, 1.0], [1.5, 1.5, 0.0]]))).weights.round(decimals=4).abs()
+    tensor([[1.],
+            [0.]])
+    """
+    run.require_exact()
+    rule, dtype = flat_rule(run), dtype or run.layout.dtype
+    check_members(run, members, keep)
+    trainer = _Trainer(run, rule, dtype, members)
+    if check and run.is_dense and run.num_steps:
+        _check_first_steps(run, trainer)
+    last = run.num_steps if stop is None else stop
+    first = _resumed(run, members, keep, last, resume)
+    largest = max((len(index) for k in range(run.num_steps) for index, _ in trainer.recorded(k).parts(k)), default=1)
+    width = _members_at_once(trainer, memory, _held(trainer), largest)
+    steps = last - first
+    work = 6.0 * members.count * run.num_weights * steps * (len(run.batch(0)) if run.num_steps else 0)
+    shown = work > _SMALL_WORK if progress is None else progress
+    found: list[dict[int, Tensor]] = []
+    states: list[tuple[Tensor, ...]] = []
+    chunks = list(slices(members.count, width))
+    with training_progress(f"{members.count} trainings", 0, max(steps * len(chunks), 1), shown=shown) as report:
+        for c, chunk in enumerate(chunks):
+            found.append({})
+            for k, w, state, loss in trainer.steps(chunk, last, resume):
+                if k in keep or k == last:
+                    found[-1][k] = w.clone()
+                if k == last:
+                    states.append(state)
+                if k > first:
+                    report(c * steps + k - first, loss)
+    stacked = {k: torch.cat([part[k] for part in found]) for k in {*keep, last}}
+    return Retrained(
+        weights=stacked[last],
+        kept={k: stacked[k] for k in keep},
+        trainings=members.count * steps / max(run.num_steps, 1),
+        notes=tuple(dict.fromkeys(trainer.notes)),
+        step=last,
+        state=tuple(torch.cat(each) for each in zip(*states, strict=True)),
+    )
+
+
+def _resumed(run: Run, members: Members, keep: Sequence[int], last: int, resume: Retrained | None) -> int:
+    """Where the members stand; refuses what cannot be gone on with."""
+    first = 0 if resume is None else resume.step
+    if not first <= last <= run.num_steps or any(not first <= k <= last for k in keep):
+        raise DataError(
+            f"the members stand before step {first} of a run of {run.num_steps}: stop and keep must lie from there on, "
+            f"got stop={last} and keep={list(keep)}"
+        )
+    if resume is not None and resume.weights.shape != (members.count, run.num_weights):
+        raise DataError(
+            f"resume has members of shape {list(resume.weights.shape)}, expected {[members.count, run.num_weights]}"
+        )
+    return first
+
+
+@dataclass
+class _Trainer:
+    """The run's steps for a stretch of members."""
+
+    run: Run
+    rule: FlatRule
+    dtype: torch.dtype
+    members: Members
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        run, problem = self.run, self.run.problem
+        self.module, self.problem = run.module(self.dtype), problem
+        training = run.manifest["training"]
+        self.clip_norm = training.get("clip_norm") if isinstance(training, dict) else None
+        self.seed = run.manifest["seed"] if run.augmented else None
+        if run.augmented and problem.augment is None:
+            raise RunError(
+                f"the run was augmented and problem {problem.name!r} has no augment: pass the one that was used"
+            )
+        if run.augmented and self.members.index_map is not None:
+            raise RunError(
+                "an augmented run cannot be trained again with other examples: its changes are of the recorded ones"
+            )
+        self._gradient = grad_and_value(self._loss)
+        self._stacked: dict[tuple[int, ...], Replayed[tuple[Tensor, Tensor]]] = {}
+        self._reader: SegmentReader | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.problem.device
+
+    def recorded(self, k: int) -> SegmentReader:
+        """The stretch that has step k; opened once for all its steps."""
+        if self._reader is None or not self._reader.start <= k < self._reader.stop:
+            self._reader = self.run.recorded(k)
+        return self._reader
+
+    def first_weights(self, chunk: slice) -> Tensor:
+        given = self.members.initial
+        if given is not None:
+            return given[chunk].to(self.device, self.dtype, copy=True)
+        count = len(range(*chunk.indices(self.members.count)))
+        return self.run.weights(0).to(self.device, self.dtype).repeat(count, 1)
+
+    @torch.no_grad()
+    def steps(
+        self, chunk: slice, stop: int, resume: Retrained | None = None
+    ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...], Tensor]]:
+        """The members' weights and states before each step and after the last, with the loss of the step before."""
+        if resume is None:
+            start, w = 0, self.first_weights(chunk)
+            state = self.rule.initial(w)
+        else:
+            start, w = resume.step, resume.weights[chunk].to(self.device, self.dtype)
+            state = tuple(each[chunk].to(self.device, self.dtype) for each in resume.state)
+        loss = w.new_zeros(())
+        data = MemberExamples(self.problem, self.members, chunk, self.device, self.dtype)
+        for k in range(start, stop):
+            yield k, w, state, loss
+            with exact_kernels(self.module):
+                g, loss = self._step_gradient(k, w, data)
+                w, state = self.rule.step(k, w, g, state)
+        yield stop, w, state, loss
+
+    def _step_gradient(self, k: int, w: Tensor, data: "MemberExamples") -> tuple[Tensor, Tensor]:
+        batches, factor = self.recorded(k).parts(k), self._factor(k)
+        generator = None if self.seed is None else step_generator(self.seed, k)
+        g, loss = None, w.new_zeros(())
+        for index, given in batches:
+            recorded = _mean_weights(index, len(batches)) if given is None else given
+            omega = (recorded * factor).to(self.device, self.dtype)
+            inputs, targets, axes = data.batch(index, generator)
+            weights = omega * data.weights[:, index.to(self.device)]
+            added, losses = self._member_gradients(w, weights, inputs, targets, axes)
+            if len(batches) > 1 and g is None:
+                added = added.clone()  # the next part's gradient is written over this one
+            g, loss = added if g is None else g + added, loss + losses.mean()
+        assert g is not None
+        if self.clip_norm is not None:
+            norm = torch.linalg.vector_norm(g, dim=1, keepdim=True)
+            g = g * (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+        return g, loss
+
+    def _member_gradients(
+        self, w: Tensor, weights: Tensor, inputs: Inputs, targets: Tensor, axes: tuple[int | None, int | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Each member's gradient and loss; on a GPU replayed, and overwritten by the next step's."""
+        several = isinstance(inputs, tuple)
+
+        def gradients(w: Tensor, weights: Tensor, targets: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
+            return vmap(self._gradient, in_dims=(0, 0, *axes))(w, weights, batch if several else batch[0], targets)
+
+        form = tuple(-1 if axis is None else axis for axis in axes)
+        if form not in self._stacked:
+            on_gpu = self.device.type == "cuda"
+            self._stacked[form] = Replayed(gradients, capture=on_gpu, only=lambda _: on_gpu)
+        return self._stacked[form](w, weights, targets, *parts(inputs))
+
+    def _factor(self, k: int) -> float:
+        """What the recorded gradient was multiplied by, beside a clipping that is done again."""
+        if self.clip_norm is not None:
+            return 1.0
+        factor, scale = self.recorded(k).factor(k)
+        if abs(factor * scale - 1) > _UNEXPLAINED:
+            self.notes.append(
+                "gradients were multiplied by factors whose origin is not recorded (clipping in a loop of one's own): "
+                "each member has the recorded factors"
+            )
+        return factor * scale
+
+    def _loss(self, w: Tensor, weights: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
+        return torch.dot(weights, example_losses(self.problem, self.outputs(w, inputs), targets))
+
+    def outputs(self, w: Float[Tensor, "d"], inputs: Inputs) -> Float[Tensor, "b *out"]:
+        """One member's outputs for a batch."""
+        layout = self.run.layout
+        pieces = zip(layout.names, layout.split(w), strict=True)
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        batch = inputs if isinstance(inputs, tuple) else (inputs,)
+        return functional_call(self.module, (dict(pieces), buffers), batch)
+
+
+def example_losses(problem: Problem, outputs: Float[Tensor, "b *out"], targets: Tensor) -> Float[Tensor, "b"]:
+    """Each example's loss of a batch, as one operation where torch has it.
+
+    >>> problem = Problem(torch.nn.Identity, "squared", torch.zeros(1, 2), torch.zeros(1, 2))
+    >>> example_losses(problem, torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2))
+    tensor([12.5000])
+    """
+    if problem.loss == "cross_entropy" and outputs.dim() == 2:
+        return F.cross_entropy(outputs, targets, reduction="none")
+    if problem.loss == "squared" and outputs.shape == targets.shape:
+        return 0.5 * (outputs - targets).square().flatten(1).sum(1)
+    return vmap(resolve_loss(problem.loss))(outputs, targets)
+
+
+def member_outputs(
+    run: Run, weights: Float[Tensor, "members d"], inputs: Inputs, *, own: bool = False, memory: int = 2**30
+) -> Float[Tensor, "members b *out"]:
+    """Every member's outputs for a batch, or with ``own`` for a batch of its own (inputs [members, b, …]).
+
+    >>> from poprisk.runs import train
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
+    ...                   arguments={"in_features": 2, "out_features": 1, "bias": False})
+    >>> run = train(problem, torch.optim.SGD, steps=1, progress=False)
+    >>> member_outputs(run, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.eye(2)).squeeze(2)
+    tensor([[1., 2.],
+            [3., 4.]])
+    """
+    trainer = _Trainer(run, flat_rule(run), weights.dtype, Members(torch.ones(len(weights), run.num_examples)))
+    converted = tuple(cast(part, weights.dtype) for part in parts(moved(inputs, weights.device)))
+    held = _held(trainer)
+    block = max(1, memory // (3 * held * weights.element_size() + 1))  # examples at once, where one member fills memory
+    found = []
+    with torch.no_grad(), exact_kernels(trainer.module):
+        for columns in slices(converted[0].shape[1 if own else 0], block):
+            rows = (slice(None), columns) if own else (columns,)
+            part = tuple(x[rows] for x in converted)
+            width = _members_at_once(trainer, memory, held, part[0].shape[1 if own else 0])
+            done = [
+                _outputs(trainer, weights[a], part, a, own, many=isinstance(inputs, tuple))
+                for a in slices(len(weights), width)
+            ]
+            found.append(torch.cat(done))
+    return torch.cat(found, 1)
+
+
+def _outputs(
+    trainer: _Trainer, weights: Tensor, batch: tuple[Tensor, ...], rows: slice, own: bool, many: bool
+) -> Tensor:
+    part = tuple(x[rows] for x in batch) if own else batch
+    return vmap(trainer.outputs, in_dims=(0, 0 if own else None))(weights, part if many else part[0])
+
+
+def _held(trainer: _Trainer) -> int:
+    """Numbers that a forward pass computes for one example; refuses a forward in which examples mix."""
+    problem, dtype = trainer.problem, trainer.dtype
+    w = trainer.run.weights(0).to(trainer.device, dtype)
+
+    def outputs(rows: list[int]) -> Tensor:
+        return trainer.outputs(w, problem.batch(torch.tensor(rows), dtype=dtype)[0])
+
+    return probe(outputs, len(problem)).held
+
+
+def _members_at_once(trainer: _Trainer, memory: int, held: int, batch: int) -> int:
+    """As many members as fit, and on a CPU no more than work well together."""
+    vector = trainer.run.num_weights * trainer.dtype.itemsize
+    vectors = 4 + 2 * len(trainer.rule.state_names)
+    fits = max(1, memory // (vectors * vector + 3 * held * batch * trainer.dtype.itemsize))
+    return int(fits if trainer.device.type != "cpu" else min(fits, max(10, _CACHED_BYTES // vector)))
+
+
+def _mean_weights(index: Tensor, batches: int) -> Float[Tensor, "b"]:
+    return torch.full((len(index),), 1 / (batches * len(index)), dtype=torch.float64)
+
+
+def _check_first_steps(run: Run, trainer: _Trainer) -> None:
+    """What the problem and the optimizer's options give must be what was recorded: else no member means anything."""
+    alone = _Trainer(run, trainer.rule, trainer.dtype, Members(torch.ones(1, run.num_examples)))
+    stop = min(2, run.num_steps)
+    for k, w, _, _ in alone.steps(slice(0, 1), stop):
+        recorded = run.weights(k).to(w)
+        distance, off = (recorded - run.weights(0).to(w)).norm(), (w[0] - recorded).norm()
+        if not bool(off <= 1e-3 * distance + 1e-5 * recorded.norm()):
+            raise RunError(
+                f"step {k - 1} cannot be taken again: the weights come out {float(off / recorded.norm()):.1e} "
+                "(relative) off; the run had a variance source, or its loop changed gradients in a way not recorded"
+            )

@@ -1,0 +1,132 @@
+"""Weights and optimizer state at one moment, as named tensors: what resuming and replay start from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from poprisk._core.store import fingerprint
+from poprisk.errors import RunError
+from poprisk.runs._layout import Layout
+from poprisk.runs._linearize import OPTIMIZERS, flat_buffer
+
+_WEIGHTS, _STATE, MODULE_BUFFER = "checkpoint.weights", "checkpoint.state.", "checkpoint.module."
+
+
+def capture(layout: Layout, parameters: Sequence[Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
+    """A copy of the flat weights and of every state tensor, the latter by parameter name and entry."""
+    tensors = {_WEIGHTS: layout.flatten(parameters)}
+    for name, p in zip(layout.names, parameters, strict=True):
+        for key, value in optimizer.state[p].items() if p in optimizer.state else ():
+            if isinstance(value, Tensor):
+                tensors[f"{_STATE}{key}.{name}"] = value.detach().clone()
+    return tensors
+
+
+def capture_buffers(module: nn.Module, known: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Copies of the module's buffers that are not what they were known to be."""
+    now = dict(module.named_buffers())
+    changed = (name for name, b in now.items() if (old := known.get(name)) is None or not torch.equal(b, old))
+    return {MODULE_BUFFER + name: now[name].detach().clone() for name in changed}
+
+
+def frozen_fingerprint(module: nn.Module) -> str:
+    """SHA-256 of all that is not trained: frozen parameters and buffers."""
+    frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    return fingerprint({**frozen, **dict(module.named_buffers())})
+
+
+def weights_of(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The flat weights of a checkpoint."""
+    return tensors[_WEIGHTS].clone()
+
+
+def buffer_of(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """The momentum buffer of a checkpoint, zero where there is none."""
+    pieces = layout.split(tensors[_WEIGHTS])
+    buffer = flat_buffer(layout, [_state_of(tensors, name) for name in layout.names], pieces)
+    return torch.zeros_like(tensors[_WEIGHTS]) if buffer is None else buffer
+
+
+def restore(
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    module: nn.Module,
+    parameters: Sequence[Tensor],
+    optimizer: Optimizer,
+    options: Sequence[Mapping[str, Any]],
+) -> None:
+    """Put module and optimizer where they were."""
+    with torch.no_grad():
+        for p, piece in zip(parameters, layout.split(tensors[_WEIGHTS]), strict=True):
+            p.copy_(piece)
+        for name, buffer in module.named_buffers():
+            if MODULE_BUFFER + name in tensors:
+                buffer.copy_(tensors[MODULE_BUFFER + name])
+    states = {id(p): _state_of(tensors, name) for name, p in zip(layout.names, parameters, strict=True)}
+    state_dict = optimizer.state_dict()
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    state_dict["state"] = {i: states[id(p)] for i, p in enumerate(order) if states[id(p)]}
+    optimizer.load_state_dict(state_dict)
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        set_options(group, saved)
+
+
+def rebuild_optimizer(
+    name: str, options: Sequence[Mapping[str, Any]], layout: Layout, parameters: Sequence[Tensor]
+) -> Optimizer:
+    """A new optimizer of the recorded kind over these parameters, grouped and set as the recorded one was."""
+    kind: Any = OPTIMIZERS[name]
+    groups = [
+        {**{key: _parsed(value) for key, value in saved.items()}, "params": members}
+        for g, saved in enumerate(options)
+        if (members := [p for p, group in zip(parameters, layout.groups, strict=True) if group == g])
+    ]
+    if len(groups) != len(options):
+        raise RunError("a parameter group of the recorded optimizer was empty: its numbering cannot be restored")
+    return kind(groups)
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's options as JSON values."""
+    return {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Give a group options that were recorded; a tensor keeps its place and gets the value."""
+    for key, value in options.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = _parsed(value)
+
+
+def _state_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    found = {}
+    for key, tensor in tensors.items():
+        entry, _, owner = key.removeprefix(_STATE).partition(".")
+        if key.startswith(_STATE) and owner == name:
+            found[entry] = tensor.clone()
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _parsed(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    if isinstance(value, Mapping):
+        return {key: _parsed(entry) for key, entry in value.items()}
+    return tuple(_parsed(entry) for entry in value) if isinstance(value, list) else value

@@ -1,0 +1,92 @@
+r"""Does a model have the gradients that a run's first steps were taken with? Asked when a recorded run is analysed.
+
+Import paths and fingerprints tell problems apart only where their parts have them; the recorded steps always do: a step
+that is affine in its gradient can be solved for it.
+"""
+
+import torch
+from torch import Tensor
+
+from poprisk._core.autodiff import FlatModel
+from poprisk.errors import RunError
+from poprisk.runs._run import Run
+from poprisk.runs._step import PerWeight
+
+# Two steps that moved weights are enough; with a gate or a warm-up the very first ones may not.
+_STEPS, _LOOKED_AT = 2, 10
+# Of the root of the machine epsilon: gradients on one kind of processor; on others convolutions may be rounded further.
+_TOLERANCE, _TOLERANCE_ON_DEVICES = 4.0, 40.0
+# Roundings of a weight in one step.
+_ROUNDINGS = 8.0
+
+
+def check_first_steps(run: Run, model: FlatModel) -> None:
+    r"""Refuses a model whose gradients are not those of the run's first two steps that moved weights.
+
+    .. math:: M (a \kappa + b) \odot f = w_k - w_{k+1} - \lambda w_k + \sigma - M a \beta\, v_{k-1}
+              - M (a \kappa + b) \lambda^c w_k
+
+    is solved for f and compared with :math:`J^\top S g` of the model, to the root of the machine epsilon and to what
+    the rounding of the weights leaves visible. A run with checkpoints only is compared when it is replayed; one whose
+    inputs were augmented, or which allows no exact analysis, not at all.
+
+    Raises:
+        RunError: they differ.
+
+    >>> from poprisk.runs import Problem
+    >>> from poprisk.runs import train
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
+    ...                   arguments={"in_features": 2, "out_features": 1})
+    >>> run = train(problem, torch.optim.Adam, steps=2, progress=False)
+    >>> check_first_steps(run, run.model())
+    """
+    if not run.is_dense or run.augmented or run.obstacles:
+        return
+    eps = max(torch.finfo(dtype).eps for dtype in (run.layout.dtype, model.weights.dtype))
+    loose = run.manifest["numerics"]["device"] != "cpu" or model.weights.device.type != "cpu"
+    tolerance, compared = (_TOLERANCE_ON_DEVICES if loose else _TOLERANCE) * eps**0.5, 0
+    for k in range(min(_LOOKED_AT, run.num_steps)):
+        if compared == _STEPS:
+            break
+        f = _gradient(run, model, k)
+        recorded, rounding = _recorded_gradient(run, k)
+        size = max(f.norm().item(), recorded[rounding < recorded.abs()].norm().item())
+        told = rounding <= tolerance * size  # a weight that hardly moved says nothing of its gradient
+        difference = (f - recorded)[told].norm().item()
+        if not difference <= tolerance * size + rounding[told].norm().item():
+            raise RunError(
+                f"the model of problem {run.problem.name!r} does not have the gradient that step {k} of the run was "
+                f"taken with: relative difference {difference / size:.1e}. Its model or loss is another than the "
+                "recorded one (pass the problem it was recorded with), or the loop changed gradients in a way that was "
+                "not recorded"
+            )
+        compared += bool(told.any())
+
+
+def _gradient(run: Run, model: FlatModel, k: int) -> Tensor:
+    step, like = run.step(k), model.weights
+    inputs, targets = run.problem.batch(step.batch, dtype=like.dtype)
+    w = run.weights(k).to(like)
+    shares = (step.selection / run.num_examples).to(like)
+    residuals = shares[:, None] * model.output_gradient(w, inputs, targets)
+    return model.vjp(w, inputs, residuals.reshape(-1)).double().cpu()
+
+
+def _recorded_gradient(run: Run, k: int) -> tuple[Tensor, Tensor]:
+    """What the step says its gradient was, and how much of each entry rounding hides; 0 and infinity if everything."""
+    step = run.step(k)
+    before, after, v = (x.double() for x in (run.weights(k), run.weights(k + 1), run.buffer(k)))
+    M, a = step.preconditioner.double(), _double(step.buffer_share)
+    gain = M * (a * _double(step.new_gradient) + _double(step.direct_share))
+    carried = M * a * _double(step.momentum) * v
+    driven = before - after - _double(step.decay) * before + _double(step.source) - carried
+    eps = torch.finfo(run.layout.dtype).eps
+    rounding = _ROUNDINGS * eps * (before.abs() + after.abs() + carried.abs())
+    moved = gain != 0
+    safe = torch.where(moved, gain, 1.0)
+    recorded = torch.where(moved, driven / safe - _double(step.coupled_decay) * before, 0.0)
+    return recorded, torch.where(moved, rounding / safe.abs(), torch.inf)
+
+
+def _double(value: PerWeight) -> PerWeight:
+    return value.double() if isinstance(value, Tensor) else value

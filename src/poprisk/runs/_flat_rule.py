@@ -1,0 +1,348 @@
+r"""The optimizer of a run as a pure function of flat vectors: what is differentiated, stacked and run again."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import vmap
+
+from poprisk.errors import DataError, RunError
+from poprisk.optim import Hyper, PopulationState, advance, current_gate, hyper_of, is_usable, linearize, population_step
+from poprisk.runs import _checkpoint as checkpoint
+from poprisk.runs._rule_parts import Options, Past, Piece, distinct, options_by_step, past_of, pieces_of
+from poprisk.runs._run import Run
+from poprisk.runs._segment import SegmentReader
+
+State = tuple[Tensor, ...]
+
+
+class FlatRule(ABC):
+    r"""One optimizer step :math:`(w, g, \mathrm{state}) \mapsto (w', \mathrm{state}')` on flat vectors [d].
+
+    Made by :func:`flat_rule`. Learning rates and every other option of step k are those that the run recorded for it,
+    parameter group by parameter group; step counts and bias corrections follow from k. All functions are pure and can
+    be put under ``torch.func.vmap``, ``jvp`` and ``vjp``; weights, gradient and states may also have one more axis in
+    front, one row for each member of an ensemble.
+
+    >>> from poprisk.runs import Problem
+    >>> from poprisk.runs import train
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
+    ...                   arguments={"in_features": 2, "out_features": 1})
+    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), steps=3, progress=False)
+    >>> rule = flat_rule(run)
+    >>> rule.state_names, rule.elementwise
+    (('momentum',), True)
+    >>> w, state = torch.zeros(3), rule.initial(torch.zeros(3))
+    >>> for k in range(2):
+    ...     w, state = rule.step(k, w, torch.ones(3), state)
+    >>> w  # -0.5 (1 + 1.9)
+    tensor([-1.4500, -1.4500, -1.4500])
+    """
+
+    state_names: tuple[str, ...]
+    """The state vectors by name: ``()``, ``("momentum",)``, ``("m", "v")`` or ``("m", "v", "s")``."""
+    elementwise: bool
+    """Whether each weight's step depends on its own numbers alone (not with a gate pooled over rows or tensors)."""
+    _saved: ClassVar[dict[str, str]]
+    """The optimizer's own name for each state vector."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._layout = run, run.layout
+        self._options = options_by_step(run)
+        every_option = distinct(self._options)
+        self.state_names = self._names_of(every_option)
+        self.elementwise = all(self._is_elementwise(options) for options in every_option)
+        start = run.checkpoint(0)
+        self._start = {name: checkpoint._state_of(start, name) for name in self._layout.names}
+        pasts = [past_of(self._start[name]) for name in self._layout.names]
+        self._pieces, first = pieces_of(self._layout, pasts, merged=self.elementwise)
+        self._pasts = [first]
+        self._looked_at: set[int] = set()
+        self._reader: SegmentReader | None = None
+
+    def initial(self, w: Float[Tensor, "*members d"]) -> State:
+        """The state before step 0, beside ``w`` (its shape, dtype and device): zeros, or what the recording found."""
+        return tuple(self._first_state(name).to(w).expand(w.shape) for name in self.state_names)
+
+    def step(
+        self,
+        k: int,
+        w: Float[Tensor, "*members d"],
+        g: Float[Tensor, "*members d"],
+        state: State,
+        *,
+        gate: Float[Tensor, "*members d"] | None = None,
+    ) -> tuple[Float[Tensor, "*members d"], State]:
+        """Step k of the run, with these weights, this gradient and this state in place of the recorded ones.
+
+        Args:
+            k: Which step's options and counts to use.
+            w: Weights before the step.
+            g: The gradient that the optimizer sees: of the batch, times the clipping factor.
+            state: As :attr:`state_names` has them, before the step.
+            gate: A gate to use in place of the one computed from the state, e.g. :meth:`gate` of the recorded step
+                held fixed. Rules without a gate have no use for it.
+
+        Returns:
+            Weights and state after the step.
+
+        Raises:
+            DataError: k is not a step of the run, or the vectors or their number do not fit.
+            RunError: something beside the optimizer moved the weights in this step.
+        """
+        self._check(k, w, g, state)
+        if not self.elementwise and w.dim() > 1:
+            axes = (0, 0, None if gate is None else 0, *[0] * len(state))
+            return vmap(lambda w, g, q, *state: self.step(k, w, g, state, gate=q), axes)(w, g, gate, *state)
+        moved = []
+        for piece, past in zip(self._pieces, self._past(k), strict=True):
+            given = None if gate is None else self._shaped(piece, gate)
+            parts = [self._shaped(piece, x) for x in (w, g, *state)]
+            new_w, new_state = self._move(self._options[k][piece.group], past, parts[0], parts[1], parts[2:], given)
+            moved.append([x.reshape(piece.of(w).shape) for x in (new_w, *new_state)])
+        joined = [x[0] if len(x) == 1 else torch.cat(x, -1) for x in zip(*moved, strict=True)]
+        return joined[0], tuple(joined[1:])
+
+    def gate(
+        self, k: int, w: Float[Tensor, "*members d"], g: Float[Tensor, "*members d"], state: State
+    ) -> Float[Tensor, "*members d"]:
+        """The gate q that step k computes from this gradient and this state; ones for a rule that has none."""
+        self._check(k, w, g, state)
+        if not self.elementwise and w.dim() > 1:
+            return vmap(lambda w, g, *state: self.gate(k, w, g, state))(w, g, *state)
+        gates = []
+        for piece, past in zip(self._pieces, self._past(k), strict=True):
+            parts = [self._shaped(piece, x) for x in (w, g, *state)]
+            q = self._gate_of(self._options[k][piece.group], past, parts[0], parts[1], parts[2:])
+            gates.append(q.reshape(piece.of(w).shape))
+        return gates[0] if len(gates) == 1 else torch.cat(gates, -1)
+
+    # What the rules differ in.
+
+    @staticmethod
+    @abstractmethod
+    def _names_of(every_option: Sequence[Options]) -> tuple[str, ...]: ...
+
+    @staticmethod
+    def _is_elementwise(options: Options) -> bool:
+        return True
+
+    @staticmethod
+    @abstractmethod
+    def _advance(past: Past, options: Options) -> Past: ...
+
+    @abstractmethod
+    def _move(
+        self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor], gate: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor]]: ...
+
+    def _gate_of(self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor]) -> Tensor:
+        return torch.ones_like(w)
+
+    # What they share.
+
+    def _shaped(self, piece: Piece, x: Tensor) -> Tensor:
+        part = x if len(self._pieces) == 1 else piece.of(x)
+        return part if self.elementwise else part.reshape(piece.shape)
+
+    def _past(self, k: int) -> list[Past]:
+        while len(self._pasts) <= k:
+            options = self._options[len(self._pasts) - 1]
+            pairs = zip(self._pasts[-1], self._pieces, strict=True)
+            self._pasts.append([self._advance(past, options[piece.group]) for past, piece in pairs])
+        return self._pasts[k]
+
+    def _first_state(self, name: str) -> Tensor:
+        layout, key = self._layout, self._saved[name]
+        pairs = zip(layout.names, layout.sizes, strict=True)
+        zero = torch.zeros((), dtype=layout.dtype)
+        return layout.flatten([self._start[owner].get(key, zero.expand(size)) for owner, size in pairs])
+
+    def _check(self, k: int, w: Tensor, g: Tensor, state: State) -> None:
+        if not 0 <= k < len(self._options):
+            last = len(self._options) - 1
+            raise DataError(f"the run has {last + 1} steps: k must lie in 0 … {last}, got {k}")
+        d = self._layout.size
+        shapes = [list(x.shape) for x in (w, g, *state)]
+        if len(state) != len(self.state_names) or w.shape[-1:] != (d,) or any(s != shapes[0] for s in shapes):
+            raise DataError(
+                f"weights, gradient and the states {self.state_names} must be vectors of {d} entries, got {shapes}"
+            )
+        if self._run.is_dense and k not in self._looked_at:  # each step is read once
+            if self._reader is None or not self._reader.start <= k < self._reader.stop:
+                self._reader = self._run.recorded(k)
+            if isinstance(self._reader.step(k).source, Tensor):
+                raise RunError(
+                    f"something beside the optimizer moved the weights in step {k} (a projection, a clamp): the step "
+                    "is no function of its gradient alone; do it in the model's forward"
+                )
+            self._looked_at.add(k)
+
+
+class _SGDRule(FlatRule):
+    r""":math:`f = g + \lambda w,\ v' = \mu v + \kappa f,\ w' = w - \eta v'` (Nesterov: :math:`f + \mu v'`)."""
+
+    _saved: ClassVar = {"momentum": "momentum_buffer"}
+
+    @staticmethod
+    def _names_of(every_option: Sequence[Options]) -> tuple[str, ...]:
+        return ("momentum",) if any(options["momentum"] for options in every_option) else ()
+
+    @staticmethod
+    def _advance(past: Past, options: Options) -> Past:
+        return replace(past, has_buffer=past.has_buffer or options["momentum"] != 0)
+
+    def _move(
+        self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor], gate: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        lr, momentum = options["lr"], options["momentum"]
+        f = torch.add(g, w, alpha=options["weight_decay"]) if options["weight_decay"] else g
+        if not momentum:
+            return torch.sub(w, f, alpha=lr), state
+        kappa = 1 - options["dampening"] if past.has_buffer else 1.0
+        buffer = torch.add(momentum * state[0], f, alpha=kappa)
+        direction = torch.add(f, buffer, alpha=momentum) if options["nesterov"] else buffer
+        return torch.sub(w, direction, alpha=lr), [buffer]
+
+
+class _AdamRule(FlatRule):
+    r"""Adam and AdamW: :math:`w' = w - \eta\,\hat m/(\sqrt{\hat v} + \epsilon)`, decay in the gradient or beside it."""
+
+    _saved: ClassVar = {"m": "exp_avg", "v": "exp_avg_sq"}
+
+    @staticmethod
+    def _names_of(every_option: Sequence[Options]) -> tuple[str, ...]:
+        if any(options["amsgrad"] for options in every_option):
+            raise RunError("amsgrad's running maximum has no flat rule: train with amsgrad=False")
+        return ("m", "v")
+
+    @staticmethod
+    def _advance(past: Past, options: Options) -> Past:
+        return replace(past, step=past.step + 1)
+
+    def _move(
+        self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor], gate: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        lr, decay, (beta1, beta2), t = options["lr"], options["weight_decay"], options["betas"], past.step + 1
+        f = g if options["decoupled_weight_decay"] or not decay else torch.add(g, w, alpha=decay)
+        m = torch.lerp(state[0], f, 1 - beta1)
+        v = torch.addcmul(beta2 * state[1], f, f, value=1 - beta2)
+        root = (1 - beta2**t) ** 0.5  # m̂ / (√v̂ + ϵ) = root m̂ / (√v + root ϵ) has one operation less
+        kept = w * (1 - lr * decay) if options["decoupled_weight_decay"] and decay else w
+        value = -lr * root / (1 - beta1**t)
+        return torch.addcdiv(kept, m, v.sqrt() + root * options["eps"], value=value), [m, v]
+
+
+class _PopulationRule(FlatRule):
+    """PopRiskAdamW, by :func:`poprisk.optim.rules.population_step`."""
+
+    _saved: ClassVar = {"m": "exp_avg", "v": "exp_avg_sq", "s": "exp_var"}
+
+    @staticmethod
+    def _names_of(every_option: Sequence[Options]) -> tuple[str, ...]:
+        hypers = [hyper_of(dict(options)) for options in every_option]
+        if any(options["state_dtype"] for options in every_option):
+            raise RunError("states rounded at random (state_dtype) have no flat rule: train with state_dtype=None")
+        return ("m", "v", "s") if any(hyper.tracks_variance for hyper in hypers) else ("m", "v")
+
+    @staticmethod
+    def _is_elementwise(options: Options) -> bool:
+        pooled = options["granularity"] != "element" or options["normalize_gate"]
+        return options["gate"] is None or not pooled
+
+    @staticmethod
+    def _advance(past: Past, options: Options) -> Past:
+        hyper = hyper_of(dict(options))
+        past = _begin_variance(past, hyper)
+        step, var_step, gain = _counts(past, hyper)
+        c = advance(hyper, step, var_step, gain)
+        counted = replace(past, step=float(c.step))
+        if past.has_variance:
+            counted = replace(counted, var_step=float(c.var_step))
+        return replace(counted, gain=float(c.gain)) if past.has_gain else counted
+
+    def _move(
+        self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor], gate: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        hyper, before = self._before(options, past, state)
+        moved, after = population_step(w, g, before, hyper)
+        if gate is not None and hyper.gate is not None:
+            moved = _with_gate(gate, w, g, after, hyper)
+        vectors = [after.m, after.v]
+        if len(state) == 3:
+            vectors.append(state[2] if after.s is None else after.s)
+        return moved, vectors
+
+    def _gate_of(self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor]) -> Tensor:
+        hyper, before = self._before(options, past, state)
+        return current_gate(population_step(w, g, before, hyper)[1], hyper)
+
+    @staticmethod
+    def _before(options: Options, past: Past, state: Sequence[Tensor]) -> tuple[Hyper, PopulationState]:
+        hyper = hyper_of(dict(options))
+        begun = _begin_variance(past, hyper)
+        s = state[2] if hyper.tracks_variance else None
+        if s is not None and begun != past:  # the optimizer has no s before its first gated step, or begins it again
+            s = torch.zeros_like(s)
+        return hyper, PopulationState(state[0], state[1], s, *_counts(begun, hyper))
+
+
+def flat_rule(run: Run) -> FlatRule:
+    """The optimizer of a run as a pure function of flat vectors.
+
+    Args:
+        run: A run of SGD, Adam, AdamW or PopRiskAdamW, whose weights have one dtype, float32 or float64.
+
+    Returns:
+        The rule; exact to rounding: with the recorded gradients it gives the recorded weights.
+
+    Raises:
+        RunError: amsgrad, states of low precision, or weights too coarse or of several dtypes.
+
+    >>> from poprisk.runs import Problem
+    >>> from poprisk.runs import train
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
+    ...                   arguments={"in_features": 2, "out_features": 1})
+    >>> run = train(problem, torch.optim.AdamW, steps=3, progress=False)
+    >>> flat_rule(run).state_names
+    ('m', 'v')
+    """
+    dtypes = sorted(set(run.layout.dtypes))
+    if len(dtypes) != 1 or dtypes[0] not in ("torch.float32", "torch.float64"):
+        raise RunError(f"exact work needs weights of one dtype, float32 or float64, got {', '.join(dtypes)}")
+    rules: dict[str, type[FlatRule]] = {
+        "torch.optim.SGD": _SGDRule,
+        "torch.optim.Adam": _AdamRule,
+        "torch.optim.AdamW": _AdamRule,
+        "poprisk.PopRiskAdamW": _PopulationRule,
+    }
+    return rules[run.manifest["optimizer"]["name"]](run)
+
+
+def _with_gate(gate: Tensor, w: Tensor, g: Tensor, after: PopulationState, hyper: Hyper) -> Tensor:
+    """Line 10 of Algorithm 1 with a gate from elsewhere."""
+    open_gate = linearize(after, replace(hyper, gate=None, gated_decay=False))
+    decay = open_gate.decay * gate if hyper.gated_decay else open_gate.decay
+    moved = w - gate * open_gate.preconditioner * after.m - decay * w
+    return torch.where(is_usable(g), moved, w) if hyper.skip_nonfinite else moved
+
+
+def _begin_variance(past: Past, hyper: Hyper) -> Past:
+    """What the optimizer creates in a state before its step, where a gate or its calibration begins late."""
+    if hyper.gate is None:
+        return past
+    if hyper.tracks_variance and not past.has_variance:
+        past = replace(past, has_variance=True, var_step=0.0)
+    if hyper.alpha == "calibrated" and not past.has_gain:
+        past = replace(past, has_gain=True, gain=0.0)
+        past = past if hyper.shared_state else replace(past, var_step=0.0)
+    return past
+
+
+def _counts(past: Past, hyper: Hyper) -> tuple[float, float, float]:
+    own = past.has_variance and not hyper.shared_state
+    return past.step, past.var_step if own else past.step, past.gain if past.has_gain else 0.0

@@ -1,0 +1,102 @@
+"""Where each parameter lies in the flat weight vector, and to which group of the optimizer it belongs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from poprisk.errors import RunError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The trainable parameters in the order of :class:`poprisk._core.autodiff.FlatModel`; shared ones once."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    groups: tuple[int, ...]
+    """Index of each parameter's group in the optimizer."""
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Entries of each parameter."""
+        return [torch.Size(shape).numel() for shape in self.shapes]
+
+    @property
+    def size(self) -> int:
+        """d, the length of the flat vector."""
+        return sum(self.sizes)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of the flat vector: the widest of the parameters'."""
+        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in self.dtypes]
+        widest = dtypes[0]
+        for dtype in dtypes[1:]:
+            widest = torch.promote_types(widest, dtype)
+        return widest
+
+    def flatten(self, pieces: Sequence[Tensor]) -> Float[Tensor, "d"]:
+        """A new vector of the pieces, in the layout's dtype."""
+        return torch.cat([piece.detach().reshape(-1).to(self.dtype) for piece in pieces])
+
+    def split(self, flat: Float[Tensor, "d"]) -> list[Tensor]:
+        """The pieces of a flat vector, in each parameter's shape."""
+        pieces = flat.split(self.sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def spread(self, values: Sequence[float]) -> float | Float[Tensor, "d"]:
+        """One number per group, for every weight: a float where they are all the same."""
+        if len(set(values)) == 1:
+            return float(values[0])
+        per_parameter = torch.tensor([values[g] for g in self.groups], dtype=self.dtype)
+        return per_parameter.repeat_interleave(torch.tensor(self.sizes))
+
+    def as_json(self) -> dict[str, Any]:
+        """As a JSON value."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Layout":
+        """The layout that was saved."""
+        shapes = tuple(tuple(shape) for shape in value["shapes"])
+        return cls(tuple(value["names"]), shapes, tuple(value["dtypes"]), tuple(value["groups"]))
+
+
+def layout_of(module: nn.Module, optimizer: Optimizer) -> tuple[Layout, list[nn.Parameter]]:
+    """The layout, and the parameters in its order.
+
+    Raises:
+        RunError: the optimizer has a parameter that is not the module's, or misses one that is trainable.
+    """
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    own = {id(p) for p in named.values()}
+    strangers = sum(key not in own for key in group_of)
+    if strangers:
+        raise RunError(
+            f"{strangers} of the optimizer's {len(group_of)} parameters are not trainable parameters of the model: "
+            "build the optimizer from the recorded model's parameters"
+        )
+    missing = next((name for name, p in named.items() if id(p) not in group_of), None)
+    if missing is not None:
+        raise RunError(
+            f"parameter {missing!r} is trainable but not in the optimizer: add it, or freeze it with "
+            "requires_grad_(False)"
+        )
+    strange = next((name for name, p in named.items() if not p.is_floating_point()), None)
+    if strange is not None:
+        raise RunError(
+            f"parameter {strange!r} is {named[strange].dtype}: only real floating-point weights are recorded"
+        )
+    if not named:
+        raise RunError("the model has no trainable parameter: there is nothing to record")
+    parameters = list(named.values())
+    shapes, dtypes = (tuple(p.shape) for p in parameters), (str(p.dtype) for p in parameters)
+    return Layout(tuple(named), tuple(shapes), tuple(dtypes), tuple(group_of[id(p)] for p in parameters)), parameters

@@ -1,0 +1,299 @@
+r"""What was trained: a model factory, a loss, examples by index, and how to show one."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor, nn
+from torch.func import vmap
+from torch.nn import functional as F
+
+from poprisk._core.autodiff import ExampleLoss, FlatModel, Inputs, resolve_loss, take_examples
+from poprisk._core.store import Importable, described, fingerprint, importable, located, resolve
+from poprisk.errors import DataError, HyperparameterError
+
+Augmentation = Callable[[Inputs, Generator], Inputs]
+BatchLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Problem:
+    r"""A training problem that a later process can recognise, and rebuild if its parts can be imported.
+
+    The training objective is :math:`\Phi_S = \frac1n \sum_i \ell(F(w, z_i), y_i)`. What is saved with a run is a
+    description: import paths (``"package.module:function"`` or ``"script.py:function"``, and JSON arguments) of the
+    functions, and a fingerprint (SHA-256 over dtypes, shapes and bytes) of the data, never the data themselves. A
+    problem made with :meth:`build` is rebuilt by whoever opens the run; any other must be given again,
+    ``Run.load(path, problem=…)``, and is checked.
+
+    Args:
+        make_model: Builds the module: a function or class, called with ``arguments`` under ``seed``.
+        loss: ``"squared"``, ``"cross_entropy"``, ``"logistic"``, or a function of ONE example's outputs and target that
+            returns a scalar.
+        inputs: All training inputs, first axis the examples; a tuple where the forward takes several tensors.
+        targets: All training targets.
+        name: What to call it.
+        arguments: Keyword arguments of ``make_model``, JSON values if the run is to be reopened by itself.
+        show: Something a person can look at, given an example's index; default: a line of text.
+        test: Inputs and targets to test on.
+        augment: What is done to a batch of inputs, with a seeded generator; only what it draws from that is replayed.
+        batch_loss: The mean of ``loss`` over a batch of outputs and targets, written as the training loop computes it,
+            where that must be repeated bit by bit.
+        seed: Of the model's first weights.
+
+    Raises:
+        DataError: inputs and targets (or those to test on) differ in length, or there are none.
+        HyperparameterError: ``make_model`` is a module and not a function that makes one, or the loss is unknown.
+
+    >>> problem = Problem(nn.Linear, "squared", torch.ones(4, 2), torch.zeros(4, 1),
+    ...                   arguments={"in_features": 2, "out_features": 1})
+    >>> len(problem), problem.model(torch.float64).weights.dtype
+    (4, torch.float64)
+    >>> problem.description["make_model"]["path"]
+    'torch.nn.modules.linear:Linear'
+    >>> problem.show(3)
+    'example 3: input float32 [2], target [0.0]'
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[..., nn.Module],
+        loss: str | ExampleLoss,
+        inputs: Inputs,
+        targets: Tensor,
+        *,
+        name: str = "problem",
+        arguments: Mapping[str, Any] | None = None,
+        show: Callable[[int], Any] | None = None,
+        test: tuple[Inputs, Tensor] | None = None,
+        augment: Augmentation | None = None,
+        batch_loss: BatchLoss | None = None,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(make_model, nn.Module) or not callable(make_model):
+            raise HyperparameterError(
+                f"make_model must be a function that builds the module, got a {type(make_model).__name__}: pass its "
+                "class with arguments={…}, or a function that returns a new one"
+            )
+        _check_examples("training", inputs, targets)
+        if test is not None:
+            _check_examples("test", *test)
+        self.make_model, self.loss, self.arguments = make_model, loss, dict(arguments or {})
+        self.inputs, self.targets, self.test = inputs, targets, test
+        self.name, self.augment, self.seed = name, augment, seed
+        self._show, self._batch_loss, self._example_loss = show, batch_loss, resolve_loss(loss)
+        self._source: Importable | None = None
+
+    @classmethod
+    def build(cls, factory: str | Callable[..., "Problem"], **arguments: Any) -> "Problem":
+        """Call a function that returns a problem, and remember how: a run of it can be opened with no further help.
+
+        Args:
+            factory: The function, or its import path ``"package.module:function"``, or ``"folder/script.py:function"``.
+            arguments: Keyword arguments for it, JSON values.
+
+        Raises:
+            DataError: the path leads nowhere, or the function returns something else.
+        """
+        function = resolve(factory) if isinstance(factory, str) else factory
+        if not callable(function):
+            raise DataError(f"{factory!r} must be a function that returns a Problem, got {type(function).__name__}")
+        problem = function(**arguments)
+        if not isinstance(problem, cls):
+            raise DataError(f"{factory!r} must return a Problem, got {type(problem).__name__}")
+        problem._source = described(factory, arguments) if isinstance(factory, str) else importable(function, arguments)
+        return problem
+
+    def __len__(self) -> int:
+        """How many training examples, n."""
+        return len(self.targets)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the examples are."""
+        return self.targets.device
+
+    def module(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> nn.Module:
+        """A new module with the weights that ``seed`` gives, beside the examples unless said otherwise."""
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self.seed)
+            module = self.make_model(**self.arguments)
+        if not isinstance(module, nn.Module):
+            raise DataError(f"make_model must return a torch module, got {type(module).__name__}")
+        return module.to(device=self.device if device is None else device, dtype=dtype)
+
+    def model(self, dtype: torch.dtype | None = None) -> FlatModel:
+        """The model as functions of its flat weights, with this problem's loss."""
+        return FlatModel(self.module(dtype), self.loss)
+
+    def batch(
+        self,
+        indices: Int[Tensor, "b"] | None = None,
+        *,
+        generator: Generator | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Inputs, Tensor]:
+        """Examples by index (default: all), floating-point ones in ``dtype``, augmented where a generator is given."""
+        rows = slice(None) if indices is None else indices.to(self.device)
+        inputs, targets = take_examples(self.inputs, rows), self.targets[rows]
+        if self.augment is not None and generator is not None:
+            inputs = self.augment(inputs, generator)
+        return _cast(inputs, dtype), _cast_one(targets, dtype)
+
+    def batch_loss(
+        self, outputs: Tensor, targets: Tensor, weights: Float[Tensor, "b"] | None = None
+    ) -> Float[Tensor, ""]:
+        r"""The mean loss of a batch, :math:`\frac1b \sum_i \ell_i`; with ``weights`` :math:`\sum_i \omega_i \ell_i`."""
+        if weights is not None:
+            return (weights * vmap(self._example_loss)(outputs, targets)).sum()
+        if self._batch_loss is not None:
+            return self._batch_loss(outputs, targets)
+        if self.loss == "cross_entropy" and outputs.dim() == 2:
+            return F.cross_entropy(outputs, targets)
+        if self.loss == "squared" and outputs.shape == targets.shape:
+            return 0.5 * (outputs - targets).square().sum() / len(targets)
+        return vmap(self._example_loss)(outputs, targets).mean()
+
+    def show(self, i: int) -> Any:
+        """Example i as a person would want to see it.
+
+        Raises:
+            DataError: there is no such example.
+        """
+        if not 0 <= i < len(self):
+            raise DataError(f"the examples are 0 … {len(self) - 1}, got {i}")
+        if self._show is not None:
+            return self._show(i)
+        parts = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}" for x in _parts(self.inputs)]
+        target = self.targets[i]
+        shown = target.tolist() if target.numel() <= 8 else f"of shape {list(target.shape)}"
+        return f"example {i}: input {' and '.join(parts)}, target {shown}"
+
+    def to(self, device: torch.device | str) -> "Problem":
+        """The same problem with its examples on another device."""
+        moved = object.__new__(type(self))
+        moved.__dict__.update(self.__dict__)
+        moved.inputs, moved.targets = _move(self.inputs, device), self.targets.to(device)
+        moved.test = None if self.test is None else (_move(self.test[0], device), self.test[1].to(device))
+        return moved
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over dtypes, shapes and bytes of the training examples."""
+        return fingerprint(_named(self.inputs, self.targets))
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What a run keeps of its problem, as JSON values."""
+        optional = {"augment": self.augment, "batch_loss": self._batch_loss}
+        return {
+            "name": self.name,
+            "source": None if self._source is None else _with_folder(self._source),
+            **self._functions,
+            **{k: None if f is None else importable(f).as_json() for k, f in optional.items()},
+            "seed": self.seed,
+            "examples": len(self),
+            "data": {k: f"{x.dtype} {list(x.shape)}" for k, x in _named(self.inputs, self.targets).items()},
+            "fingerprint": self.fingerprint,
+            "test_fingerprint": None if self.test is None else fingerprint(_named(*self.test)),
+        }
+
+    @property
+    def _functions(self) -> dict[str, dict[str, Any]]:
+        loss = {"name": self.loss} if isinstance(self.loss, str) else importable(self.loss).as_json()
+        return {"make_model": importable(self.make_model, self.arguments).as_json(), "loss": loss}
+
+    def check_is(self, description: Mapping[str, Any]) -> None:
+        """Refuses to pass for another problem.
+
+        Compared are the examples, the loss, and the import path and arguments of ``make_model`` (and of a loss that is
+        a function) where both sides have one; a function made on the spot is taken at its word here, and by what the
+        recorded steps say where a run is analysed.
+
+        Raises:
+            DataError: the training examples, the loss or the model are not those of the description.
+        """
+        if description["fingerprint"] != self.fingerprint:
+            data = {k: f"{x.dtype} {list(x.shape)}" for k, x in _named(self.inputs, self.targets).items()}
+            raise DataError(
+                f"the run was trained on other examples than those of problem {self.name!r}: fingerprint "
+                f"{description['fingerprint'][:12]} of {description['data']}, got {self.fingerprint[:12]} of {data}"
+            )
+        for part, here in self._functions.items():
+            there, now, named = _called(description[part]), _called(here), "name" in description[part]
+            if there is None or there == now or (now is None and not named):
+                continue
+            raise DataError(
+                f"the run was trained with {part}={there}, problem {self.name!r} has {part}="
+                f"{now or repr(getattr(self, part))}: pass the one that was used"
+                + ("" if named else "; if this is the same by another name, wrap it in a lambda: the steps decide then")
+            )
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any], folder: Path | None = None) -> "Problem":
+        """Rebuild a problem that was made with :meth:`build`, and check that it is the same one.
+
+        Args:
+            description: As :attr:`description` gave it.
+            folder: The directory that it was kept in, to which the path of a script is relative.
+
+        Raises:
+            DataError: it was made otherwise, cannot be imported, or has other examples now.
+        """
+        source = description["source"]
+        if source is None or source["path"] is None:
+            why = "it was not made by Problem.build" if source is None else source["reason"]
+            raise DataError(
+                f"problem {description['name']!r} cannot be rebuilt: {why}; pass problem=…, with examples "
+                f"{description['data']} of fingerprint {description['fingerprint'][:12]} and the model factory "
+                f"{description['make_model']['path'] or 'that was used'}"
+            )
+        source = located(source, folder, None)
+        path = source["path"] if "folder" not in source else str(Path(source["folder"]) / source["path"])
+        problem = cls.build(path, **source["arguments"])
+        problem.check_is(description)
+        return problem
+
+
+def _called(description: Mapping[str, Any]) -> str | None:
+    """What a description calls a loss or a function, with its arguments; None where it has no import path."""
+    if "name" in description:
+        return repr(description["name"])
+    path, arguments = description["path"], description["arguments"]
+    path = path and path.replace(".py:", ":")  # a script, or imported from its folder: the same function
+    return path and f"{path}({', '.join(f'{k}={v!r}' for k, v in sorted(arguments.items()))})"
+
+
+def _with_folder(source: Importable) -> dict[str, Any]:
+    return source.as_json() if source.folder is None else {**source.as_json(), "folder": source.folder}
+
+
+def _parts(inputs: Inputs) -> tuple[Tensor, ...]:
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def _named(inputs: Inputs, targets: Tensor) -> dict[str, Tensor]:
+    parts = _parts(inputs)
+    names = ["inputs"] if len(parts) == 1 else [f"inputs[{i}]" for i in range(len(parts))]
+    return {**dict(zip(names, parts, strict=True)), "targets": targets}
+
+
+def _check_examples(which: str, inputs: Inputs, targets: Tensor) -> None:
+    shapes = {name: list(x.shape) for name, x in _named(inputs, targets).items()}
+    if len({shape[0] if shape else 0 for shape in shapes.values()}) != 1 or not len(targets.reshape(-1)):
+        raise DataError(f"{which} inputs and targets must have the same number of examples, at least 1, got {shapes}")
+
+
+def _cast_one(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+
+def _cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
+    return tuple(_cast_one(x, dtype) for x in inputs) if isinstance(inputs, tuple) else _cast_one(inputs, dtype)
+
+
+def _move(inputs: Inputs, device: torch.device | str) -> Inputs:
+    return tuple(x.to(device) for x in inputs) if isinstance(inputs, tuple) else inputs.to(device)

@@ -1,0 +1,385 @@
+r"""Recording a training loop: what happened in each optimizer step, with nothing changed in the loop."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from poprisk._core.autodiff import ExampleLoss
+from poprisk.errors import HyperparameterError, RunError
+from poprisk.runs._dataset import IndexedDataset
+from poprisk.runs._disk_use import announce, bytes_per_step, usual_segment
+from poprisk.runs._gradient_check import check_gradient
+from poprisk.runs._gradient_watch import GradientWatch
+from poprisk.runs._layout import layout_of
+from poprisk.runs._linearize import Linearizer
+from poprisk.runs._manifest import check_same_run, describe_training, obstacles, plain
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorded_step import Indices, RecordedStep, micro_batches, unexplained
+from poprisk.runs._run import Run
+from poprisk.runs._segment import StepRecord
+from poprisk.runs._storage import DirectoryStorage, MemoryStorage, relocate
+from poprisk.runs._writer import RunWriter
+
+_CAREFUL = 10
+"""So many first steps of a sparse recording are looked at as closely as those of a dense one."""
+
+
+class Recorder:
+    r"""Records a training loop into a :class:`~poprisk.runs.Run`: weights, batches by index, each step's linear map.
+
+    Two or three lines in a loop, which stays what it is::
+
+        recorder = Recorder("runs/first", model, optimizer, problem=problem, every=100)
+        for index, x, y in DataLoader(recorder.dataset(data), batch_size=32, shuffle=True):
+            with recorder.step(index) as step:
+                optimizer.zero_grad()
+                step.loss = criterion(model(x), y)
+                step.loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        run = recorder.close()
+
+    *Dense* (``every=1``): weights, preconditioner and momentum buffer of every step are kept, about three weight
+    vectors a step (SGD: one or two). *Sparse* (``every=100``): weights and optimizer state of every hundredth step;
+    what lies between is computed again when it is asked for, and checked against the next checkpoint bit by bit.
+
+    Clipping by norm and unscaling are observed (:mod:`poprisk.runs._gradient_watch`), micro-batches may be accumulated,
+    and learning rates and other options of each parameter group may change. In dense recording whatever else moves the
+    weights before the block ends is kept as the step's source. With a ``problem`` the first steps are checked: is the
+    gradient really that of the recorded examples under the recorded loss?
+
+    Optimizers: torch's SGD (momentum, dampening, Nesterov), Adam and AdamW (amsgrad too) in every implementation, and
+    PopRiskAdamW; others are refused by name, as are ``maximize`` and sparse gradients. With a ``variance`` source
+    PopRiskAdamW can be recorded only densely.
+
+    Args:
+        path: A directory for the run, new or empty; None keeps the run in memory.
+        model: The module that is trained.
+        optimizer: Over all its trainable parameters.
+        problem: What is trained; else ``loss`` and ``examples``.
+        loss: As for :class:`~poprisk.runs.Problem`, where there is none.
+        examples: How many training examples there are, n.
+        every: Steps between checkpoints; 1 records densely.
+        steps: How many steps are planned, for the estimate of disk use.
+        seed: Of ``step.generator``, from which a seeded augmentation draws.
+        augmentation: ``"seeded"`` if all random changes of inputs are ``problem.augment`` with ``step.generator``,
+            ``"unseeded"`` if there are others: recorded, but no exact analysis is possible. Default: seeded if the
+            problem has an augmentation, else none.
+        verify_steps: How many first steps to check against the problem, each at the cost of a gradient.
+        segment_steps: Steps in one file of a dense run; default: about 32 MiB.
+        resume: Go on with the run that the directory holds: model and optimizer are put where its last checkpoint was.
+        training: Any JSON value to keep in the manifest: how the loop was set up.
+
+    Raises:
+        RunError: the directory holds something else; the optimizer is not known or not the model's; there is not enough
+            space on the disk for the planned steps.
+        HyperparameterError: an argument is out of range or missing.
+
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with Recorder(None, model, optimizer, loss="squared", examples=4) as recorder:
+    ...     for indices in ([0, 1], [2, 3]):
+    ...         with recorder.step(indices):
+    ...             model(torch.ones(2, 2)).square().sum(1).mean().mul(0.5).backward()
+    ...             optimizer.step()
+    ...             optimizer.zero_grad()
+    >>> run = recorder.run
+    >>> run.num_steps, run.step(1).batch, run.step(1).selection
+    (2, tensor([2, 3]), tensor([2., 2.]))
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        problem: Problem | None = None,
+        loss: str | ExampleLoss | None = None,
+        examples: int | None = None,
+        every: int = 1,
+        steps: int | None = None,
+        seed: int = 0,
+        augmentation: Literal["seeded", "unseeded"] | None = None,
+        verify_steps: int = 2,
+        segment_steps: int | None = None,
+        resume: bool = False,
+        training: Any = None,
+    ) -> None:
+        for name, value in (("every", every), ("segment_steps", segment_steps), ("examples", examples)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise HyperparameterError(f"{name} must be a whole number, at least 1, got {value!r}")
+        by_hand = loss is not None and examples is not None
+        if (problem is None) != by_hand or (problem is not None and (loss is not None or examples is not None)):
+            raise HyperparameterError("give either problem=…, or loss=… and examples=…")
+        self.problem, self.every, self.steps, self.seed = problem, every, steps, seed
+        self.examples = len(problem) if problem is not None else int(examples or 0)
+        self._model, self._optimizer = model, optimizer
+        self.layout, self._parameters = layout_of(model, optimizer)
+        self._linearizer = Linearizer(optimizer, self.layout, self._parameters)
+        if every > 1 and getattr(optimizer, "_variance_source", None) is not None:
+            raise RunError("a PopRiskAdamW with a variance source cannot be replayed: record it with every=1")
+        self._segment_steps = every if every > 1 else segment_steps or usual_segment(self.layout)
+        self._augmentation = augmentation or ("seeded" if problem is not None and problem.augment else None)
+        self._verify_steps = 0 if problem is None or self._augmentation == "unseeded" else verify_steps
+        self._loss = problem.loss if problem is not None else loss or ""
+        self._training = training
+        storage = MemoryStorage() if path is None else DirectoryStorage(path)
+        trained = (self.layout, model, self._parameters, optimizer)
+        self._writer = RunWriter(storage, *trained, self.examples, self._segment_steps)
+        self._open: RecordedStep | None = None
+        self._closed = self._broken = False
+        self._versions: list[int] | None = None
+        self._weights_after: Tensor | None = None
+        self._find_a_place(resume)
+        self._watch = GradientWatch(self._parameters, every_entry=self.is_dense)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._pre_step),
+            optimizer.register_step_post_hook(self._post_step),
+        ]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded so far; where a resumed loop has to go on."""
+        return self._writer.num_steps
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every step's weights are kept."""
+        return self.every == 1
+
+    @property
+    def bytes_per_step(self) -> float:
+        """About how much a step takes on the disk, without its indices."""
+        return bytes_per_step(self._optimizer, self.layout, self.every, self._segment_steps)
+
+    @property
+    def estimated_bytes(self) -> int:
+        """About how much the planned steps (1000 if none were named) take on the disk."""
+        start = self.layout.size * self.layout.dtype.itemsize
+        return math.ceil(start + self.bytes_per_step * (self.steps or 1000))
+
+    def dataset(self, dataset: Any) -> IndexedDataset:
+        """The training set with each example's index in front, for a DataLoader or a loop.
+
+        Raises:
+            RunError: its examples have no index, or it is not as long as the recorded one.
+        """
+        wrapped = IndexedDataset(dataset)
+        if len(wrapped) != self.examples:
+            raise RunError(f"the dataset has {len(wrapped)} examples, the run is over {self.examples}")
+        return wrapped
+
+    def step(
+        self,
+        indices: Indices | Sequence[Tensor] | None = None,
+        *,
+        weights: Tensor | Sequence[Tensor | None] | None = None,
+        loss_scale: float = 1.0,
+    ) -> "RecordedStep":
+        """A block around forward, backward and ``optimizer.step()`` of one step.
+
+        Args:
+            indices: Which examples the loss is a mean over. Several tensors, or ``step.micro_batch(…)`` inside the
+                block: micro-batches whose mean losses are divided by their number and added up.
+            weights: Of each example's loss in the loss of the step, where it is not a plain mean (a sum has ones).
+            loss_scale: What the loss is multiplied by before ``backward()`` and the gradients are divided by before
+                ``step()``, e.g. ``scaler.get_scale()``. Only then may the optimizer skip the step.
+
+        Raises:
+            RunError: the recorder is closed, another step is open, or the weights have been moved since the last step.
+            DataError: an index out of range.
+        """
+        careful = self.is_dense or self.num_steps < _CAREFUL  # later the indices are checked when they are written
+        return RecordedStep(self, self.num_steps, micro_batches(indices, weights), loss_scale, check_now=careful)
+
+    @property
+    def run(self) -> Run:
+        """The run as far as it has been written."""
+        if not self._writer.has_begun:
+            raise RunError("nothing has been recorded yet: put a step inside `with recorder.step(indices):`")
+        self._writer.wait()
+        return Run(self._writer.storage, problem=self.problem)
+
+    def flush(self) -> Run:
+        """Write the steps so far, also where they do not fill a file yet, to be looked at while training goes on.
+
+        Returns:
+            The run up to here.
+
+        Raises:
+            RunError: a step is open, or nothing has been recorded.
+        """
+        if self._open is not None:
+            raise RunError("a step is open: flush between steps")
+        self._writer.flush()
+        return self.run
+
+    def close(self) -> Run:
+        """Write what is left and take the hooks away.
+
+        Returns:
+            The finished run.
+        """
+        self._finish(closed=True)
+        return self.run
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._finish(closed=kind is None)
+
+    # What happens at a step: enter, pre_step (gradients ready, weights not moved), post_step (moved), leave.
+
+    def enter(self, step: "RecordedStep") -> None:
+        """Called by the block when it begins."""
+        if self._closed:
+            raise RunError("the recorder is closed: make another one, with resume=True to go on with the same run")
+        if self._broken:
+            raise RunError("a step broke off in the middle of the optimizer's update: resume from the last checkpoint")
+        if self._open is not None:
+            raise RunError("a step is open already: `with recorder.step(…):` blocks cannot be nested")
+        if not self._writer.has_begun:
+            self._begin(step)
+        versions = [p._version for p in self._parameters]
+        if self._versions is not None and versions != self._versions:
+            raise _moved(self.num_steps)
+        if self.is_dense:
+            step.weights_before = self.layout.flatten(self._parameters)
+            after = self._weights_after
+            if after is not None and not torch.equal(after.nan_to_num(), step.weights_before.nan_to_num()):
+                raise _moved(self.num_steps)
+        self._open = step
+
+    def leave(self, step: "RecordedStep", failed: bool) -> None:
+        """Called by the block when it ends."""
+        self._open = None
+        self._watch.forget()
+        if step.state == "moving":
+            self._broken = True
+        if step.state != "moved":
+            if not failed and step.loss_scale == 1.0:
+                raise RunError("optimizer.step() was not called inside the block: nothing was recorded")
+            return
+        record = StepRecord(step.parts, step.factor, step.loss_scale, step.detached_loss())
+        if self.is_dense:
+            self._weights_after = self.layout.flatten(self._parameters)
+            record.weights, record.linear = step.weights_before, step.linear
+            record.source = unexplained(self.layout, step, self._weights_after, self._parameters)
+        self._versions = [p._version for p in self._parameters]
+        self._writer.add(record)
+
+    def _pre_step(self, _: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        # args holds the optimizer itself in front; a closure makes the gradients, so the look at them comes after it.
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._gradients_are_ready()
+            return None
+
+        def with_a_look(*a: Any, **k: Any) -> Any:
+            loss = closure(*a, **k)
+            if self._open is not None and self._open.loss is None and isinstance(loss, Tensor | float):
+                self._open.loss = loss
+            self._gradients_are_ready()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": with_a_look}
+        return (args[0], with_a_look, *args[2:]), kwargs
+
+    def _gradients_are_ready(self) -> None:
+        step = self._open
+        if step is None:
+            raise RunError(
+                "optimizer.step() outside of `with recorder.step(indices):`, so its batch is not known; close() ends it"
+            )
+        if step.state != "open":
+            raise RunError("optimizer.step() twice in one recorded step: open a block for each")
+        if not step.parts:
+            raise RunError("the step has no batch: pass its indices to recorder.step(…), or call step.micro_batch(…)")
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            raise RunError(
+                "a fused optimizer unscales inside its step: call scaler.unscale_(optimizer) before the step"
+            )
+        if self.is_dense or self.num_steps < _CAREFUL:
+            self._linearizer.before()
+        else:
+            self._linearizer.before_a_sparse_step()
+        step.factor = self._watch.factor()
+        if self.is_dense:
+            step.gradient = self.layout.flatten([p.grad for p in self._parameters if p.grad is not None])
+        if self.num_steps < self._verify_steps and self.problem is not None:
+            check_gradient(self.problem, self._model, self._parameters, step)
+        step.state = "moving"
+
+    def _post_step(self, *_: Any) -> None:
+        step = self._open
+        if step is None:
+            return
+        overflow = getattr(self._optimizer, "found_inf", None)
+        skipped = overflow is not None and bool(overflow)
+        if self.is_dense and not skipped:
+            step.linear = self._linearizer.after()
+        step.state = "open" if skipped else "moved"
+
+    # Files.
+
+    def _find_a_place(self, resume: bool) -> None:
+        storage = self._writer.storage
+        if isinstance(storage, MemoryStorage):
+            return
+        manifest = storage.read_manifest() if resume else None
+        if manifest is None:
+            storage.check_is_free()
+            return
+        here = {**self._about(), "optimizer": self._linearizer.name}
+        compared = ("layout", "optimizer", "examples", "every", "seed", "training")
+        problem = None if self.problem is None else self.problem.fingerprint
+        check_same_run(manifest, {"problem": problem, **{key: here[key] for key in compared}})
+        if self.problem is not None and manifest["problem"] is not None:
+            self.problem.check_is(manifest["problem"])
+        self._writer.resume(manifest)
+
+    def _begin(self, step: RecordedStep) -> None:
+        """Say how much disk it will take, then write the first checkpoint."""
+        if self._writer.storage.path is not None:
+            indices = 8 * sum(len(index) for index, _ in step.parts) * (self.steps or 1000)
+            announce(self._writer.storage.path, self.estimated_bytes + indices, self.steps)
+        about = describe_training(self._model, self.problem, self._loss)
+        relocate(about, None, self._writer.storage.path)
+        obstacle = obstacles(self._model, self.layout, self._augmentation)
+        self._writer.begin({**about, **self._about(), "obstacles": obstacle})
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "examples": self.examples,
+            "layout": plain(self.layout.as_json()),
+            "optimizer": {"name": self._linearizer.name},
+            "every": self.every,
+            "seed": self.seed,
+            "augmentation": self._augmentation,
+            "training": plain(self._training),
+        }
+
+    def _finish(self, *, closed: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._writer.finish(whole=not self._broken, closed=closed)
+
+
+def _moved(step: int) -> RunError:
+    return RunError(
+        f"the weights were changed between steps {step - 1} and {step}, outside of the recorded blocks: change them "
+        "inside, or close the recorder and record another run"
+    )

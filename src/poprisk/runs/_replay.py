@@ -1,0 +1,157 @@
+r"""Executing a run again from its checkpoints, and comparing where it gets to."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from poprisk.errors import RunError
+from poprisk.runs import _checkpoint as checkpoint
+from poprisk.runs._execute import add_gradients, seeded, step_generator, step_seed
+from poprisk.runs._layout import layout_of
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._run import Run
+from poprisk.runs._segment import SegmentReader
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A run executed again."""
+
+    run: Run
+    """The steps as they came out this time, dense and in memory; its step 0 is the first one replayed."""
+    deviations: dict[int, float]
+    r"""At each recorded moment k, :math:`\|w'_k - w_k\| / \|w_k\|`; 0 exactly where all bits agree."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether every recorded weight came out with the same bits."""
+        return all(deviation == 0 for deviation in self.deviations.values())
+
+
+def replay(run: Run, *, start: int = 0, stop: int | None = None, tolerate: bool = False) -> Replay:
+    """Execute a run again: same weights, batches, factors and options, the problem's own examples and loss.
+
+    It begins at a checkpoint and goes on from its own weights; at every recorded moment (each step of a dense run, each
+    checkpoint of a sparse one) the weights are compared. Bits depend on processor, threads and versions; what was used
+    is in ``run.manifest``. A loop of your own has the same bits only if ``problem.batch_loss`` does what the loop does.
+
+    Args:
+        run: With a problem.
+        start: A step at which there is a checkpoint.
+        stop: Where to end; default: with the run.
+        tolerate: Go on where the weights deviate, and report by how much. Default: refuse.
+
+    Raises:
+        RunError: the weights deviate, or the run cannot be executed again (no problem, unseeded chance).
+
+    >>> from poprisk.runs import Problem
+    >>> from poprisk.runs import train
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
+    ...                   arguments={"in_features": 2, "out_features": 1})
+    >>> run = train(problem, torch.optim.Adam, steps=6, batch_size=1, every=3, progress=False)
+    >>> replay(run).deviations
+    {3: 0.0, 6: 0.0}
+    """
+    stop = run.num_steps if stop is None else stop
+    if start not in run.checkpoints or not start < stop <= run.num_steps:
+        raise RunError(f"a replay starts at a checkpoint {run.checkpoints} and ends after it, got {start} … {stop}")
+    recorded = set(range(stop + 1)) if run.is_dense else set(run.checkpoints)
+    deviations: dict[int, float] = {}
+
+    def compare(k: int, weights: Callable[[], Tensor]) -> None:
+        if k not in recorded:
+            return
+        deviations[k] = _deviation(weights(), run.weights(k))
+        if deviations[k] != 0 and not tolerate:
+            raise RunError(
+                f"the replayed weights deviate from the recorded ones at step {k} by {deviations[k]:.1e} (relative): "
+                f"{_why(run)}; tolerate=True goes on and reports the deviation"
+            )
+
+    return Replay(_execute(run, start, stop, compare), deviations)
+
+
+def replay_segment(run: Run, start: int, stop: int, *, tolerate: bool) -> SegmentReader:
+    """The steps between two checkpoints, as a dense recording would have them."""
+    dense = replay(run, start=start, stop=stop, tolerate=tolerate).run
+    reader = dense.recorded(0)
+    reader.start, reader.stop = start, stop
+    return reader
+
+
+def _execute(run: Run, start: int, stop: int, compare: Callable[[int, Callable[[], Tensor]], None]) -> Run:
+    problem = run.problem
+    module, optimizer, seeds_forward = _rebuild(run, problem, start)
+    manifest, steps = run.manifest, stop - start
+    layout, parameters = layout_of(module, optimizer)
+    recorder = Recorder(None, module, optimizer, problem=problem, verify_steps=0, segment_steps=steps, steps=steps)
+    with recorder:
+        for k in range(start, stop):
+            reader = run.recorded(k)
+            factor, loss_scale = reader.factor(k)
+            for group, options in zip(optimizer.param_groups, run.options(k), strict=True):
+                checkpoint.set_options(group, options)
+            parts = reader.parts(k)
+            with recorder.step([i for i, _ in parts], weights=_weights(parts), loss_scale=loss_scale) as step:
+                optimizer.zero_grad()
+                generator = step_generator(manifest["seed"], k)
+                with seeded(step_seed(manifest["seed"], k) if seeds_forward else None):
+                    step.loss = add_gradients(problem, module, parts, generator=generator, loss_scale=loss_scale)
+                if factor != 1.0:
+                    for p in parameters:
+                        if p.grad is not None:
+                            p.grad.mul_(factor)
+                optimizer.step()
+            compare(k + 1, lambda: layout.flatten(parameters).cpu())
+    return recorder.run
+
+
+def _rebuild(run: Run, problem: Problem, start: int) -> tuple[nn.Module, Optimizer, bool]:
+    manifest, layout = run.manifest, run.layout
+    training = manifest["training"]
+    seeds_forward = isinstance(training, dict) and bool(training.get("seeded_forward"))
+    hindered = [o for o in run.obstacles if not o.startswith("the weights are") and not seeds_forward]
+    if hindered:
+        raise RunError(f"the run cannot be executed again: {hindered[0]}")
+    if manifest["augmentation"] == "seeded" and problem.augment is None:
+        raise RunError(f"the run was augmented and problem {problem.name!r} has no augment: pass the one that was used")
+    module = run.module()
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    options = run.options(start)
+    optimizer = checkpoint.rebuild_optimizer(manifest["optimizer"]["name"], options, layout, parameters)
+    checkpoint.restore(run.checkpoint(start), layout, module, parameters, optimizer, options)
+    return module, optimizer, seeds_forward
+
+
+def _weights(parts: list[tuple[Tensor, Tensor | None]]) -> list[Tensor | None] | None:
+    return None if all(w is None for _, w in parts) else [w for _, w in parts]
+
+
+def _deviation(here: Tensor, recorded: Tensor) -> float:
+    if torch.equal(here.view(torch.uint8), recorded.view(torch.uint8)):
+        return 0.0
+    size, difference = recorded.double().norm().item(), (here.double() - recorded.double()).norm().item()
+    deviation = difference / size if size else difference
+    return deviation if math.isfinite(deviation) and deviation > 0 else math.inf
+
+
+def _why(run: Run) -> str:
+    """What differs between there and here that bits may depend on."""
+    from poprisk.runs._manifest import numerics
+
+    there, here = run.manifest["numerics"], numerics(run.problem.device)
+    different = [
+        f"{key} {there[key]} there, {here[key]} here" for key in here if key != "torch_seed" and there[key] != here[key]
+    ]
+    version = run.manifest["environment"]["torch"]
+    if version != torch.__version__:
+        different.append(f"torch {version} there, {torch.__version__} here")
+    return "; ".join(different) or (
+        "the problem's model or loss may be another than the recorded one, or the loop may not have computed the loss "
+        "as problem.batch_loss does"
+    )

@@ -1,0 +1,307 @@
+r"""A recorded run: what happened, immutable, opened from memory or from disk."""
+
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from poprisk._core.autodiff import FlatModel
+from poprisk._core.html import card, sparkline
+from poprisk.errors import DataError, PopRiskError, RunError
+from poprisk.runs import _checkpoint as checkpoint
+from poprisk.runs._layout import Layout
+from poprisk.runs._problem import Problem
+from poprisk.runs._rebuild import rebuild_module
+from poprisk.runs._segment import SegmentReader
+from poprisk.runs._step import Step
+from poprisk.runs._storage import DirectoryStorage, Storage, file_records, relocate
+
+_QUICK = 64 * 2**20
+"""A notebook's summary reads the losses where the files are not larger."""
+
+
+class Run:
+    r"""What happened in a training run, step by step.
+
+    Weights, buffers and steps are flat vectors over the trainable parameters, in the order of
+    :class:`poprisk._core.autodiff.FlatModel`, on the CPU whatever device the run was recorded on. Where only checkpoints were
+    recorded, the steps between them are computed again when they are asked for (a stretch at a time) and must lead to
+    the next checkpoint bit by bit; ``tolerate=True`` accepts a deviation, e.g. on another machine.
+
+    A run is made by :func:`~poprisk.runs.train`, :meth:`Recorder.close <poprisk.runs.Recorder.close>` or :meth:`load`.
+
+    >>> from poprisk.runs import Problem
+    >>> from poprisk.runs import train
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
+    ...                   arguments={"in_features": 2, "out_features": 1})
+    >>> run = train(problem, lambda params: torch.optim.SGD(params, lr=0.1), steps=3, progress=False)
+    >>> run.num_steps, run.weights(3).shape, bool(run.losses[2] < run.losses[0])
+    (3, torch.Size([3]), True)
+    """
+
+    def __init__(self, storage: Storage, *, problem: Problem | None = None, tolerate: bool = False) -> None:
+        manifest = storage.read_manifest()
+        if manifest is None:
+            raise DataError(f"{getattr(storage, 'path', 'the storage')} holds no run: its manifest is missing")
+        self._storage, self._manifest, self._tolerate = storage, manifest, tolerate
+        self.layout = Layout.from_json(manifest["layout"])
+        if problem is not None and manifest["problem"] is not None:
+            problem.check_is(manifest["problem"])
+        elif problem is not None and len(problem) != manifest["examples"]:
+            raise DataError(
+                f"the run is over {manifest['examples']} examples, problem {problem.name!r} has {len(problem)}"
+            )
+        self._problem = problem
+        self._content = lru_cache(maxsize=4)(self._read)
+        self._replayed = lru_cache(maxsize=2)(self._replay)
+
+    @classmethod
+    def load(cls, path: str | Path, *, problem: Problem | None = None, tolerate: bool = False) -> "Run":
+        """Open a run from its directory, also one whose process was killed: it ends with its last whole segment.
+
+        Args:
+            path: The directory.
+            problem: What was trained, if it cannot be rebuilt from its import path; its data are checked.
+            tolerate: Accept replayed weights that deviate from the recorded checkpoints.
+
+        Raises:
+            DataError: there is no run, a file is missing or damaged (by name), or the problem is another one.
+        """
+        storage = DirectoryStorage(path)
+        run = cls(storage, problem=problem, tolerate=tolerate)
+        storage.check_sizes(file_records(run._manifest))
+        return run
+
+    def save(self, path: str | Path) -> "Run":
+        """Write the run into a new directory, e.g. one that was recorded in memory, and open it there.
+
+        Raises:
+            RunError: the directory holds something else.
+        """
+        target = DirectoryStorage(path)
+        target.check_is_free()
+        target.prepare()
+        manifest = self.manifest
+        relocate(manifest, self.path, target.path)
+        manifest["start"] = target.write("start", *self._storage.read(manifest["start"]))
+        for segment in manifest["segments"]:
+            name = f"segment-{segment['start']:08d}"
+            segment["file"] = target.write(name, *self._storage.read(segment["file"]))
+        target.write_manifest(manifest)
+        return Run(target, problem=self._problem, tolerate=self._tolerate)
+
+    @property
+    def path(self) -> Path | None:
+        """Where it is on disk; None in memory."""
+        return getattr(self._storage, "path", None)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """Environment, versions, problem, optimizer, seeds, files: a copy of what is in ``manifest.json``."""
+        import copy
+
+        return copy.deepcopy(self._manifest)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were taken."""
+        return self._manifest["num_steps"]
+
+    @property
+    def num_examples(self) -> int:
+        """How many training examples there are, n."""
+        return self._manifest["examples"]
+
+    @property
+    def num_weights(self) -> int:
+        """How many trainable weights there are, d."""
+        return self.layout.size
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every step's weights were recorded."""
+        return self._manifest["every"] == 1
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps k at which weights and optimizer state were recorded, from 0 to ``num_steps``."""
+        return [0, *(segment["stop"] for segment in self._manifest["segments"])]
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What was trained.
+
+        Raises:
+            RunError: it was not recorded, or cannot be rebuilt here: the message says what to pass to :meth:`load`.
+        """
+        if self._problem is not None:
+            return self._problem
+        description = self._manifest["problem"]
+        if description is None:
+            raise RunError(
+                f"the run was recorded without a problem: Run.load(path, problem=…) with {self.num_examples} examples"
+            )
+        try:
+            return Problem.from_description(description, self.path)
+        except DataError as error:
+            raise RunError(f"Run.load(path, problem=…) is needed: {error}") from None
+
+    def module(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """A new module as the run had it, beside the problem's examples; only its weights are those of the seed.
+
+        Parts that were in evaluation mode are so again. Weights of any moment go in by ``layout.split(weights(k))``.
+
+        Args:
+            dtype: Default: the recorded one.
+
+        Raises:
+            RunError: the problem is not known, or builds another model: other names, shapes or frozen numbers.
+        """
+        return rebuild_module(self.problem, self._manifest, self.layout).to(dtype=dtype)
+
+    def model(self, dtype: torch.dtype | None = None) -> FlatModel:
+        """The same as functions of flat weights, with the problem's loss.
+
+        Raises:
+            RunError: as for :meth:`module`.
+        """
+        return FlatModel(self.module(dtype), self.problem.loss)
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Why exact analyses are not possible, in words; empty where they are."""
+        return tuple(self._manifest["obstacles"])
+
+    def require_exact(self) -> None:
+        """Refuses a run on which no exact analysis is possible.
+
+        Raises:
+            RunError: with the first of its ``obstacles``.
+        """
+        if self.obstacles:
+            raise RunError(f"no exact analysis of this run is possible: {self.obstacles[0]}")
+
+    @property
+    def augmented(self) -> bool:
+        """Whether inputs were changed from step to step; then no step sees ``problem.inputs`` as they are."""
+        return self._manifest["augmentation"] is not None
+
+    @cached_property
+    def losses(self) -> Float[Tensor, "steps"]:
+        """The loss of each step's batch before the step, in float64; NaN where the loop did not say it."""
+        parts = [self._segment(i).losses for i in range(len(self._manifest["segments"]))]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+
+    def weights(self, k: int) -> Float[Tensor, "d"]:
+        """The flat weights before step k; ``weights(num_steps)`` are the last."""
+        self._check(k, self.num_steps)
+        at = self.checkpoints
+        if k in at:
+            return checkpoint.weights_of(self._checkpoint(at.index(k)))
+        return self._dense(k).weights(k)
+
+    def buffer(self, k: int) -> Float[Tensor, "d"]:
+        """The momentum buffer v that step k finds; zero at a fresh start, and where there is no momentum."""
+        self._check(k, self.num_steps)
+        at = self.checkpoints
+        if k in at:
+            return checkpoint.buffer_of(self._checkpoint(at.index(k)), self.layout)
+        return self._dense(k).buffer_after(k - 1)
+
+    def step(self, k: int) -> Step:
+        """Step k, in the terms the operators of a run are made of."""
+        self._check(k, self.num_steps - 1)
+        return self._dense(k).step(k)
+
+    def batch(self, k: int) -> Int[Tensor, "b"]:
+        """Which training examples step k saw."""
+        return self.recorded(k).batch(k)
+
+    def recorded(self, k: int) -> SegmentReader:
+        """The stretch that has step k, as it was written: batches, factors and losses, never computed again."""
+        self._check(k, self.num_steps - 1)
+        return self._segment(next(i for i, s in enumerate(self._manifest["segments"]) if k < s["stop"]))
+
+    def options(self, k: int) -> list[dict[str, Any]]:
+        """Each parameter group's options at step k (after the last step: as that left them)."""
+        self._check(k, self.num_steps)
+        if not self.num_steps:
+            return [dict(group) for group in self._manifest["optimizer"]["groups"]]
+        last = min(k, self.num_steps - 1)
+        return self.recorded(last).options(last)
+
+    def checkpoint(self, k: int) -> dict[str, Tensor]:
+        """Weights and optimizer state before step k, one of ``checkpoints``."""
+        return self._checkpoint(self.checkpoints.index(k))
+
+    def verify(self) -> None:
+        """Read every file and check its hash.
+
+        Raises:
+            DataError: a file is missing or damaged; the message has its name.
+        """
+        for record in file_records(self._manifest):
+            self._storage.read(record)
+
+    def __repr__(self) -> str:
+        kind = "dense" if self.is_dense else f"checkpoints every {self._manifest['every']}"
+        where = "in memory" if self.path is None else str(self.path)
+        return f"Run({self.num_steps} steps, {self.num_weights} weights, {kind}, {where})"
+
+    def _repr_html_(self) -> str:
+        about, optimizer = self._manifest, self._manifest["optimizer"]
+        rates = sorted({f"{group['lr']:g}" for group in optimizer["groups"] if "lr" in group})
+        rows = {
+            "steps": f"{self.num_steps}" + ("" if about["closed"] else ", not closed: it goes on, or was interrupted"),
+            "examples": self.num_examples,
+            "weights": self.num_weights,
+            "optimizer": optimizer["name"] + (f", first lr {' and '.join(rates)}" if rates else ""),
+            "recorded": "every step" if self.is_dense else f"a checkpoint every {about['every']} steps",
+            "where": "in memory" if self.path is None else self.path,
+            "begun": about["created"],
+            "with": f"poprisk {about['environment']['poprisk']}, torch {about['environment']['torch']}",
+            "exact analyses": f"no: {self.obstacles[0]}" if self.obstacles else "possible",
+        }
+        losses, notes = self._losses_to_show()
+        if losses:
+            rows["loss of a batch"] = f"{losses[0]:.4g} → {losses[-1]:.4g}"
+        name = (about["problem"] or {}).get("name", "no problem was recorded")
+        return card(f"Run: {name}", rows, picture=sparkline(losses, "loss of each step's batch"), notes=notes)
+
+    def _losses_to_show(self) -> tuple[list[float], list[str]]:
+        """The finite losses, unless that means reading much; and why not, where files are damaged."""
+        files = [segment["file"] for segment in self._manifest["segments"]]
+        if "losses" not in vars(self) and sum(file.get("size", 0) for file in files) > _QUICK:
+            return [], ["the files are large: run.losses reads them"]
+        try:
+            return self.losses[self.losses.isfinite()].tolist(), []
+        except PopRiskError as error:
+            return [], [f"the losses cannot be read: {error}"]
+
+    def _check(self, k: int, last: int) -> None:
+        if not 0 <= k <= last:
+            raise DataError(f"the run has {self.num_steps} steps: k must lie in 0 … {last}, got {k}")
+
+    def _read(self, i: int) -> tuple[dict[str, Tensor], Any]:
+        """The content of file i: 0 is the start, i + 1 the segment i."""
+        return self._storage.read(file_records(self._manifest)[i])
+
+    def _checkpoint(self, i: int) -> dict[str, Tensor]:
+        return self._content(i)[0]
+
+    def _segment(self, i: int) -> SegmentReader:
+        tensors, notes = self._content(i + 1)
+        start = self._manifest["segments"][i]["start"]
+        return SegmentReader(start, tensors, notes, self.layout, self.num_examples)
+
+    def _dense(self, k: int) -> SegmentReader:
+        found = self.recorded(k)
+        return found if found.is_dense else self._replayed(found.start, found.stop)
+
+    def _replay(self, start: int, stop: int) -> SegmentReader:
+        from poprisk.runs._replay import replay_segment
+
+        return replay_segment(self, start, stop, tolerate=self._tolerate)

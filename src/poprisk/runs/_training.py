@@ -1,0 +1,158 @@
+"""Training a problem with a recorder around it, for those who have no loop of their own."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from poprisk._core.progress import training_progress
+from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.runs._execute import add_gradients, randomness_of, seeded, step_generator, step_seed
+from poprisk.runs._problem import Problem
+from poprisk.runs._recorder import Recorder
+from poprisk.runs._run import Run
+
+
+def train(
+    problem: Problem,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    steps: int,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    path: str | Path | None = None,
+    every: int = 1,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    schedule: Callable[[int], float] | None = None,
+    dtype: torch.dtype | None = None,
+    segment_steps: int | None = None,
+    resume: bool = False,
+    progress: bool | Callable[[int, Tensor], None] = True,
+) -> Run:
+    """Train a problem's model and record the run.
+
+    The examples are drawn in epochs, each in an order of its own that follows from the seed; the last few, if they do
+    not fill a batch, wait for the next epoch. Everything random follows from (seed, step), so that a run that was
+    killed goes on to the same bits as one that was not.
+
+    Args:
+        problem: What to train, on the device of its examples.
+        optimizer: Makes the optimizer of the model's parameters: ``torch.optim.Adam``, or
+            ``functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)``.
+        steps: How many steps there are to be in the end.
+        batch_size: Examples in a step; None takes them all.
+        seed: Of batches, augmentation and dropout; the first weights have ``problem.seed``.
+        path: A directory for the run; None keeps it in memory.
+        every: Steps between checkpoints; 1 records weights and linearization of every step.
+        accumulate: Micro-batches in a step, of equal size.
+        clip_norm: Scale gradients down to this norm.
+        schedule: What the learning rates are multiplied by in step k = 0, 1, …
+        dtype: Of the weights; default: as the factory makes them.
+        segment_steps: Steps in one file of a dense run.
+        resume: Go on with the run in ``path``; one with all its steps is only opened.
+        progress: Show how far it is, on stderr; or what to call with (steps so far, loss) between steps.
+
+    Returns:
+        The run, with this problem.
+
+    Raises:
+        HyperparameterError: a number is out of range, or the micro-batches do not divide the batch.
+        RunError: the directory holds another run.
+
+    >>> from functools import partial
+    >>> problem = Problem(nn.Linear, "squared", torch.eye(4), torch.ones(4, 1),
+    ...                   arguments={"in_features": 4, "out_features": 1})
+    >>> run = train(problem, partial(torch.optim.SGD, lr=0.5), 20, batch_size=2, progress=False)
+    >>> sorted(torch.cat([run.batch(0), run.batch(1)]).tolist())  # an epoch
+    [0, 1, 2, 3]
+    """
+    batch_size = len(problem) if batch_size is None else batch_size
+    _check(problem, steps, batch_size, accumulate, resume, path)
+    module = problem.module(dtype)
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    made = optimizer(trainable)
+    base = [float(group["lr"]) for group in made.param_groups]
+    seeds_forward = randomness_of(module) is not None
+    set_up: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "clip_norm": clip_norm}
+    set_up["seeded_forward"] = seeds_forward
+    recorder = Recorder(
+        path,
+        module,
+        made,
+        problem=problem,
+        every=every,
+        steps=steps,
+        seed=seed,
+        segment_steps=segment_steps,
+        resume=resume,
+        training=set_up,
+    )
+    start = recorder.num_steps
+    shown = nullcontext(progress) if callable(progress) else training_progress(problem.name, start, steps, progress)
+    with recorder, shown as report:
+        for k in range(start, steps):
+            if schedule is not None:
+                _set_rates(made, base, schedule(k))
+            parts = draw_batch(len(problem), batch_size, seed, k).to(problem.device).chunk(accumulate)
+            with recorder.step(list(parts)) as step:
+                made.zero_grad()
+                with seeded(step_seed(seed, k) if seeds_forward else None):
+                    pairs = [(part, None) for part in parts]
+                    step.loss = add_gradients(problem, module, pairs, generator=step_generator(seed, k))
+                if clip_norm is not None:
+                    nn.utils.clip_grad_norm_(trainable, clip_norm)
+                made.step()
+            report(k + 1, step.loss)
+    return recorder.run
+
+
+def draw_batch(examples: int, batch_size: int, seed: int, step: int) -> Int[Tensor, "b"]:
+    """The indices of one step's batch, known without those before it; a full batch comes in order.
+
+    Raises:
+        DataError: the batch is empty or larger than the data.
+
+    >>> draw_batch(4, 4, seed=0, step=7)
+    tensor([0, 1, 2, 3])
+    """
+    if not 1 <= batch_size <= examples:
+        raise DataError(f"batch_size must lie between 1 and the {examples} training examples, got {batch_size}")
+    if batch_size == examples:
+        return torch.arange(examples)
+    epoch, place = divmod(step, examples // batch_size)
+    return _epoch(examples, seed, epoch)[place * batch_size : (place + 1) * batch_size]
+
+
+@lru_cache(maxsize=1)
+def _epoch(examples: int, seed: int, epoch: int) -> Int[Tensor, "examples"]:
+    return torch.randperm(examples, generator=step_generator(seed, -1 - epoch))
+
+
+def _set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
+    for group, lr in zip(optimizer.param_groups, base, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr * factor)
+        else:
+            group["lr"] = lr * factor
+
+
+def _check(
+    problem: Problem, steps: int, batch_size: int, accumulate: int, resume: bool, path: str | Path | None
+) -> None:
+    if not isinstance(steps, int) or steps < 1:
+        raise HyperparameterError(f"steps must be a whole number, at least 1, got {steps!r}")
+    if not 1 <= batch_size <= len(problem):
+        raise HyperparameterError(
+            f"batch_size must lie between 1 and the {len(problem)} training examples, got {batch_size}"
+        )
+    if accumulate < 1 or batch_size % accumulate:
+        raise HyperparameterError(f"accumulate must divide batch_size={batch_size}, got {accumulate}")
+    if resume and path is None:
+        raise RunError("resume=True needs the path of the run to go on with")

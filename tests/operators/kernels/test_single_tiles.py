@@ -1,0 +1,62 @@
+"""A tile made by itself is the block of the kernel, the same bits whatever was made before, within its limit."""
+
+import pytest
+import torch
+from kernel_models import MODELS, make, naive_jacobian
+from torch.testing import assert_close
+
+from poprisk.errors import HyperparameterError
+from poprisk.operators._kernels.method import Method
+from poprisk.operators._kernels.single_tile import TileMaker, plan_single_tiles
+
+METHODS = [Method.JACOBIAN_CONTRACTION, Method.LAYER_FACTORS, Method.VECTOR_PRODUCTS]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tile_is_the_block_of_the_naive_kernel(name, method):
+    model, w, x = make(name, n=5)
+    M = torch.linspace(0.5, 2.0, model.size, dtype=torch.float64)
+    J = naive_jacobian(model, x)
+    K, p = (J * M) @ J.T, J.shape[0] // 5
+    maker = TileMaker(model, w, x, method, chunk=2, preconditioner=M)
+    first, second = maker.side(x[:3]), maker.side(x[3:])
+    assert_close(maker.block(first, second), K[: 3 * p, 3 * p :], rtol=1e-10, atol=1e-10)
+    diagonal = maker.block(first, first)
+    assert_close(diagonal, K[: 3 * p, : 3 * p], rtol=1e-10, atol=1e-10)
+    assert torch.equal(diagonal, diagonal.T)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bits_do_not_depend_on_what_was_made_before(method):
+    model, w, x = make("convolutions", n=6)
+    one, two = (TileMaker(model, w, x[:1], method, chunk=2) for _ in range(2))
+    kept = one.side(x[:3])
+    for part in (x[3:], x[:3], x[1:4]):
+        one.block(kept, one.side(part))
+    assert torch.equal(one.block(kept, one.side(x[3:])), two.block(two.side(x[:3].clone()), two.side(x[3:].clone())))
+
+
+def test_tiles_shrink_with_the_limit_and_count_within_it():
+    model, w, x = make("multilayer", n=400)
+    sides = []
+    for memory in (2**26, 2**22, 2**19, 2**16):
+        plan = plan_single_tiles(model, w, x, memory=memory, copies=2)
+        assert plan.bytes <= memory
+        assert 1 <= plan.chunk <= plan.side
+        assert plan.method is not Method.AUTO
+        sides.append(plan.side)
+    assert sides == sorted(sides, reverse=True)
+    assert len(set(sides)) > 2
+    assert plan_single_tiles(model, w, x, memory=2**30, side=30).side == 30
+    assert plan_single_tiles(model, w, x[:4], memory=2**30).side == 4
+    assert plan_single_tiles(model, w, x[:4], x, memory=2**30).side > 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_too_little_memory_is_refused(method):
+    model, w, x = make("multilayer", n=4)
+    with pytest.raises(HyperparameterError, match="a memory limit of 10 bytes is too little for one tile"):
+        plan_single_tiles(model, w, x, method=method, memory=10)
+    with pytest.raises(HyperparameterError, match="needs a method that is not auto"):
+        TileMaker(model, w, x, Method.AUTO, chunk=1)

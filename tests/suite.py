@@ -1,0 +1,76 @@
+"""What the tests of the library and of the lab share: shapes in type hints are executed, each test starts afresh.
+
+Both ``conftest.py`` files take everything from here. GPU tests skip without a device.
+"""
+
+import os
+
+import pytest
+import torch
+
+# Not the modules that torch.compile or Triton trace. The rule and its gates, called a hundred thousand times, are
+# checked where they are tested (tests/rules), so that the rest of the suite does not measure the checker.
+CHECKED = (
+    "poprisk._core.autodiff",
+    "poprisk._core.linalg",
+    "poprisk.optim._estimators",
+    "poprisk.operators",
+    "poprisk.runs._problem",
+)
+
+SHARING = ("tests/operators/", "tests/paper/")  # recorded_runs.py in the one, smoke_of of the lab in the other
+EVERYTHING = "test_reproduce_all.py"  # has the time to make what the rest of its folder reads
+
+try:
+    import beartype  # noqa: F401
+    from jaxtyping import install_import_hook
+
+    install_import_hook(CHECKED, "beartype.beartype")
+except ImportError:
+    pass
+
+
+def _scope(file: str) -> str:
+    """What must run in one process: a file, or a folder whose files share what is slow to make."""
+    return next((folder for folder in SHARING if file.rpartition("/")[0] + "/" == folder), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """``--dist loadfile``, but for the folders that share."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadScopes(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(super()._split_scope(nodeid))
+
+    return LoadScopes(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """The folders come first: begun last, they would keep one core waiting for the other."""
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items.sort(key=lambda item: (not item.nodeid.startswith(SHARING), item.path.name != EVERYTHING))  # stable
+
+
+@pytest.fixture(autouse=True)
+def _isolated(tmp_path_factory, monkeypatch):
+    """Every test starts from one seed, and warnings given once per process are given again."""
+    torch.manual_seed(0)
+    from poprisk.optim import backends
+
+    backends.fall_back.cache_clear()
+    monkeypatch.setenv("POPRISK_CACHE_DIR", os.environ.get("POPRISK_CACHE_DIR") or str(_cache(tmp_path_factory)))
+
+
+_folder = []
+
+
+def _cache(factory):
+    if not _folder:
+        _folder.append(factory.mktemp("kernels"))
+    return _folder[0]
