@@ -18,8 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from poprisk import PopRiskAdamW
 from poprisk.errors import ClosedGateWarning
-from poprisk.runs._corruption import replace_labels
-from poprisk.runs._digits import digits_split
+from poprisk.runs import digits_split, replace_labels
 
 split = digits_split(seed=0, train_size=1000)
 spoiled = replace_labels(

@@ -16,10 +16,8 @@ import matplotlib.pyplot as plt
 import torch
 from sklearn.metrics import roc_auc_score
 
-from poprisk import Problem, train
-from poprisk.risk._audit.run_audit import audit
-from poprisk.runs._corruption import replace_labels
-from poprisk.runs._digits import digits_split
+from poprisk import Problem, audit, train
+from poprisk.runs import digits_split, replace_labels
 
 split = digits_split(seed=1, train_size=800)
 spoiled = replace_labels(

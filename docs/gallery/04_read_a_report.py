@@ -20,8 +20,7 @@ import torch
 
 from poprisk import PopRiskAdamW, Problem, train
 from poprisk.report._page import run_report
-from poprisk.runs._corruption import replace_labels
-from poprisk.runs._digits import digits_split
+from poprisk.runs import digits_split, replace_labels
 
 split = digits_split(seed=2, train_size=900)
 

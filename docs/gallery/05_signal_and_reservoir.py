@@ -18,9 +18,8 @@ from functools import partial
 import matplotlib.pyplot as plt
 import torch
 
-from poprisk import Problem, Window, train
-from poprisk.operators._channels import dissipation_channels
-from poprisk.operators._coupling import Coupling
+from poprisk import Problem, Window, dissipation_channels, train
+from poprisk.operators import Coupling
 
 generator = torch.Generator().manual_seed(0)
 once = torch.rand(24, 1, generator=generator, dtype=torch.float64) * 2 - 1

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from poprisk import PopRiskAdamW
-from poprisk.optim._estimators.ranks import RankVariance
+from poprisk import PopRiskAdamW, RankVariance
 
 INPUTS, BATCH, MICRO_BATCHES = 20, 64, 2  # of each rank
 

@@ -8,13 +8,9 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
-from poprisk.risk._audit.run_audit import audit
-from poprisk.risk._audit.table import AuditTable
-from poprisk.runs._corruption import replace_labels
-from poprisk.runs._digits import Split, digits_split
-from poprisk.runs._problem import Problem
-from poprisk.runs._run import Run
-from poprisk.runs._training import train
+from poprisk import AuditTable, Problem, Run, audit, train
+from poprisk.runs import digits_split, replace_labels
+from poprisk.runs._digits import Split
 
 HOW = (
     "as they are",

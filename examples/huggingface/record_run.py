@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, Trainer, TrainingArguments
 
-from poprisk import Run
+from poprisk import Run, audit
 from poprisk.integrations.huggingface_record import RecordRun, classification_problem
-from poprisk.risk._audit.run_audit import audit
 
 EXAMPLES, LENGTH, WORDS, CLASSES, WRONG = 240, 12, 40, 4, 0.1
 

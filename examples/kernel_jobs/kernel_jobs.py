@@ -14,11 +14,7 @@ from torch import nn
 
 from poprisk import Problem, train
 from poprisk._core.linalg.spectra import top_eigenpairs
-from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._disk_matrix import DiskMatrix
-from poprisk.jobs._launch import run_jobs
-from poprisk.jobs._plan import Plan
-from poprisk.jobs._status import job_status
+from poprisk.jobs import DiskMatrix, Plan, assemble_matrix, job_status, run_jobs
 
 INPUTS, CLASSES, STEPS = 20, 3, 40
 MEMORY_LIMIT = 2**26

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from poprisk import PopRiskAdamW, Problem, Run
+from poprisk import PopRiskAdamW, Problem, Run, audit
 from poprisk.integrations.lightning_record import RecordRun
-from poprisk.risk._audit.run_audit import audit
 
 EXAMPLES, CLASSES, WRONG = 300, 5, 0.1
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from poprisk import PopRiskAdamW
-from poprisk.integrations._sinks import JsonLinesSink, TensorBoardSink, WandbSink
 from poprisk.integrations.loggers import watch
+from poprisk.integrations.sinks import JsonLinesSink, TensorBoardSink, WandbSink
 
 INPUTS = 5
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from poprisk import PopRiskAdamW, Problem, Recorder, Run, Window
-from poprisk.operators._channels import dissipation_channels
+from poprisk import PopRiskAdamW, Problem, Recorder, Run, Window, dissipation_channels
 
 INPUTS, TRAIN, TEST = 5, 48, 24
 

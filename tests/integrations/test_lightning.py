@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from poprisk.errors import HyperparameterError, PopRiskWarning
 from poprisk.integrations._readings import Readings
-from poprisk.integrations._sinks import JsonLinesSink
+from poprisk.integrations.sinks import JsonLinesSink
 from poprisk.integrations.loggers import watch
 from poprisk.optim._adamw import PopRiskAdamW
 

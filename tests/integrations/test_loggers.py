@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.integrations._readings import Readings
-from poprisk.integrations._sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink
+from poprisk.integrations.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink
 from poprisk.integrations.loggers import sampled_gates, watch
 from poprisk.optim._adamw import PopRiskAdamW
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from poprisk._core.store import importable, resolve
 from poprisk.errors import DataError, MissingExtraError, RunError
-from poprisk.integrations._recording import (
+from poprisk.integrations.recording import (
     DrawnBatches,
     StepBlocks,
     check_batch,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from poprisk.errors import RunError
-from poprisk.integrations._recording import (
+from poprisk.integrations.recording import (
     DrawnBatches,
     StepBlocks,
     check_batch,

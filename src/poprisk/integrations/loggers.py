@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from poprisk.errors import HyperparameterError
 from poprisk.integrations._readings import PREFIX, Readings, find_poprisk, interval
-from poprisk.integrations._sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink, as_sink
+from poprisk.integrations.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink, as_sink
 from poprisk.optim import (
     GateDiagnostics,
     Hyper,

@@ -23,7 +23,7 @@ def spotlight_inputs(table: AuditTable, **extra: tuple[Sequence[Any], str]) -> t
 
     >>> import torch
     >>> from functools import partial
-    >>> from poprisk.risk._audit import audit
+    >>> from poprisk import audit
     >>> from poprisk.runs import Problem
     >>> from poprisk.runs import train
     >>> problem = Problem(torch.nn.Linear, "cross_entropy", torch.eye(3), torch.arange(3),

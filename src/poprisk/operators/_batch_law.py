@@ -78,7 +78,7 @@ def batch_laws(
         DataError: examples with weights of their own (their mean is not known from the batch), an example twice in a
             batch drawn without replacement, or twice in an epoch.
 
-    >>> from poprisk.operators import RecordedSteps
+    >>> from poprisk.operators._gradient_descent import RecordedSteps
     >>> steps = [Step(torch.tensor(batch), torch.full((2,), 2.0), torch.ones(1)) for batch in ([3, 0], [1, 2], [0, 1])]
     >>> run = RecordedSteps([], steps, [])
     >>> [law.pool.tolist() for law in batch_laws(run, 4, stop=3, sampling="epochs")]
@@ -101,7 +101,7 @@ def remaining_examples(trajectory: Trajectory, num_examples: int, k: int) -> Int
 
     In the first epoch nobody has trained on them: they are fresh.
 
-    >>> from poprisk.operators import RecordedSteps
+    >>> from poprisk.operators._gradient_descent import RecordedSteps
     >>> steps = [Step(torch.tensor(batch), torch.full((2,), 3.0), torch.ones(1)) for batch in ([3, 0], [1, 2])]
     >>> remaining_examples(RecordedSteps([], steps, []), 6, k=1)
     tensor([1, 2, 4, 5])

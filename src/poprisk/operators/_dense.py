@@ -98,7 +98,8 @@ class Operators:
         """What happened, for the bounds: ``window_bounds(coupling, ops.realized)``.
 
         >>> from poprisk._core.autodiff import FlatModel
-        >>> from poprisk.operators import Coupling, dissipation_channels, gradient_flow_operators, window_bounds
+        >>> from poprisk.operators import Coupling, dissipation_channels, gradient_flow_operators
+        >>> from poprisk.theory import window_bounds
         >>> model = FlatModel(torch.nn.Linear(1, 1, bias=False).double(), "squared")
         >>> one = torch.ones(1, 1).double()
         >>> ops = gradient_flow_operators(model, one, one, time=1.0, intervals=4, test_inputs=2 * one)

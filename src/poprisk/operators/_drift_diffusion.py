@@ -135,7 +135,7 @@ def drift_diffusion(
     learning rate is inside M; the diffusion carries its minus sign, so that the parts add up; and for batches dealt out
     in epochs the conditional mean given the past is not the full gradient, which the paper does not say.
 
-    >>> from poprisk.operators import gradient_descent
+    >>> from poprisk.operators._gradient_descent import gradient_descent
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False).double(), "squared")
     >>> x, y = torch.eye(2, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
     >>> split = drift_diffusion(gradient_descent(model, x, y, lr=0.5, steps=3), model, x, y, x)
@@ -220,7 +220,7 @@ def curvature_bound(
         DataError: an empty window.
         HyperparameterError: an unknown kind of constant, or no positive number of nodes.
 
-    >>> from poprisk.operators import gradient_descent
+    >>> from poprisk.operators._gradient_descent import gradient_descent
     >>> model = FlatModel.from_function(lambda w, x: x * w**2, torch.ones(1, dtype=torch.float64), "squared")
     >>> x = torch.ones(1, 1, dtype=torch.float64)
     >>> run = gradient_descent(model, x, 0 * x, lr=0.1, steps=1)

@@ -117,7 +117,7 @@ def signal_directions(
         DataError: sizes that do not fit, or an operator without ``count``.
 
     >>> import torch
-    >>> from poprisk.theory import metric_of
+    >>> from poprisk.theory.metrics import metric_of
     >>> W_factor = torch.diag(torch.tensor([3.0, 2.0]))
     >>> signal_directions(W_factor, metric_of(torch.diag(torch.tensor([9.0, 1.0])))).values  # 9/9 and 4/1
     tensor([4., 1.])
@@ -146,7 +146,7 @@ def signal_directions_of(window: Window, metric: Metric, *, count: int | None = 
 
     >>> import torch
     >>> from poprisk._core.autodiff import FlatModel
-    >>> from poprisk.operators import gradient_descent
+    >>> from poprisk.operators._gradient_descent import gradient_descent
     >>> from poprisk.theory import euclidean_metric
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False).double(), "squared")
     >>> x, y = torch.diag(torch.tensor([2.0, 1.0])).double(), torch.ones(2, 1, dtype=torch.float64)

@@ -33,7 +33,7 @@ def start_covectors(window: Window) -> Float[Tensor, "n p"]:
 
     >>> import torch
     >>> from poprisk._core.autodiff import FlatModel
-    >>> from poprisk.operators import gradient_descent
+    >>> from poprisk.operators._gradient_descent import gradient_descent
     >>> model = FlatModel.from_function(lambda w, x: w * x, torch.zeros(1), "squared")
     >>> x, y = torch.ones(2, 1), torch.tensor([[1.0], [2.0]])
     >>> start_covectors(Window(gradient_descent(model, x, y, lr=0.1, steps=1), model, x, y))
@@ -133,7 +133,7 @@ def weighted_transfer(metric: Metric, test_transfer: Transfer) -> LinearOperator
         DataError: G does not act on the metric's outputs.
 
     >>> import torch
-    >>> from poprisk.theory import metric_of
+    >>> from poprisk.theory.metrics import metric_of
     >>> weighted_transfer(metric_of(4 * torch.eye(1)), torch.tensor([[6.0]])).to_dense()
     tensor([[9.]])
     """
@@ -147,7 +147,7 @@ def weighted_transfer_spectrum(metric: Metric, test_transfer: Float[Tensor, "M N
     r"""Eigenvalues and vectors of T, from the singular values of :math:`G R^{-1/2}`.
 
     >>> import torch
-    >>> from poprisk.theory import metric_of
+    >>> from poprisk.theory.metrics import metric_of
     >>> weighted_transfer_spectrum(metric_of(4 * torch.eye(1)), torch.tensor([[6.0]])).values
     tensor([9.])
     """

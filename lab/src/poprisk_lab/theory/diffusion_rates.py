@@ -115,7 +115,7 @@ def replicate_rates(
             :func:`~poprisk.operators._drift_diffusion.drift_diffusion` refuses.
         RunError: no exact analysis of a run is possible.
 
-    >>> from poprisk.operators import gradient_descent
+    >>> from poprisk.operators._gradient_descent import gradient_descent
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False).double(), "squared")
     >>> x, y = torch.eye(2, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
     >>> runs = [gradient_descent(model, x, y, lr=0.01, steps=8)] * 3
@@ -173,7 +173,7 @@ def fluctuation_variance(
         RunError: no exact analysis is possible, or inputs were augmented.
         HyperparameterError: an unknown way of sampling.
 
-    >>> from poprisk.operators import RecordedSteps
+    >>> from poprisk.operators._gradient_descent import RecordedSteps
     >>> from poprisk.runs._step import Step
     >>> model = FlatModel(torch.nn.Linear(1, 1, bias=False), "squared")
     >>> x, y, w = torch.ones(3, 1), torch.tensor([[0.0], [1.0], [2.0]]), torch.zeros(1)

@@ -17,7 +17,7 @@ def on_host(tiles: Iterator[Tile], keep: Callable[[Tile], bool] = lambda tile: T
         keep: Which tiles are wanted.
 
     >>> from poprisk._core.autodiff import FlatModel
-    >>> from poprisk.operators._kernels import kernel_tiles
+    >>> from poprisk.operators import kernel_tiles
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False), "squared")
     >>> [tile.block.device.type for tile in on_host(kernel_tiles(model, model.weights, torch.ones(5, 2)))]
     ['cpu']
