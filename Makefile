@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint docs bench format release clean
+.PHONY: demo test test-more test-all lint docs results pages bench format release clean
 
 $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
@@ -14,30 +14,47 @@ $(VENV)/.user: $(VENV)/.created pyproject.toml constraints.txt
 	$(PIP) -e '.[report,data]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
-	$(PIP) -e '.[dev]'
+# The library with everything its tests need, and the lab beside it.
+$(VENV)/.dev: $(VENV)/.created pyproject.toml lab/pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]' -e lab
 	touch $@ $(VENV)/.user
 
-$(VENV)/.docs: $(VENV)/.created pyproject.toml constraints.txt
-	$(PIP) -e '.[docs]'
+$(VENV)/.docs: $(VENV)/.created pyproject.toml lab/pyproject.toml constraints.txt
+	$(PIP) -e '.[docs]' -e lab
 	touch $@ $(VENV)/.user
 
 demo: $(VENV)/.user
 	$(BIN)/poprisk demo
 
 # One process per core, each with one thread: the tests are many and small. A file, or a folder whose files share what is
-# slow to make (tests/conftest.py), is one process's. What imports trainers goes apart, so that the rest need not.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-TRAINERS := tests/integrations lab/tests/paper/test_learning_rate_guide.py
-UNIT := $(addprefix --ignore=,$(TRAINERS))
+# slow to make (tests/suite.py), belongs to one process.
+PYTEST := OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+QUICK := -m "not slow and not gpu"
+# Slower for what they show, so `make test` leaves them to `make test-more`: other trainers, groups of processes, compilers,
+# kills, built wheels, and the studies of the lab.
+MORE := tests/integrations tests/distributed tests/test_release.py tests/optim/test_compile.py \
+        tests/jobs/test_killed_workers.py tests/jobs/test_memory_limit.py
+MORE_LAB := tests/paper tests/gates tests/costs tests/data tests/theory tests/test_reproduce_command.py
 
 test: $(VENV)/.dev
-	$(PYTEST) $(UNIT) -m "not slow and not gpu"
-	$(PYTEST) $(TRAINERS) -m "not slow and not gpu"
+	$(PYTEST) $(addprefix --ignore=,$(MORE)) $(QUICK)
+	cd lab && $(PYTEST) $(addprefix --ignore=,$(MORE_LAB)) $(QUICK)
+
+test-more: $(VENV)/.dev
+	$(PYTEST) $(MORE) $(QUICK)
+	cd lab && $(PYTEST) $(MORE_LAB) $(QUICK)
 
 test-all: $(VENV)/.dev
-	$(PYTEST) $(UNIT)
-	$(PYTEST) $(TRAINERS)
+	$(PYTEST)
+	cd lab && $(PYTEST)
+
+# Every stored result of the lab again (hours, some need data sets and a GPU: `--list` names them), and the pages from them.
+results: $(VENV)/.dev
+	cd lab && ../$(BIN)/python -m poprisk_lab.results $(NAMES)
+
+pages: $(VENV)/.dev
+	cd lab && ../$(BIN)/python -m poprisk_lab.pages
+	$(BIN)/python tools/paper_table.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -352,9 +352,8 @@ def test_wandb_offline_keeps_everything_here(tmp_path, no_network):
     histogram = run.summary["poprisk/gate/0.weight"]
     assert summary == pytest.approx(lines[-1][1] | {"poprisk/step": 20, "loss": 19.0})
     assert sum(histogram["values"]) == 32
-    file = next(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    run.finish()
-    content = file.read_bytes()
+    run.finish()  # another process writes the file: it is whole once this returns
+    content = next(tmp_path.glob("wandb/offline-run-*/run-*.wandb")).read_bytes()
     assert content.count(b"poprisk/mean_gate") >= 5
     assert b"poprisk/log10_snr/2.bias" in content
     assert no_network == []
