@@ -434,7 +434,9 @@ class _Moved(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return moved_attribute(self.__name__, name)
+        value = moved_attribute(self.__name__, name)
+        setattr(self, name, value)  # an import statement asks twice; one warning is enough
+        return value
 
     def __dir__(self) -> list[str]:
         return sorted(name for names in MODULES.get(self.__name__, {}).values() for name in names.split())

@@ -6,7 +6,7 @@ import typer
 
 from poprisk.errors import MissingLabError
 
-GROUP = "poprisk.commands"
+GROUP = "poprisk_commands"
 """Entry points of this group name a function that takes the command line's ``typer.Typer`` and adds to it."""
 
 
