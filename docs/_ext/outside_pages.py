@@ -8,7 +8,14 @@ from pathlib import Path
 from reference_pages import write_if_changed
 
 ROOT = Path(__file__).resolve().parents[2]
-PATTERNS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "results/*.md", "examples/*/README.md")
+PATTERNS = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "lab/docs/*.md",
+    "lab/results/*.md",
+    "examples/*/README.md",
+)
 _OTHER_PAGES = "<!-- other pages -->"
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"(^(`{3,}|~{3,}).*?^\2[ \t]*$)", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""Which names are public: what a room's ``__init__`` hands on, and for the open modules what they define themselves."""
+"""Which names are public: what a room's facade lists in ``__all__``, and in open rooms what their modules define."""
 
 import ast
 import importlib
@@ -15,35 +15,12 @@ import poprisk
 
 SOURCE = Path(poprisk.__path__[0])
 NEEDS_TRITON = "poprisk.optim.backends._cuda_kernel"
-# Rooms whose __init__ hands nothing on: one imports from their modules. Of some, all; of others, those written for it.
-OPEN_ROOMS = ("poprisk.integrations",)
-PARTS_OF_OPEN_ROOMS = tuple(f"poprisk.integrations.{name}" for name in ("optax_rule", "readings", "schedules"))
-OPEN_MODULES = (
-    "poprisk.errors",
-    "poprisk._core.estimate",
-    "poprisk._core.types",
-    "poprisk_lab.engine.arms",
-    "poprisk_lab.engine.reading",
-    "poprisk_lab.engine.run",
-    "poprisk_lab.engine.search",
-    "poprisk_lab.engine.study",
-    "poprisk_lab.engine.task",
-    "poprisk.report._analysis",
-    "poprisk.report._gates",
-    "poprisk.report._window",
-    "poprisk_lab.paper.sobolev_slope.study",
-    "poprisk.report._page",
-)
-# Not handed on by their rooms, but what a public function takes or gives back, or a page of the guide imports.
-MENTIONED: dict[str, tuple[str, ...]] = {
-    "poprisk.risk._fold_error": ("NestedSplit",),
-    "poprisk.risk._influence.linear_step": ("LinearStep",),
-    "poprisk.risk._resampling": ("RetrainOptions",),
-    "poprisk.jobs._operator_columns": ("probe_columns",),
-    "poprisk.optim._diagnostics": ("GateDiagnostics",),
-    "poprisk.runs._dataset": ("IndexedDataset",),
-    "poprisk.runs._recorded_step": ("RecordedStep",),
-}
+PRIVATE = "poprisk._core"
+# Rooms from whose modules one imports: all of them here, beside what the facade hands on.
+OPEN_ROOMS = ("poprisk.integrations", "poprisk.theory")
+OPEN_MODULES = ("poprisk.errors",)
+# Not handed on by their rooms, but what a public function takes or gives back.
+MENTIONED: dict[str, tuple[str, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -73,7 +50,7 @@ class Room:
 def rooms() -> list[Room]:
     """All pages, in the order of their names, the package itself left out."""
     children = sorted(m.name for m in pkgutil.iter_modules(poprisk.__path__, "poprisk."))
-    found = [_room(name) for name in children if name != "poprisk.cli"]
+    found = [_room(name) for name in children if name not in ("poprisk.cli", PRIVATE) and "._" not in name]
     return [room for room in found if room.modules or room.borrowed]
 
 
@@ -217,9 +194,10 @@ def _room(name: str) -> Room:
             room.modules.append(PublicModule(name, name, own_names(name)))
         return room
     _add_handed_on(room)
-    for each in modules_in(name):
-        is_open = each in OPEN_MODULES or (name in OPEN_ROOMS and each not in PARTS_OF_OPEN_ROOMS)
-        if is_open and (names := own_names(each)):
+    given = {target.rpartition(".")[2] for module in room.modules for target in module.targets}
+    for each in modules_in(name) if name in OPEN_ROOMS else ():
+        names = tuple(n for n in own_names(each) if n not in given) if "._" not in each else ()
+        if names:
             room.modules.append(PublicModule(each, each, names))
             lent = {name: home for name, home in _imported(each).items() if name in _listed(_parsed(each))}
             room.borrowed |= {f"{each.removeprefix(name + '.')}.{key}": f"{home}.{key}" for key, home in lent.items()}
@@ -231,7 +209,7 @@ def _add_handed_on(room: Room) -> None:
     for name in handed_on(room.name):
         by_home.setdefault(_home_of(room.name, name), []).append(name)
     for home, names in by_home.items():
-        if home.startswith(f"{room.name}."):
+        if home.startswith((f"{room.name}.", f"{PRIVATE}.")):
             room.modules.append(PublicModule(home, room.name, tuple(names)))
         else:
             room.borrowed |= {name: _shown_at(home, name) for name in names}

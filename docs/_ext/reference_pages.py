@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import poprisk
-from public_names import PublicModule, Room, about_module, first_line, modules_in, root_names, words_of_constant
-
-# Where a room has modules that nobody imports by hand, its page lists them all the same, with what they are about.
-LISTED_ROOMS = ("poprisk_lab", "poprisk.report")
-TITLES = {"poprisk._core.types": "Protocols between rooms"}
+from public_names import PublicModule, Room, about_module, first_line, root_names, words_of_constant
 
 
 def write_reference(folder: Path, found: list[Room]) -> None:
@@ -38,16 +34,14 @@ def page_name(room: Room) -> str:
 
 def room_page(room: Room) -> str:
     """Title, what the room is for, the table of its names, and every name in full."""
-    lines = _title(TITLES.get(room.name, room.name), "=")
+    lines = _title(room.name, "=")
     lines += _module(room.name, room.name)
     lines += _table([(target, _words(target, m)) for m in room.modules for target in m.targets])
     if elsewhere := [home for home in room.borrowed.values() if not home.startswith(f"{room.name}.")]:
         lines += ["Also here, explained in the room they come from:", ""]
         lines += _table([(home, first_line(_value(home))) for home in elsewhere])
-    if room.name in LISTED_ROOMS:
-        lines += _title("All modules", "-") + _module_table(room.name)
     for m in room.modules:
-        if m.name != room.name:
+        if m.documented_as != room.name:
             lines += _title(_heading(room.name, m.name), "-") + _module(m.name, room.name)
         for target in m.targets:
             lines += _entry(target, m)
@@ -57,10 +51,10 @@ def room_page(room: Room) -> str:
 def _index(found: list[Room]) -> str:
     lines = _title("API reference", "=")
     lines += [
-        "Everyday names can be imported from ``poprisk`` itself:",
+        "Import the names you need every day from ``poprisk`` itself:",
         "",
         *_table([(home, first_line(getattr(poprisk, name))) for name, home in sorted(root_names().items())]),
-        "The others live in rooms, each a subpackage with one subject; what a room hands on is on its page:",
+        "Everything else is in one of these packages, each with one subject:",
         "",
         ".. list-table::",
         "   :widths: 30 70",
@@ -112,13 +106,6 @@ def without_links(text: str) -> str:
     'Calls ``advance`` of ``Run``, :math:`n` times.'
     """
     return re.sub(r":(?!math)[a-z:]+:`(?:~[\w.]*\.)?([^`]+)`", r"``\1``", text)
-
-
-def _module_table(package: str) -> list[str]:
-    lines = [".. list-table::", "   :widths: 30 70", "   :class: names", ""]
-    for name in modules_in(package):
-        lines += [f"   * - ``{name.removeprefix('poprisk.')}``", f"     - {without_links(about_module(name))}"]
-    return [*lines, ""]
 
 
 def _entry(target: str, module: PublicModule) -> list[str]:

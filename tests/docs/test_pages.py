@@ -5,7 +5,6 @@ The build itself (``make docs``) is a test too: a warning, or a public name with
 
 import doctest
 import importlib
-import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -35,25 +34,15 @@ def pages():
     return {page_name(room): room_page(room) for room in ROOMS if room.name != NEEDS_EXTRAS}
 
 
-def of_ours(value):
-    """Functions, classes and constants of this package; not modules, nor what a module uses from elsewhere."""
-    if inspect.ismodule(value) or isinstance(value, bool):  # TYPE_CHECKING is one
-        return False
-    return getattr(value, "__module__", "poprisk.").startswith("poprisk.")
-
-
 def test_every_name_in_the_namespace_of_a_room_is_known():
-    """Counted another way than by the reference: by what is in the room once it is imported."""
+    """Counted another way than by the reference: by what a room lists once it is imported."""
     packages = [
         m.name for m in pkgutil.iter_modules(poprisk.__path__, "poprisk.") if m.ispkg and m.name != "poprisk.cli"
     ]
     names = {
-        f"{package}.{name}"
-        for package in packages
-        for name, value in vars(importlib.import_module(package)).items()
-        if not name.startswith("_") and of_ours(value)
+        f"{package}.{name}" for package in packages for name in getattr(importlib.import_module(package), "__all__", ())
     }
-    assert len(names) > 300
+    assert len(names) > 100
     assert sorted(names - KNOWN) == []
 
 
@@ -73,9 +62,6 @@ def test_every_target_is_explained_on_exactly_one_page(pages):
 def test_a_definition_leads_to_where_it_is_explained():
     assert documented_at(ROOMS)["poprisk.runs._training.train"] == "poprisk.runs.train"
     assert aliases(ROOMS)["poprisk.train"] == "poprisk.runs.train"
-    assert (
-        aliases(ROOMS)["poprisk.optim._estimators.OffDiagonalProjector"] == "poprisk._core.linalg.OffDiagonalProjector"
-    )
     assert all(exists(target) for target in public_targets(ROOMS) if not target.startswith(NEEDS_EXTRAS))
 
 
@@ -168,11 +154,11 @@ def test_links_of_pages_from_elsewhere_hold(tmp_path):
 
 def test_a_page_that_went_away_is_left_out(tmp_path):
     source = tmp_path / "docs"
-    (tmp_path / "results").mkdir()
-    results = tmp_path / "results/README.md"
+    (tmp_path / "lab/results").mkdir(parents=True)
+    results = tmp_path / "lab/results/README.md"
     results.write_text("# Verdicts\n", encoding="utf-8")
     outside_pages.write_outside_pages(source / "pages", source, tmp_path)
-    assert [path.name for path in (source / "pages").iterdir()] == ["results.md"]
+    assert [path.name for path in (source / "pages").iterdir()] == ["lab-results.md"]
     results.unlink()
     outside_pages.write_outside_pages(source / "pages", source, tmp_path)
     assert list((source / "pages").iterdir()) == []
