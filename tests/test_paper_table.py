@@ -36,8 +36,8 @@ OF_OTHER_PAPERS = {"poprisk.risk._fold_error.nested_error", "poprisk._core.linal
 def resolve(name):
     """The object of a dotted name: modules as far as there are files, attributes from there on."""
     parts = name.split(".")
-    depth = len(parts)
-    while not (base := ROOT.joinpath("src", *parts[:depth])).with_suffix(".py").is_file() and not base.is_dir():
+    depth, top = len(parts), ROOT / ("lab/src" if parts[0] == "poprisk_lab" else "src")
+    while not (base := top.joinpath(*parts[:depth])).with_suffix(".py").is_file() and not base.is_dir():
         depth -= 1
     found = importlib.import_module(".".join(parts[:depth]))
     for attribute in parts[depth:]:
@@ -132,11 +132,18 @@ def test_unsound_entries_are_named(change, says):
     assert says in fault
 
 
+def sources():
+    """Every module of the library and of the lab, with the folder that its dotted name begins in."""
+    for top in (ROOT / "src", ROOT / "lab/src"):
+        for path in sorted(top.rglob("*.py")):
+            yield path, top
+
+
 def cited_labels():
     """Labels of the paper that docstrings cite, with the file; sections are not in the table."""
     prefixed = r"\b((?:thm|prop|cor|lem|def|rem|alg|fig|tab|eq):\w+)"
     plain = r"\b(?:Eqs?|Thm|Cor|Prop|Lemma|Theorem|Corollary|Remark)\.? ``(\w+)``"
-    for path in sorted((ROOT / "src/poprisk").rglob("*.py")):
+    for path, _ in sources():
         for match in re.finditer(f"{prefixed}|{plain}", path.read_text(encoding="utf-8")):
             yield match[1] or match[2], path.name
 
@@ -151,8 +158,8 @@ def test_labels_in_docstrings_are_in_the_table():
 
 def differing():
     """Dotted names of what says in its docstring that it differs from the paper."""
-    for path in sorted((ROOT / "src/poprisk").rglob("*.py")):
-        module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+    for path, top in sources():
+        module = ".".join(path.relative_to(top).with_suffix("").parts)
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for outer in tree.body:
             inner = outer.body if isinstance(outer, ast.ClassDef) else []
