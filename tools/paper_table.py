@@ -151,7 +151,8 @@ def _introduction(table: Table) -> str:
     return (
         "Every theorem, proposition, corollary, lemma, definition, remark, algorithm, figure and table of the paper, "
         "with the function that computes it and the test that checks it. Names are inside `poprisk`, or in the lab, "
-        "`poprisk_lab`; tests are inside `tests/` or `lab/tests/`. The page is written by `python tools/paper_table.py` from `docs/paper_to_code.toml`, and a test "
+        "`poprisk_lab`; tests are inside `tests/` or `lab/tests/`. The page is written by `python "
+        "tools/paper_table.py` from `docs/paper_to_code.toml`, and a test "
         "holds that all names exist and nothing is missing.\n\n"
         f"Of {len(inside)} such places, {counts[WHOLE]} are computed and checked, {counts[PART]} in part (the note "
         f"says which), and {counts[STATEMENT]} are statements only (the note says why). Checked means: a test would "

@@ -13,6 +13,7 @@ r"""Know: population risk with a verdict, the influence of every example, and an
 (4, 1, tensor(1))
 """
 
+from poprisk._core.estimate import Estimate
 from poprisk.risk._audit.run_audit import audit
 from poprisk.risk._audit.table import AuditTable
 from poprisk.risk._exclusion import Exclusion, exclusion, exclusion_risk
@@ -38,6 +39,7 @@ from poprisk.risk._risk import FEWEST_FOLDS
 
 __all__ = [
     "AuditTable",
+    "Estimate",
     "Exclusion",
     "Reading",
     "Resampled",
