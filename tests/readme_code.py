@@ -1,10 +1,11 @@
 """The Python blocks of a page, run the way a reader would.
 
 As a script it runs those of the page that the installed package carries, its long description, and nothing of this
-folder: ``python -I readme_code.py``.
+folder: ``python -I readme_code.py``; with the names of modules, all blocks but those that import one of them.
 """
 
 import re
+import sys
 from importlib.metadata import metadata
 
 import torch
@@ -28,6 +29,7 @@ def run_block(code: str) -> dict[str, object]:
 
 def main() -> None:
     found = blocks(metadata("poprisk")["Description"])
+    found = [code for code in found if not any(f"from {name}" in code for name in sys.argv[1:])]
     for code in found:
         run_block(code)
     print(f"{len(found)} blocks, {poprisk.__file__}")

@@ -158,7 +158,7 @@ def test_what_moved_to_the_lab_says_how_to_get_it(monkeypatch):
     place = next(place for place in _moved.MODULES[old] if place.startswith("poprisk_lab"))
     monkeypatch.setitem(sys.modules, place, None)
     name = _moved.MODULES[old][place].split()[0]
-    with pytest.warns(DeprecationWarning), pytest.raises(ImportError, match=r"pip install ./lab"):
+    with pytest.warns(DeprecationWarning, match="is now"), pytest.raises(ImportError, match=r"pip install ./lab"):
         _moved.moved_attribute(old, name)
 
 

@@ -58,7 +58,7 @@ def test_the_page_on_operators_runs_from_top_to_bottom(capsys):
 
 def test_the_page_on_comparisons_runs_from_top_to_bottom(capsys):
     names: dict[str, object] = {"__name__": "page"}
-    found = blocks((ROOT / "docs/comparisons.md").read_text())
+    found = blocks((ROOT / "lab/docs/comparisons.md").read_text())
     assert len(found) == 2
     for block in found:
         exec(compile(block, "comparisons.md", "exec"), names)

@@ -157,7 +157,9 @@ def test_a_new_environment_needs_nothing_but_the_wheel(built, tmp_path):
     programs = environment / "bin"
     install = (programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt")
     call(*install, built[1])
-    call(programs / "python", "-I", ROOT / "tests/readme_code.py", cwd=empty, POPRISK_CACHE_DIR=str(tmp_path))
+    script = (programs / "python", "-I", ROOT / "tests/readme_code.py")
+    call(*script, "sklearn", cwd=empty, POPRISK_CACHE_DIR=str(tmp_path))
     call(*install, f"{built[1]}[report,data]")
+    call(*script, cwd=empty, POPRISK_CACHE_DIR=str(tmp_path))
     call(programs / "poprisk", *DEMO, cwd=empty)
     assert {"demo.png", "report.html"} <= {path.name for path in (empty / "out").iterdir()}

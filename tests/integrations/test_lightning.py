@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from poprisk.errors import HyperparameterError, PopRiskWarning
 from poprisk.integrations._readings import Readings
-from poprisk.integrations.sinks import JsonLinesSink
 from poprisk.integrations.loggers import watch
+from poprisk.integrations.sinks import JsonLinesSink
 from poprisk.optim._adamw import PopRiskAdamW
 
 # the process that is killed below knows Lightning by its other name

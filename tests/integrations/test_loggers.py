@@ -15,8 +15,8 @@ from torch.testing import assert_close
 
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.integrations._readings import Readings
-from poprisk.integrations.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink
 from poprisk.integrations.loggers import sampled_gates, watch
+from poprisk.integrations.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink
 from poprisk.optim._adamw import PopRiskAdamW
 
 METERS = {"active_fraction", "mean_gate", "noise_scale", "population_rate", "training_rate", "self_fit"}

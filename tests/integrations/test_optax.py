@@ -23,10 +23,10 @@ import jax.numpy as jnp  # noqa: E402
 from numpy.testing import assert_allclose, assert_array_equal  # noqa: E402
 
 import poprisk.integrations.optax as integration  # noqa: E402
-from poprisk.errors import GradientError, HyperparameterError, MissingExtraError, StateDictError
-from poprisk.integrations._optax_rule import PopulationRiskState
-from poprisk.integrations.optax import gate_diagnostics, poprisk_adamw, population_risk_gate
-from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.errors import GradientError, HyperparameterError, MissingExtraError, StateDictError  # noqa: E402
+from poprisk.integrations._optax_rule import PopulationRiskState  # noqa: E402
+from poprisk.integrations.optax import gate_diagnostics, poprisk_adamw, population_risk_gate  # noqa: E402
+from poprisk.optim._adamw import PopRiskAdamW  # noqa: E402
 from poprisk.optim._defaults import DEFAULTS  # noqa: E402
 
 pytestmark = [

@@ -1,5 +1,6 @@
 """Commands that other installed projects add, ``poprisk reproduce`` of the lab among them, by entry point."""
 
+from contextlib import suppress
 from importlib.metadata import entry_points
 
 import typer
@@ -11,11 +12,16 @@ GROUP = "poprisk_commands"
 
 
 def add_lab_commands(app: typer.Typer) -> None:
-    """Add what is installed; without the lab, ``reproduce`` says how to get it."""
-    found = {each.name: each for each in entry_points(group=GROUP)}
-    for each in found.values():
-        each.load()(app)
-    if "reproduce" not in found:
+    """Add what is installed; without the lab, ``reproduce`` says how to get it.
+
+    An entry point whose package can no longer be imported is skipped: it must not take the other commands along.
+    """
+    added = set()
+    for each in entry_points(group=GROUP):
+        with suppress(ImportError):
+            each.load()(app)
+            added.add(each.name)
+    if "reproduce" not in added:
         app.command(name="reproduce", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
             _reproduce
         )

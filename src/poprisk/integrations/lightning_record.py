@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from poprisk.errors import RunError
+from poprisk.integrations.lightning import _base
 from poprisk.integrations.recording import (
     DrawnBatches,
     StepBlocks,
@@ -19,7 +20,6 @@ from poprisk.integrations.recording import (
     unwrapped,
     watch_loader,
 )
-from poprisk.integrations.lightning import _base
 from poprisk.runs import Problem, RecordedStep, Recorder, Run
 
 if TYPE_CHECKING:
