@@ -91,7 +91,22 @@ def _reproduce_all(names: list[str], smoke: bool, output: Path, data: Path | Non
 def _reproduce(name: str, smoke: bool, output: Path, data: Path | None) -> tuple[list[Any], dict[str, Any]]:
     """Runs and saves one. Returns what to print, and the same for programs."""
     chosen = reproduction(name)  # where a package is missing, before a directory is made
-    from poprisk._core.store import load_result, writable_directory, write_figure
+    from poprisk._core.store import load_result, write_figure
+
+    files = [run_study(name, smoke, output, data)]
+    directory = files[0].parent
+    saved = load_result(files[0], chosen.kind)
+    figure = chosen.draw(saved)
+    files += [write_figure(directory / f"{name}.{kind}", figure) for kind in ("png", "pdf")]
+    wrote = f"\nWrote {directory}: {', '.join(file.name for file in files)}"
+    found = {"name": name, "smoke": smoke, "files": [file.as_posix() for file in files]}
+    return [*chosen.lines(saved), wrote], found
+
+
+def run_study(name: str, smoke: bool, output: Path, data: Path | None) -> Path:
+    """Run one experiment and store its result as ``NAME.json`` in a directory. Returns the file."""
+    chosen = reproduction(name)
+    from poprisk._core.store import writable_directory
 
     config = _configured(name, chosen, smoke, data)
     directory = writable_directory(output)  # before anything slow
@@ -101,14 +116,9 @@ def _reproduce(name: str, smoke: bool, output: Path, data: Path | None) -> tuple
     with interrupt_says(lambda: _kept(parts)):
         with job_progress(name) as progress:
             result = chosen.run(config, progress, parts) if chosen.resumable else chosen.run(config, progress)
-        files = [result.save(directory / f"{name}.json")]
-        saved = load_result(files[0], chosen.kind)
-        figure = chosen.draw(saved)
-        files += [write_figure(directory / f"{name}.{kind}", figure) for kind in ("png", "pdf")]
+        stored = result.save(directory / f"{name}.json")
     shutil.rmtree(parts, ignore_errors=True)  # the result holds it all
-    wrote = f"\nWrote {directory}: {', '.join(file.name for file in files)}"
-    found = {"name": name, "smoke": smoke, "files": [file.as_posix() for file in files]}
-    return [*chosen.lines(saved), wrote], found
+    return stored
 
 
 def _configured(name: str, chosen: Reproduction, smoke: bool, data: Path | None) -> Any:

@@ -146,9 +146,11 @@ def _comparison(
     full: Any = None,
     with_data: Any = None,
     files: Callable[[], Files] | None = None,
+    package: str = "",
 ) -> Reproduction:
-    """A comparison of optimizers: ``experiments.NAME`` and the functions ``report.MODULE:function`` that show it."""
-    experiment = import_module(f"poprisk_lab.{name}")
+    """A comparison of optimizers: ``paper/NAME/study.py`` and the functions ``MODULE:function`` that show it."""
+    package = package or f"poprisk_lab.paper.{name}.study"
+    experiment = import_module(package)
     return Reproduction(
         kind=experiment.KIND,
         full=(full or _only_config)(experiment),
@@ -164,7 +166,7 @@ def _comparison(
 
 def _function(where: str) -> Any:
     module, name = where.split(":")
-    return getattr(import_module(f"poprisk.report.{module}"), name)
+    return getattr(import_module(f"poprisk_lab.{module}"), name)
 
 
 def _only_config(experiment: Any) -> Any:
@@ -175,8 +177,8 @@ def _only_config(experiment: Any) -> Any:
 def _labelled(name: str, files: Callable[[], Files]) -> Reproduction:
     return _comparison(
         name,
-        "labels:draw_labels",
-        "labels_page:labels_lines",
+        "paper.labels.figure:draw_labels",
+        "paper.labels.page:labels_lines",
         with_data=lambda config, folder: replace(config, folder=folder),
         files=files,
     )
@@ -208,7 +210,7 @@ def _smollm2_in(folder: str) -> dict[str, Any]:
 
 
 def _fine_tuning(name: str, drawn: str, lines: str) -> Reproduction:
-    experiment = import_module(f"poprisk_lab.{name}")
+    experiment = import_module(f"poprisk_lab.paper.{name}.study")
     return _comparison(
         name,
         drawn,
@@ -222,8 +224,8 @@ def _fine_tuning(name: str, drawn: str, lines: str) -> Reproduction:
 def _default_choice() -> Reproduction:
     return _comparison(
         "default_choice",
-        "default_choice:draw_default_choice",
-        "default_choice:default_choice_lines",
+        "paper.default_choice.figure:draw_default_choice",
+        "paper.default_choice.page:default_choice_lines",
         with_data=lambda config, folder: replace(config, labels=replace(config.labels, folder=folder)),
         files=_fashion,
     )
@@ -234,8 +236,9 @@ def _gate_variants() -> Reproduction:
 
     return _comparison(
         "gate_variants",
-        "gate_variants:draw_gate_variants",
-        "gate_variants_page:gate_variants_lines",
+        "gates.figure:draw_gate_variants",
+        "gates.page:gate_variants_lines",
+        package="poprisk_lab.gates.plan",
         with_data=images_in,
         files=_fashion,
     )
@@ -248,23 +251,23 @@ _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     "time": ("which directions are fitted first, and generalization long after interpolation", _time),
     "grokking": (
         "steps until a transformer generalizes on modular division",
-        partial(_comparison, "grokking", "grokking:draw_grokking", "grokking:grokking_lines"),
+        partial(_comparison, "grokking", "paper.grokking.figure:draw_grokking", "paper.grokking.figure:grokking_lines"),
     ),
     "pinn": (
         "a physics-informed network from a noisy initial condition",
-        partial(_comparison, "pinn", "pinn:draw_pinn", "pinn:pinn_lines"),
+        partial(_comparison, "pinn", "paper.pinn.figure:draw_pinn", "paper.pinn.page:pinn_lines"),
     ),
     "lorenz": (
         "chaotic dynamics from noisy states",
-        partial(_comparison, "lorenz", "lorenz:draw_lorenz", "lorenz:lorenz_lines"),
+        partial(_comparison, "lorenz", "paper.lorenz.figure:draw_lorenz", "paper.lorenz.figure:lorenz_lines"),
     ),
     "inr": (
         "denoising photographs with a coordinate network",
-        partial(_comparison, "inr", "inr:draw_inr", "inr:inr_lines"),
+        partial(_comparison, "inr", "paper.inr.figure:draw_inr", "paper.inr.page:inr_lines"),
     ),
     "dpo": (
         "preference alignment with swapped pairs (needs --data with smollm2)",
-        partial(_fine_tuning, "dpo", "dpo:draw_dpo", "dpo:dpo_lines"),
+        partial(_fine_tuning, "dpo", "paper.dpo.figure:draw_dpo", "paper.dpo.figure:dpo_lines"),
     ),
     "labels": (
         "wrong labels on digits and Fashion-MNIST (needs --data with fashion)",
@@ -276,15 +279,20 @@ _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     ),
     "teacher": (
         "a teacher network's labels, some of them replaced",
-        partial(_comparison, "teacher", "comparison:draw_comparison", "teacher:teacher_lines"),
+        partial(_comparison, "teacher", "engine.figure:draw_comparison", "paper.teacher.figure:teacher_lines"),
     ),
     "char_language": (
         "a character language model, clean and with wrong targets",
-        partial(_comparison, "char_language", "char_language:draw_char_language", "char_language:char_language_lines"),
+        partial(
+            _comparison,
+            "char_language",
+            "paper.char_language.figure:draw_char_language",
+            "paper.char_language.figure:char_language_lines",
+        ),
     ),
     "sft": (
         "fine-tuning a language model, clean and with wrong targets (needs --data with smollm2)",
-        partial(_fine_tuning, "sft", "sft:draw_sft", "sft:sft_lines"),
+        partial(_fine_tuning, "sft", "paper.sft.figure:draw_sft", "paper.sft.figure:sft_lines"),
     ),
     "gate_variants": (
         "variants of the gate: is one noise-proof and quick? (needs --data with fashion)",

@@ -37,6 +37,17 @@ def render_blocks(package: str, name: str, slots: Mapping[str, Any]) -> dict[str
     return {key: " ".join("".join(block(context)).split()) for key, block in template.blocks.items()}
 
 
+def render_parts(package: str, name: str, slots: Mapping[str, Any]) -> dict[str, str]:
+    """Each ``{% block %}`` of a template as filled Markdown, by its name: the parts of a page between marks.
+
+    Raises:
+        jinja2.UndefinedError: the template has a slot that nothing was given for.
+    """
+    template = _templates(package).get_template(name)
+    context = template.new_context(dict(slots))
+    return {key: filled("".join(block(context))).strip("\n") for key, block in template.blocks.items()}
+
+
 def filled(text: str) -> str:
     r"""Paragraphs and list items filled to 120 columns; tables, code, headings and pictures as they are.
 

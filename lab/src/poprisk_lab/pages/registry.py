@@ -1,0 +1,117 @@
+"""Every generated page: where it goes, which template it is written from, and where its numbers come from.
+
+A page is a Markdown template beside a study (``page.md.jinja``) and a function in the study's ``numbers.py`` that turns
+the folder of stored results into the slots of the template. Some pages are written by hand except for a few measured
+parts between two marks (``<!-- begin:NAME -->`` and ``<!-- end:NAME -->``): their template has one block for each part.
+
+To add a page, add a :class:`Page` to :data:`PAGES`. ``python -m poprisk_lab.pages`` writes them all.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from poprisk._core.store import load_result, write_figure, write_text
+from poprisk_lab.pages.marked_page import fill_marks
+from poprisk_lab.pages.template import render, render_parts
+
+ROOT = Path(__file__).resolve().parents[4]
+"""The repository."""
+RESULTS = ROOT / "lab/results"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture drawn from the stored results.
+
+    Attributes:
+        target: File to write, relative to the repository.
+        draw: ``module:function``; called with the stored result, or with the folder of results if ``result`` is None.
+        result: Name of the stored result without its ending.
+        dpi: Resolution; None for the usual one.
+    """
+
+    target: str
+    draw: str
+    result: str | None = None
+    dpi: int | None = None
+
+    def write(self, results: Path, root: Path = ROOT) -> Path:
+        """Draw it and write it."""
+        source = results if self.result is None else stored(results, self.result)
+        options = {} if self.dpi is None else {"dpi": self.dpi}
+        return write_figure(root / self.target, function(self.draw)(source), **options)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A generated page.
+
+    Attributes:
+        target: File to write, relative to the repository.
+        numbers: ``module:function``; called with the folder of results, returns the slots of the template.
+        template: ``package/file`` of the template; None if the function returns the finished parts of a marked page.
+        marked: Whether only the parts between marks are generated: one block of the template for each.
+        drawings: Pictures that the page shows.
+    """
+
+    target: str
+    numbers: str
+    template: str | None
+    marked: bool = False
+    drawings: tuple[Drawing, ...] = ()
+
+    def text(self, results: Path = RESULTS, root: Path = ROOT) -> str:
+        """The page as it should be."""
+        slots: Mapping[str, Any] = function(self.numbers)(results)
+        if not self.marked:
+            assert self.template is not None
+            return render(*self.template.split("/"), **slots)
+        parts = slots if self.template is None else render_parts(*self.template.split("/"), slots)
+        return fill_marks((root / self.target).read_text(encoding="utf-8"), parts)
+
+    def is_stale(self, results: Path = RESULTS, root: Path = ROOT) -> bool:
+        """Whether the stored page differs from what the results give."""
+        place = root / self.target
+        return not place.exists() or place.read_text(encoding="utf-8") != self.text(results, root)
+
+    def write(self, results: Path = RESULTS, root: Path = ROOT) -> list[Path]:
+        """Write the page and its pictures."""
+        page = write_text(root / self.target, self.text(results, root))
+        return [page, *(drawing.write(results, root) for drawing in self.drawings)]
+
+
+def function(where: str) -> Any:
+    """What ``module:name`` names."""
+    module, name = where.split(":")
+    return getattr(import_module(module), name)
+
+
+def stored(results: Path, name: str) -> Any:
+    """A stored result, whatever its kind.
+
+    Raises:
+        DataError: there is none of that name, or it cannot be read.
+    """
+    from poprisk_lab.results import kind_of
+
+    path = results / f"{name}.json"
+    return load_result(path, kind_of(path) or name)
+
+
+PAGES: tuple[Page, ...] = ()
+
+
+def chosen_pages(names: Iterable[str]) -> list[Page]:
+    """The pages whose target contains one of the names; all pages if there are no names.
+
+    Raises:
+        KeyError: a name fits no page.
+    """
+    wanted = list(names)
+    for name in wanted:
+        if not any(name in page.target for page in PAGES):
+            raise KeyError(name)
+    return [page for page in PAGES if not wanted or any(name in page.target for name in wanted)]
