@@ -78,3 +78,22 @@ def seeds_words(count: int) -> str:
     ('one seed', '3 seeds, mean ± standard error')
     """
     return "one seed" if count == 1 else f"{count} seeds, mean ± standard error"
+
+
+def one_or_range(values: Iterable[int]) -> str:
+    """A count that may differ between seeds.
+
+    >>> one_or_range([3, 3]), one_or_range([3, 5, 4])
+    ('3', '3 to 5')
+    """
+    low, high = min(found := list(values)), max(found)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def processor_minutes(runs: Iterable[Mapping[str, Any]]) -> str:
+    """What all runs took together.
+
+    >>> processor_minutes([{"processor_seconds": 60}, {"processor_seconds": 30}])
+    '1.5'
+    """
+    return f"{sum(run['processor_seconds'] for run in runs) / 60:.1f}"

@@ -1,16 +1,11 @@
 """The figure of the capacity axis, drawn from its saved result."""
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from poprisk._core.store import load_result, write_figure, write_text
 from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, STYLE
 from poprisk.errors import MissingExtraError
-from poprisk_lab.paper.capacity.page import capacity_page
-from poprisk_lab.paper.capacity.study import KIND
 
 try:
     import matplotlib
@@ -127,19 +122,3 @@ def _draw_noise(axes: Axes, studies: Sequence[Saved], config: Saved) -> None:
     axes.set_xlabel(r"variance of the noise $\sigma^2$")
     axes.set_ylabel("mean squared test error")
     axes.legend(loc="upper left", ncols=1, labelspacing=0.25)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m poprisk_lab.paper.capacity.figure``: the figure and the page under ``docs`` from the stored result."""
-    parser = argparse.ArgumentParser(prog="python -m poprisk_lab.paper.capacity.figure", description=__doc__)
-    parser.add_argument("--result", type=Path, default=Path("results/capacity.json"))
-    parser.add_argument("--output", type=Path, default=Path("docs"), help="directory for capacity.png and capacity.md")
-    options = parser.parse_args(arguments)
-    saved = load_result(options.result, KIND)
-    figure_at = write_figure(options.output / "capacity.png", draw_capacity(saved), dpi=140)
-    page_at = write_text(options.output / "capacity.md", capacity_page(saved))
-    print(f"Wrote {figure_at} and {page_at}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,11 @@
 r"""The figure of train-test coupling under feature learning, drawn from its saved result."""
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from poprisk._core.store import load_result, write_figure, write_text
 from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
 from poprisk.errors import MissingExtraError
-from poprisk_lab.paper.coupling.page import coupling_page
-from poprisk_lab.paper.coupling.study import FULL_BATCH, KIND, MINIBATCH, REPEATED
+from poprisk_lab.paper.coupling.study import FULL_BATCH, MINIBATCH, REPEATED
 
 try:
     import matplotlib
@@ -114,19 +110,3 @@ def _scientific(value: float) -> str:
         return f"{value:.2f}"
     mantissa, exponent = f"{value:.0e}".split("e")
     return rf"${mantissa}\times 10^{{{int(exponent)}}}$"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m poprisk_lab.paper.coupling.figure``: the figure and the page under ``docs`` from the stored result."""
-    parser = argparse.ArgumentParser(prog="python -m poprisk_lab.paper.coupling.figure", description=__doc__)
-    parser.add_argument("--result", type=Path, default=Path("results/coupling.json"))
-    parser.add_argument("--output", type=Path, default=Path("docs"), help="directory for coupling.png and coupling.md")
-    options = parser.parse_args(arguments)
-    saved = load_result(options.result, KIND)
-    figure_at = write_figure(options.output / "coupling.png", draw_coupling(saved), dpi=140)
-    page_at = write_text(options.output / "coupling.md", coupling_page(saved))
-    print(f"Wrote {figure_at} and {page_at}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,10 @@
 """The figure of the signal channel, drawn from its saved result."""
 
-import argparse
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from poprisk._core.store import load_result, write_figure, write_text
 from poprisk.cli._demonstration.figure_style import BLUE, FAINT, INK, ORANGE, PURPLE, STYLE
 from poprisk.errors import MissingExtraError
-from poprisk_lab.paper.signal.page import signal_page
-from poprisk_lab.paper.signal.study import KIND
 
 try:
     import matplotlib
@@ -116,19 +111,3 @@ def _draw_data(figure: Figure, axes: Axes, run: Saved) -> None:
     for handle in legend.legend_handles[: len(_MOONS)]:
         handle.set_array(None)  # type: ignore[union-attr]  # its colour means nothing here
         handle.set_facecolor(FAINT)  # type: ignore[union-attr]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m poprisk_lab.paper.signal.figure``: the figure and the page under ``docs`` from the stored result."""
-    parser = argparse.ArgumentParser(prog="python -m poprisk_lab.paper.signal.figure", description=__doc__)
-    parser.add_argument("--result", type=Path, default=Path("results/signal.json"))
-    parser.add_argument("--output", type=Path, default=Path("docs"), help="directory for signal.png and signal.md")
-    options = parser.parse_args(arguments)
-    saved = load_result(options.result, KIND)
-    figure_at = write_figure(options.output / "signal.png", draw_signal(saved), dpi=140)
-    page_at = write_text(options.output / "signal.md", signal_page(saved))
-    print(f"Wrote {figure_at} and {page_at}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,11 @@
 """The figure of the time axis, drawn from its saved result."""
 
-import argparse
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from poprisk._core.store import load_result, write_figure, write_text
 from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.pages.wording import power
-from poprisk_lab.paper.time_axis.page import time_page
-from poprisk_lab.paper.time_axis.study import KIND
 
 try:
     import matplotlib
@@ -93,19 +88,3 @@ def _draw_mass(axes: Axes, run: Saved, config: Saved) -> None:
 
 def _number(value: float) -> str:
     return f"{value:.2g}" if value >= 0.01 else power(value)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m poprisk_lab.paper.time_axis.figure``: the figure and the page under ``docs`` from the stored result."""
-    parser = argparse.ArgumentParser(prog="python -m poprisk_lab.paper.time_axis.figure", description=__doc__)
-    parser.add_argument("--result", type=Path, default=Path("results/time.json"))
-    parser.add_argument("--output", type=Path, default=Path("docs"), help="directory for time.png and time.md")
-    options = parser.parse_args(arguments)
-    saved = load_result(options.result, KIND)
-    figure_at = write_figure(options.output / "time.png", draw_time(saved), dpi=140)
-    page_at = write_text(options.output / "time.md", time_page(saved))
-    print(f"Wrote {figure_at} and {page_at}")
-
-
-if __name__ == "__main__":
-    main()
