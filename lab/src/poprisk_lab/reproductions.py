@@ -79,63 +79,16 @@ class Reproduction:
     """Those it needs."""
 
 
-def _coupling() -> Reproduction:
-    from poprisk_lab.paper.coupling import study as experiment
-    from poprisk_lab.paper.coupling.figure import draw_coupling
-    from poprisk_lab.paper.coupling.page import coupling_lines
-
+def _measurement(folder: str, drawn: str) -> Reproduction:
+    """A measurement that trains no competing optimizers: ``paper/FOLDER/{study,figure,numbers}.py``."""
+    experiment = import_module(f"poprisk_lab.paper.{folder}.study")
     return Reproduction(
         kind=experiment.KIND,
-        full=experiment.CouplingConfig(),
+        full=_only_config(experiment),
         smoke=experiment.SMOKE,
         run=experiment.run,
-        draw=draw_coupling,
-        lines=coupling_lines,
-    )
-
-
-def _signal() -> Reproduction:
-    from poprisk_lab.paper.signal import study as experiment
-    from poprisk_lab.paper.signal.figure import draw_signal
-    from poprisk_lab.paper.signal.page import signal_lines
-
-    return Reproduction(
-        kind=experiment.KIND,
-        full=experiment.SignalConfig(),
-        smoke=experiment.SMOKE,
-        run=experiment.run,
-        draw=draw_signal,
-        lines=signal_lines,
-    )
-
-
-def _capacity() -> Reproduction:
-    from poprisk_lab.paper.capacity import study as experiment
-    from poprisk_lab.paper.capacity.figure import draw_capacity
-    from poprisk_lab.paper.capacity.page import capacity_lines
-
-    return Reproduction(
-        kind=experiment.KIND,
-        full=experiment.CapacityConfig(),
-        smoke=experiment.SMOKE,
-        run=experiment.run,
-        draw=draw_capacity,
-        lines=capacity_lines,
-    )
-
-
-def _time() -> Reproduction:
-    from poprisk_lab.paper.time_axis import study as experiment
-    from poprisk_lab.paper.time_axis.figure import draw_time
-    from poprisk_lab.paper.time_axis.page import time_lines
-
-    return Reproduction(
-        kind=experiment.KIND,
-        full=experiment.TimeConfig(),
-        smoke=experiment.SMOKE,
-        run=experiment.run,
-        draw=draw_time,
-        lines=time_lines,
+        draw=_function(f"paper.{folder}.figure:{drawn}"),
+        lines=_function(f"paper.{folder}.numbers:lines"),
     )
 
 
@@ -245,10 +198,22 @@ def _gate_variants() -> Reproduction:
 
 
 _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
-    "coupling": ("training displacement determines test displacement while the kernel moves", _coupling),
-    "signal": ("directions that dissipate most per complexity, what a test set loses without the rest", _signal),
-    "capacity": ("exact risk against simulated fits across capacity, and the price of interpolated noise", _capacity),
-    "time": ("which directions are fitted first, and generalization long after interpolation", _time),
+    "coupling": (
+        "training displacement determines test displacement while the kernel moves",
+        partial(_measurement, "coupling", "draw_coupling"),
+    ),
+    "signal": (
+        "directions that dissipate most per complexity, what a test set loses without the rest",
+        partial(_measurement, "signal", "draw_signal"),
+    ),
+    "capacity": (
+        "exact risk against simulated fits across capacity, and the price of interpolated noise",
+        partial(_measurement, "capacity", "draw_capacity"),
+    ),
+    "time": (
+        "which directions are fitted first, and generalization long after interpolation",
+        partial(_measurement, "time_axis", "draw_time"),
+    ),
     "grokking": (
         "steps until a transformer generalizes on modular division",
         partial(_comparison, "grokking", "paper.grokking.figure:draw_grokking", "paper.grokking.figure:grokking_lines"),

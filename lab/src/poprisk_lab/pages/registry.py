@@ -101,7 +101,19 @@ def stored(results: Path, name: str) -> Any:
     return load_result(path, kind_of(path) or name)
 
 
-PAGES: tuple[Page, ...] = ()
+def _page_of(name: str, folder: str) -> Page:
+    """The page of a measurement, ``paper/FOLDER/{figure,numbers}.py`` and ``page.md.jinja``, stored as NAME."""
+    package = f"poprisk_lab.paper.{folder}"
+    drawing = Drawing(f"lab/docs/{name}.png", f"{package}.figure:draw_{name}", name, dpi=140)
+    return Page(f"lab/docs/{name}.md", f"{package}.numbers:page_slots", f"{package}/page.md.jinja", drawings=(drawing,))
+
+
+PAGES: tuple[Page, ...] = (
+    _page_of("coupling", "coupling"),
+    _page_of("signal", "signal"),
+    _page_of("capacity", "capacity"),
+    _page_of("time", "time_axis"),
+)
 
 
 def chosen_pages(names: Iterable[str]) -> list[Page]:

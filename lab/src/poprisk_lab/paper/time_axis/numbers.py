@@ -31,11 +31,7 @@ def slots(saved: Saved) -> dict[str, Any]:
         "slow": _mode(runs[0]["modes"][-1]),
         "ratio": _ratio(found),
         "rows": [
-            [
-                str(r["seed"]),
-                *(_time(r[f"{name}_at"]) for name in ("interpolated", "generalized", "overtaken")),
-                _end(r),
-            ]
+            [str(r["seed"]), *(_time(r[f"{name}_at"]) for name in _EVENTS), f"{r['test_accuracy'][-1]:.3f}"]
             for r in runs
         ],
         "runs": len(runs),
