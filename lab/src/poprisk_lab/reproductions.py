@@ -190,7 +190,7 @@ def _gate_variants() -> Reproduction:
     return _comparison(
         "gate_variants",
         "gates.figure:draw_gate_variants",
-        "gates.page:gate_variants_lines",
+        "gates.numbers:lines",
         package="poprisk_lab.gates.plan",
         with_data=images_in,
         files=_fashion,

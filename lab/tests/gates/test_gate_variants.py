@@ -3,7 +3,6 @@
 import io
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,21 +14,20 @@ from poprisk_lab import gates as gate_variants
 from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.parameter_layout import ParameterLayout
 from poprisk_lab.engine.stack import Member, Stack
-from poprisk_lab.gates import evidence
-from poprisk_lab.gates import page as page
+from poprisk_lab.gates import evidence, numbers
 from poprisk_lab.gates.__main__ import main, with_data
 from poprisk_lab.gates.arms import IDEAS
-from poprisk_lab.gates.evidence_page import turning_rows, twins_note
+from poprisk_lab.gates.evidence_numbers import turning_rows, twin_counts
 from poprisk_lab.gates.figure import draw_gate_variants
 from poprisk_lab.gates.halves import HalvesTask
 from poprisk_lab.gates.plan import KIND, SMOKE, GateVariantsConfig, studies
 from poprisk_lab.gates.variants import VARIANTS
 from poprisk_lab.gates.verdict import judge_clean, judge_noisy, outcomes, task_names
-from poprisk_lab.pages.marked_page import fill_marks
+from poprisk_lab.pages.registry import chosen_pages
+from poprisk_lab.pages.template import render
 from poprisk_lab.paper.pinn.task import PinnTask
 
 CPU = torch.device("cpu")
-GATES = Path(__file__).parents[2] / "docs/gates.md"
 
 
 @pytest.mark.parametrize("bench", SMOKE.benches(), ids=lambda bench: bench.task.name)
@@ -201,27 +199,27 @@ def test_parts_of_the_work_are_found_again(tmp_path, capsys):
 
 def text_of(saved):
     console = Console(width=160, record=True, file=io.StringIO())
-    for line in page.gate_variants_lines(saved):
+    for line in numbers.lines(saved):
         console.print(line)
     return " ".join(console.export_text().split())
 
 
 def test_the_verdict_follows_the_numbers():
     stored = by_hand()
-    yes = page.verdict_sentence(outcomes(stored))
+    yes = numbers.sentences(outcomes(stored))["verdict"]
     assert yes.startswith("Yes (1 variants, 1 noisy and 1 clean tasks): hysteresis")
     assert "At AdamW's own learning rate on both sides: hysteresis." in yes
     slow = stored["clean"]["rows"][2]["curves"]["accuracy"]
     slow[0] = [0.0, 0.3, 0.5]
-    no = page.verdict_sentence(outcomes(stored))
+    no = numbers.sentences(outcomes(stored))["verdict"]
     assert "0 lose on noise alone, 1 on speed alone, 0 on both" in no
     assert "The best trade-off is 'hysteresis': score 0.97, slowdown ≥ 1.02; it loses clean (speed)." in no
     stored["noisy_halves"]["rows"][0]["curves"]["accuracy"] = [[0.8, 0.5], [0.8, 0.51]]
     stored["noisy_halves"]["rows"][1]["curves"]["accuracy"] = [[0.8, 0.5], [0.8, 0.51]]
     found = outcomes(stored)
-    assert page.lost_side(found[-1]) == "both"
+    assert numbers.lost_side(found[-1]) == "both"
     with pytest.raises(DataError, match="holds no variant"):
-        page.best_trade_off(found[:2])
+        numbers.best_trade_off(found[:2])
 
 
 def test_tables_have_what_was_measured(watched):
@@ -230,24 +228,21 @@ def test_tables_have_what_was_measured(watched):
         for row in study["rows"]:
             row["seeds"] = [0, 1]
             row["hyper"] |= {"alpha": 1.0, "strength": 1.0}
-    blocks = page.page_blocks(saved, watched)
-    noisy = [line for line in blocks["gates_noisy"].splitlines() if line.startswith("| hysteresis")]
+    slots = numbers.slots(saved, watched)
+    page = render("poprisk_lab.gates", **slots)
+    noisy = [line for line in slots["noisy"].splitlines() if line.startswith("| hysteresis")]
     assert noisy == ["| hysteresis | 0.840 (0.840) |"]
-    assert "| strict gate | 0.850 (*0.600*) |" in blocks["gates_noisy"]
-    assert "| strict gate | *≥ 1.24 (1 of 2)* |" in blocks["gates_clean"]
-    assert "| **hysteresis** (`hysteresis`) | agreement over time |" in blocks["gates_ideas"]
-    assert "2 paired seeds. Learning rates on noisy tasks: 0.001, 0.01" in blocks["gates_note"]
-    assert "| noisy, last step | 0.550 | 0.850 | 0.840 | 0.840 | held: -0.010 ± 0.070 |" in blocks["gates_best"]
-    filled = fill_marks(GATES.read_text(), blocks)
-    assert all(text in filled for text in blocks.values())
-    assert fill_marks(filled, blocks) == filled
+    assert "| strict gate | 0.850 (*0.600*) |" in slots["noisy"]
+    assert "| strict gate | *≥ 1.24 (1 of 2)* |" in slots["clean"]
+    assert "| **hysteresis** (`hysteresis`) | agreement over time |" in slots["ideas"]
+    assert "2 paired seeds. Learning rates on noisy tasks: 0.001, 0.01" in " ".join(page.split())
+    assert "| noisy, last step | 0.550 | 0.850 | 0.840 | 0.840 | held: -0.010 ± 0.070 |" in slots["best"]
+    assert all(slots[name] in page for name in ("noisy", "clean", "ideas", "best", "turning", "twins"))
 
 
 def test_the_page_is_what_the_stored_results_say():
-    results = GATES.parents[1] / "results"
-    saved = load_result(results / "gate_variants.json", KIND)
-    blocks = page.page_blocks(saved, load_result(results / "gate_evidence.json", evidence.KIND))
-    assert fill_marks(GATES.read_text(), blocks) == GATES.read_text()
+    [page] = chosen_pages(["gates.md"])
+    assert not page.is_stale()
 
 
 def test_the_turning_point_is_where_the_test_value_is_best(watched):
@@ -274,9 +269,10 @@ def test_twins_differ_in_their_answers_only(watched):
     twins = watched["result"]["twins"]
     assert twins["right"]["steps"] == twins["wrong"]["steps"] == [2, 4, 6]
     assert twins["right"]["loss"] != twins["wrong"]["loss"]
-    assert "Mean ± standard deviation of 2 paired seeds. Of the 12 comparisons" in twins_note(twins)
+    counts = twin_counts(twins)
+    assert (counts["seeds"], counts["comparisons"]) == (2, 12)
     same = {"right": twins["right"], "wrong": twins["right"]}
-    assert "in the first 8 rows, 0 have" in twins_note(same)
+    assert twin_counts(same) == counts | {"rows": 8, "apart": 0}
     with pytest.raises(HyperparameterError, match="no task is called 'elsewhere'"):
         replace(evidence.SMOKE, turning=(("elsewhere", 3),))
     with pytest.raises(HyperparameterError, match="at least two"):
@@ -300,10 +296,10 @@ def test_the_smoke_study_runs_and_is_shown(smoke, watched):
     assert [outcome.label for outcome in found][-len(IDEAS) :] == [idea.label for idea in IDEAS]
     assert found[0].label == "AdamW"
     assert found[0].slowdown == pytest.approx(1)
-    assert "No variant meets both bars" in text_of(smoke) or "Yes (" in text_of(smoke)
+    assert "No variant meets both requirements" in text_of(smoke) or "Yes (" in text_of(smoke)
     figure = draw_gate_variants(smoke)
     figure.canvas.draw()
     trade, tasks = figure.axes
     assert len(trade.texts) == len(found)
     assert len(tasks.texts) == 4 * len(found)
-    assert all(outcome.label in page.page_blocks(smoke, watched)["gates_noisy"] for outcome in found)
+    assert all(outcome.label in numbers.slots(smoke, watched)["noisy"] for outcome in found)

@@ -113,6 +113,12 @@ PAGES: tuple[Page, ...] = (
     _page_of("signal", "signal"),
     _page_of("capacity", "capacity"),
     _page_of("time", "time_axis"),
+    Page(
+        "lab/docs/gates.md",
+        "poprisk_lab.gates.numbers:page_slots",
+        "poprisk_lab.gates/page.md.jinja",
+        drawings=(Drawing("lab/docs/gates.png", "poprisk_lab.gates.figure:draw_gate_variants", "gate_variants"),),
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""Tables of what a gate can go by: turning points of AdamW, and twins with right and with wrong answers."""
+"""Tables of what a gate can observe: turning points of AdamW, and twin trainings with right and with wrong answers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ def _turn(found: Mapping[str, Any]) -> list[str]:
 
 
 def twins_rows(twins: Mapping[str, Any]) -> Rows:
-    """What can be seen of a training with right and with wrong answers, and the accuracies behind it."""
+    """What a gate can observe with right and with wrong answers, and the accuracies behind it."""
     head = ["mean of the steps up to", *(f"{step}" for step in twins["right"]["steps"])]
     return head, [
         [f"{name}, {world} answers", *map(_cell, zip(*twins[world][name], strict=True))]
@@ -64,8 +64,8 @@ def twins_rows(twins: Mapping[str, Any]) -> Rows:
     ]
 
 
-def twins_note(twins: Mapping[str, Any]) -> str:
-    """How often the twins can be told apart."""
+def twin_counts(twins: Mapping[str, Any]) -> dict[str, int]:
+    """How many comparisons of the twins there are, and how many have a 95% interval that excludes 0."""
     right, wrong = twins["right"], twins["wrong"]
     found = [
         paired_difference(ours, theirs)
@@ -73,11 +73,7 @@ def twins_note(twins: Mapping[str, Any]) -> str:
         for ours, theirs in zip(zip(*right[name], strict=True), zip(*wrong[name], strict=True), strict=True)
     ]
     apart = sum(not (d.low or 0.0) <= 0 <= (d.high or 0.0) for d in found)
-    return (
-        f"Mean ± standard deviation of {len(right['loss'])} paired seeds. Of the {len(found)} comparisons in the first "
-        f"{2 * len(SEEN)} rows, {apart} {'has' if apart == 1 else 'have'} a 95% interval of the paired difference "
-        "that excludes 0."
-    )
+    return {"seeds": len(right["loss"]), "comparisons": len(found), "rows": 2 * len(SEEN), "apart": apart}
 
 
 def _cell(values: Sequence[float]) -> str:

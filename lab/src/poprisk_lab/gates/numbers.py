@@ -1,6 +1,5 @@
-"""The study of gate variants in words and tables: what was expected of each, what happened, which side it lost."""
+"""What the page on gate variants shows: the tables and counts of the stored results, as slots of ``page.md.jinja``."""
 
-import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +10,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from poprisk._core.store import load_result, write_text
+from poprisk._core.store import load_result
 from poprisk.errors import DataError
 from poprisk_lab.engine import reading
 from poprisk_lab.gates.arms import IDEAS
 from poprisk_lab.gates.evidence import KIND as EVIDENCE
-from poprisk_lab.gates.evidence_page import task_words, turning_rows, twins_note, twins_rows
+from poprisk_lab.gates.evidence_numbers import task_words, turning_rows, twin_counts, twins_rows
 from poprisk_lab.gates.limits import detection_steps
 from poprisk_lab.gates.plan import ADAMW, KIND, KNOWN, STRICT
 from poprisk_lab.gates.verdict import (
@@ -32,16 +31,18 @@ from poprisk_lab.gates.verdict import (
     row_of,
     task_names,
 )
-from poprisk_lab.pages.marked_page import fill_marks
+from poprisk_lab.pages.template import render_blocks
 from poprisk_lab.pages.wording import table
 
 Saved = Mapping[str, Any]
 
 
-def gate_variants_lines(saved: Saved) -> Iterator[RenderableType]:
+def lines(saved: Saved) -> Iterator[RenderableType]:
     """Every rule with what it lost, and the verdict, for a terminal."""
     found = outcomes(studies_of(saved))
-    shown = Table(title="Noise-proof and quick?", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    shown = Table(
+        title="Gates that resist noise and are fast?", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
     for i, column in enumerate(("", "score", "slowdown", "noisy tasks lost", "at AdamW's lr", "clean tasks lost")):
         shown.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for outcome in found:
@@ -51,8 +52,9 @@ def gate_variants_lines(saved: Saved) -> Iterator[RenderableType]:
         style = "bold" if outcome.meets_both else ""
         shown.add_row(outcome.label, _score(outcome), slowdown_words(outcome), *cells, style=style)
     yield shown
-    yield Text(reading_note())
-    yield Text(verdict_sentence(found), style="bold")
+    words = sentences(found)
+    yield Text(words["reading_note"])
+    yield Text(words["verdict"], style="bold")
 
 
 def studies_of(saved: Saved) -> Mapping[str, Any]:
@@ -60,20 +62,8 @@ def studies_of(saved: Saved) -> Mapping[str, Any]:
     return saved["result"]["studies"]
 
 
-def reading_note() -> str:
-    """How the tables are to be read."""
-    return (
-        "Score: the mean over noisy tasks of where the last step ends between AdamW (0) and the strict gate (1), each "
-        "at the best of the shared learning rates. A noisy task is lost by ending more than one standard error (of the "
-        "paired difference) under the strict gate. Slowdown: steps to AdamW's target on clean tasks in AdamW's steps, "
-        "geometric mean, at AdamW's own learning rate; the target is the task's own where AdamW reaches it, else "
-        f"{SHARE_OF_WAY:.0%} of AdamW's way from the first look to its best. A clean task is lost above "
-        f"{ALLOWED_SLOWDOWN:g}, or if a seed never gets there (≥: such a seed counts with the length of the run)."
-    )
-
-
 def lost_side(outcome: Outcome) -> str:
-    """Which of the two sides a rule lost: ``noise``, ``speed``, ``both`` or ``none``."""
+    """Which of the two requirements a rule failed: ``noise``, ``speed``, ``both`` or ``none``."""
     sides = [name for name, lost in (("noise", outcome.lost_noisy), ("speed", outcome.lost_clean)) if lost]
     return {0: "none", 1: sides[0] if sides else "", 2: "both"}[len(sides)]
 
@@ -86,7 +76,7 @@ def best_trade_off(found: Sequence[Outcome]) -> Outcome:
     """
     tried = [outcome for outcome in found if outcome.label not in KNOWN]
     if not tried:
-        raise DataError("the result holds no variant, only the rules they are compared with")
+        raise DataError("the result holds no variant, only the known rules: run the study with at least one variant")
 
     def place(outcome: Outcome) -> tuple[int, float]:
         return len(outcome.lost_noisy) + len(outcome.lost_clean), -_number(outcome.score)
@@ -94,33 +84,28 @@ def best_trade_off(found: Sequence[Outcome]) -> Outcome:
     return min(tried, key=place)
 
 
-def verdict_sentence(found: Sequence[Outcome]) -> str:
-    """Whether a variant meets both bars, and if not, which comes nearest and what it loses."""
+def sentences(found: Sequence[Outcome]) -> dict[str, str]:
+    """The verdict (which variants meet both requirements; if none, which comes closest) and how to read the tables."""
     tried = [outcome for outcome in found if outcome.label not in KNOWN]
     winners = [outcome for outcome in tried if outcome.meets_both]
-    single = [outcome for outcome in winners if not outcome.lost_unchanged]
     best = best_trade_off(found)
-    counts = f"{len(tried)} variants, {len(best.noisy)} noisy and {len(best.clean)} clean tasks"
-    if winners:
-        names = _listed([outcome.label for outcome in winners])
-        same = (
-            f" At AdamW's own learning rate on both sides: {_listed([outcome.label for outcome in single])}."
-            if single
-            else " At AdamW's own learning rate on the noisy side, too, none of them does."
-        )
-        return f"Yes ({counts}): {names} end as the strict gate under noise and are as quick as AdamW without.{same}"
-    sides = {side: sum(lost_side(outcome) == side for outcome in tried) for side in ("noise", "speed", "both")}
-    lost = [f"{task_words(name)} (noise)" for name in best.lost_noisy] + [
-        f"{task_words(n)} (speed)" for n in best.lost_clean
-    ]
-    return (
-        f"No variant meets both bars ({counts}): {sides['noise']} lose on noise alone, {sides['speed']} on speed "
-        f"alone, {sides['both']} on both. The best trade-off is '{best.label}': score {_score(best)}, slowdown "
-        f"{slowdown_words(best)}; it loses {_listed(lost)}."
-    )
-
-
-_FIGURE = "![Score on noisy tasks against slowdown on clean ones, and every variant on each task](gates.png)"
+    lost = [f"{task_words(name)} (noise)" for name in best.lost_noisy]
+    lost += [f"{task_words(name)} (speed)" for name in best.lost_clean]
+    slots = {
+        "counts": f"{len(tried)} variants, {len(best.noisy)} noisy and {len(best.clean)} clean tasks",
+        "winners": _listed([outcome.label for outcome in winners]),
+        "single": _listed([outcome.label for outcome in winners if not outcome.lost_unchanged]),
+        "sides": {side: sum(lost_side(outcome) == side for outcome in tried) for side in ("noise", "speed", "both")},
+        "best": {
+            "label": best.label,
+            "score": _score(best),
+            "slowdown": slowdown_words(best),
+            "lost": _listed(lost),
+        },
+        "share_of_way": SHARE_OF_WAY,
+        "allowed_slowdown": ALLOWED_SLOWDOWN,
+    }
+    return render_blocks("poprisk_lab.gates", "sentences.md.jinja", slots)
 
 
 def slowdown_words(outcome: Outcome) -> str:
@@ -129,25 +114,33 @@ def slowdown_words(outcome: Outcome) -> str:
     return f"{'' if every else '≥ '}{outcome.slowdown:.2f}"
 
 
-def page_blocks(saved: Saved, evidence: Saved) -> dict[str, str]:
-    """The measured parts of ``docs/gates.md``, by the names of their places.
+def page_slots(results: Path) -> dict[str, Any]:
+    """The slots from the stored ``gate_variants.json`` and ``gate_evidence.json``."""
+    return slots(
+        load_result(results / "gate_variants.json", KIND), load_result(results / "gate_evidence.json", EVIDENCE)
+    )
+
+
+def slots(saved: Saved, evidence: Saved) -> dict[str, Any]:
+    """What ``page.md.jinja`` asks for.
 
     Args:
         saved: The study of variants.
-        evidence: What was watched while AdamW trained.
+        evidence: What was observed while AdamW trained.
     """
     stored, watched = studies_of(saved), evidence["result"]
     found = outcomes(stored)
-    return {
-        "gates_verdict": f"**{verdict_sentence(found)}**\n\n{_FIGURE}",
-        "gates_ideas": ideas_table(found),
-        "gates_noisy": noisy_table(stored, found),
-        "gates_clean": clean_table(stored, found),
-        "gates_note": f"{reading_note()} {_sizes(stored)}",
-        "gates_time": time_table(),
-        "gates_best": best_table(stored, best_trade_off(found)),
-        "gates_turning": table(*turning_rows(watched["turning"])),
-        "gates_twins": f"{table(*twins_rows(watched['twins']))}\n\n{twins_note(watched['twins'])}",
+    return sentences(found) | {
+        "ideas": ideas_table(found),
+        "noisy": noisy_table(stored, found),
+        "clean": clean_table(stored, found),
+        "time": time_table(),
+        "best": best_table(stored, best_trade_off(found)),
+        "turning": table(*turning_rows(watched["turning"])),
+        "twins": table(*twins_rows(watched["twins"])),
+        "twin_counts": twin_counts(watched["twins"]),
+        "allowed_slowdown": ALLOWED_SLOWDOWN,
+        **_sizes(stored),
     }
 
 
@@ -214,24 +207,6 @@ def best_table(stored: Mapping[str, Any], best: Outcome) -> str:
     return table(head, rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m poprisk_lab.gates.page``: writes the measured parts of the page, and its figure."""
-    parser = argparse.ArgumentParser(prog="python -m poprisk_lab.gates.page", description=__doc__)
-    parser.add_argument("--result", type=Path, default=Path("results/gate_variants.json"))
-    parser.add_argument("--evidence", type=Path, default=Path("results/gate_evidence.json"))
-    parser.add_argument("--page", type=Path, default=Path("docs/gates.md"))
-    parser.add_argument("--figure", type=Path, default=Path("docs/gates.png"))
-    options = parser.parse_args(arguments)
-    from poprisk._core.store import write_figure
-    from poprisk_lab.gates.figure import draw_gate_variants
-
-    saved = load_result(options.result, KIND)
-    blocks = page_blocks(saved, load_result(options.evidence, EVIDENCE))
-    write_text(options.page, fill_marks(options.page.read_text(), blocks))
-    write_figure(options.figure, draw_gate_variants(saved))
-    print(f"Wrote {options.page} and {options.figure}")
-
-
 def _noisy_cell(best: Noisy, unchanged: Noisy, spec: str) -> str:
     def words(found: Noisy) -> str:
         value = f"{found.value:{spec}}" if math.isfinite(found.value) else "diverged"
@@ -246,19 +221,17 @@ def _clean_cell(found: Clean) -> str:
     return value if found.holds else f"*{value}*"
 
 
-def _sizes(stored: Mapping[str, Any]) -> str:
-    """Seeds and learning rates, from the stored rows."""
+def _sizes(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Seeds, learning rates and the strict gate's options, from the stored rows."""
     seeds = sorted({len(row["seeds"]) for study in stored.values() for row in study["rows"]})
     noisy, clean = task_names(stored)
     tried = rates_of(stored, noisy[0], ADAMW)
-    own = ", ".join(f"{task_words(name)} {rates_of(stored, name, ADAMW)[0]:g}" for name in clean)
-    strict = row_of(stored, noisy[0], STRICT, tried[0])["hyper"]
-    shared = ", ".join(f"{rate:g}" for rate in tried)
-    return (
-        f"{' or '.join(map(str, seeds))} paired seeds. Learning rates on noisy tasks: {shared}; on clean ones: {own}. "
-        f"The strict gate is Algorithm 1's: soft, α = {strict['alpha']:g}, strength "
-        f"{strict['strength']:g}. In italics: a task that is lost; in brackets: at AdamW's own learning rate."
-    )
+    return {
+        "seeds": " or ".join(map(str, seeds)),
+        "shared_rates": ", ".join(f"{rate:g}" for rate in tried),
+        "own_rates": ", ".join(f"{task_words(name)} {rates_of(stored, name, ADAMW)[0]:g}" for name in clean),
+        "strict": row_of(stored, noisy[0], STRICT, tried[0])["hyper"],
+    }
 
 
 def _bound(found: Clean) -> str:
@@ -279,8 +252,4 @@ def _number(value: float) -> float:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-if __name__ == "__main__":
-    main()
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
