@@ -31,7 +31,7 @@ from poprisk_lab.engine.parameter_layout import ParameterLayout
 from poprisk_lab.engine.task import Task
 from poprisk_lab.gates.plan import SMOKE as STUDY_SMOKE
 from poprisk_lab.gates.plan import Bench, GateVariantsConfig, images_in
-from poprisk_lab.gates.variants import _moments
+from poprisk_lab.gates.variants.shared import moments
 from poprisk_lab.paper.grokking.task import GrokkingTask
 
 KIND = "gate_evidence"
@@ -138,7 +138,7 @@ def watch(
         losses = cohort.losses(layout.views(w), {name: next(stream_) for name, stream_ in batches.items()})
         (g,) = torch.autograd.grad(losses.sum(), w)
         with torch.no_grad():
-            now = _moments(g, state, knobs, t)
+            now = moments(g, state, knobs, t)
             next_batch, own = (g * state["u"]).sum(1), (g * now.adam).sum(1)
             gate = now.strict(knobs, t).sum(1) / layout.size
             sums += torch.stack([losses.detach(), g.norm(dim=1), next_batch, own, gate]).double()
