@@ -2,13 +2,13 @@ r"""Variants of the gate: attempts at one that resists noise like the strict gat
 
 Every rule has the form of :mod:`poprisk_lab.engine.peers`: ``direction(g, state, h, t) -> (u, new state)``. The hyper-
 parameters ``h`` may be columns, with one row for each training. The *strict gate* is that of Algorithm 1, :math:`q =
-\delta/(\delta + \lambda \hat s)` with :math:`\delta = (\hat m^2 - \alpha \hat s)_+` and α = λ = 1; *AdamW* is q = 1. Each
-docstring defines the rule, says why it was expected to work, and names the limits in which it becomes one of these two.
+\delta/(\delta + \lambda \hat s)` with :math:`\delta = (\hat m^2 - \alpha \hat s)_+` and α = λ = 1; *AdamW* is q = 1.
+Each docstring defines the rule, says why it was expected to work, and names the limits in which it becomes one of them.
 ``docs/gates.md`` shows the results. Each family of rules is a module of this package.
 
 Symbols: m, v, s as in Algorithm 1; hats are debiased. :math:`\kappa_t` is the variance of m̂ under white noise of unit
-variance; :math:`a_t` is the threshold at which pure noise breaks even, :math:`\hat m^2 = a_t \hat s` on average. T is the
-number of steps in a pass over the data, given by ``gate_warmup``, and :math:`E = \lfloor (t-1)/T \rfloor` counts how
+variance; :math:`a_t` is the threshold at which pure noise breaks even, :math:`\hat m^2 = a_t \hat s` on average. T is
+the number of steps in a pass over the data, given by ``gate_warmup``; :math:`E = \lfloor (t-1)/T \rfloor` counts how
 often the examples of this step have been used before. A state with one number for each training is repeated along its
 row, because the callers keep arrays of one shape.
 

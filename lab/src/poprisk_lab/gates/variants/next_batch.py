@@ -6,6 +6,7 @@ from torch import Tensor
 
 from poprisk._core.types import Scalar
 from poprisk_lab.engine.peers import Knobs, States, _averaged, _cast, _debias, _precise
+from poprisk_lab.gates.variants.pooled import pooled_gate
 from poprisk_lab.gates.variants.shared import (
     STEPS_OF_EVIDENCE,
     Direction,
@@ -22,14 +23,6 @@ CALM = 0.97
 """What falls below this share of its longer average is taken to fall."""
 PASSES_OF_WORTH = 15.0
 """Passes after which a repeated example is worth 1/e of a fresh one."""
-
-
-def _loo_share(now: Moments, threshold: Scalar) -> Tensor:
-    """What is left of the preconditioned signal after the noise in it is taken away, as a share of it; at least 0."""
-    weight = now.adam.abs() / now.m_hat.abs().clamp(min=torch.finfo(now.m_hat.dtype).tiny)
-    signal = (weight * now.m_hat.square()).sum(-1, keepdim=True)
-    noise = (weight * now.s_hat).sum(-1, keepdim=True)
-    return (1 - threshold * noise / signal.clamp(min=torch.finfo(signal.dtype).tiny)).clamp(min=0)
 
 
 def lagged_agreement(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar) -> Direction:
@@ -86,7 +79,7 @@ def agreement_over_blocks(g: Float[Tensor, "*members d"], state: States, h: Knob
     """
     now = moments(g, state, h, t)
     agreed, kept = agreement((g * state["u"]).sum(-1, keepdim=True), state, t, first=2)
-    q = _pooled_gate(now, g, t)
+    q = pooled_gate(now, g, t)
     return now.adam * (q + (1 - q) * agreed), {**now.kept, **kept, "u": now.adam}
 
 

@@ -32,10 +32,11 @@ def pooled_blocks(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Sc
     q → 1 (AdamW) as the signal grows, Q = 0 on a block of noise in all but 3 of 1000 cases.
     """
     now = moments(g, state, h, t)
-    return now.adam * _pooled_gate(now, g, t), now.kept
+    return now.adam * pooled_gate(now, g, t), now.kept
 
 
-def _pooled_gate(now: Moments, g: Tensor, t: Scalar) -> Tensor:
+def pooled_gate(now: Moments, g: Tensor, t: Scalar) -> Tensor:
+    """The gate of :func:`pooled_blocks`."""
     safety = 1 + SAFE * (2 / BLOCK) ** 0.5
     signal, noise = block_means(now.m_hat.square()), block_means(now.s_hat)
     opened = (1 - _cast(safety * now.break_even, g) * noise / signal.clamp(min=torch.finfo(g.dtype).tiny)).clamp(min=0)
@@ -75,3 +76,11 @@ def shrunk_blocks(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Sc
     spread = block_means(now.m_hat.square() - noise).clamp(min=0)
     q = spread / (spread + _cast(h["strength"], g) * noise).clamp(min=torch.finfo(g.dtype).tiny)
     return now.adam * q * after_first(t, q), now.kept
+
+
+def _loo_share(now: Moments, threshold: Scalar) -> Tensor:
+    """What is left of the preconditioned signal after the noise in it is taken away, as a share of it; at least 0."""
+    weight = now.adam.abs() / now.m_hat.abs().clamp(min=torch.finfo(now.m_hat.dtype).tiny)
+    signal = (weight * now.m_hat.square()).sum(-1, keepdim=True)
+    noise = (weight * now.s_hat).sum(-1, keepdim=True)
+    return (1 - threshold * noise / signal.clamp(min=torch.finfo(signal.dtype).tiny)).clamp(min=0)

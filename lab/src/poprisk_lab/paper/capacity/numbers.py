@@ -53,7 +53,7 @@ def lines(saved: Saved) -> Iterator[RenderableType]:
     for row in slopes(saved):
         shown.add_row(*row)
     yield shown
-    yield Text(render_blocks(__package__, "page.md.jinja", slots(saved))["headline"], style="bold")
+    yield Text(render_blocks("poprisk_lab.paper.capacity", "page.md.jinja", slots(saved))["headline"], style="bold")
 
 
 def slopes(saved: Saved) -> list[list[str]]:

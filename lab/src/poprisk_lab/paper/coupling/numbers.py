@@ -70,7 +70,7 @@ def page_slots(results: Path) -> dict[str, Any]:
 
 def lines(saved: Saved) -> Iterator[RenderableType]:
     """The main rows of the table and a sentence, for a terminal."""
-    words = render_blocks(__package__, "page.md.jinja", slots(saved))
+    words = render_blocks("poprisk_lab.paper.coupling", "page.md.jinja", slots(saved))
     head, *rows = quantities(saved)
     table = Table(title=words["error_note"], title_justify="left", title_style="")
     table.add_column(head[0], overflow="fold")

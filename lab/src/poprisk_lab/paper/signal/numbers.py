@@ -72,7 +72,7 @@ def lines(saved: Saved) -> Iterator[RenderableType]:
     for row in scores(saved):
         shown.add_row(*row)
     yield shown
-    yield Text(render_blocks(__package__, "page.md.jinja", slots(saved))["headline"], style="bold")
+    yield Text(render_blocks("poprisk_lab.paper.signal", "page.md.jinja", slots(saved))["headline"], style="bold")
 
 
 def scores(saved: Saved) -> list[list[str]]:

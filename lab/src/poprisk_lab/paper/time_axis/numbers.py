@@ -46,7 +46,7 @@ def page_slots(results: Path) -> dict[str, Any]:
 
 def lines(saved: Saved) -> Iterator[RenderableType]:
     """A sentence, for a terminal."""
-    yield Text(render_blocks(__package__, "page.md.jinja", slots(saved))["headline"], style="bold")
+    yield Text(render_blocks("poprisk_lab.paper.time_axis", "page.md.jinja", slots(saved))["headline"], style="bold")
 
 
 def _mode(mode: Saved) -> dict[str, Any]:
