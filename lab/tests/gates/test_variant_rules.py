@@ -174,7 +174,7 @@ def test_slow_evidence_with_the_fast_memory_is_the_strict_gate(monkeypatch):
     weak = noise(600, mean=0.4)
     assert run("slow_evidence", weak)[0][-1].abs().mean() > 3 * soft_steps(weak)[-1].abs().mean()
     assert (run("slow_evidence", noise(600))[0][-1] != 0).double().mean() < 0.01  # the level is kept
-    monkeypatch.setattr(variants, "SLOW", 0.9)
+    monkeypatch.setattr(variants.over_time, "SLOW", 0.9)
     torch.testing.assert_close(run("slow_evidence", gradients)[0], soft_steps(gradients), rtol=1e-7, atol=1e-7)
 
 
@@ -204,7 +204,7 @@ def test_blocks_of_noise_stay_closed_and_blocks_with_signal_open():
 
 
 def test_shrinkage_in_blocks_of_one_is_the_soft_gate(monkeypatch):
-    monkeypatch.setattr(variants, "BLOCK", 1)
+    monkeypatch.setattr(variants.shared, "BLOCK", 1)
     gradients, a = noise(50, mean=0.5), break_even(0.9, 50)
     expected = soft_steps(gradients, alpha=a, strength=0.7 * a)[-1]
     torch.testing.assert_close(run("shrunk_blocks", gradients, strength=0.7)[0][-1], expected)
@@ -290,7 +290,7 @@ def test_a_latch_that_has_closed_does_not_open_again():
 
 
 def test_without_agreement_blocks_take_over(monkeypatch):
-    monkeypatch.setattr(variants, "SURE", 1e12)
+    monkeypatch.setattr(variants.shared, "SURE", 1e12)
     gradients = noise(100, mean=0.6)
     torch.testing.assert_close(
         run("agreement_over_blocks", gradients)[0][2:], run("pooled_blocks", gradients)[0][2:], rtol=1e-6, atol=1e-9
