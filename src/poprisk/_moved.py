@@ -164,9 +164,8 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.operators._kernels.method": "Cost Method",
         "poprisk.operators._kernels.rounded_kernel": "RoundedKernel measured_error",
         "poprisk.operators._kernels.tangent": "output_trace",
-        "poprisk.operators._kernels.tiles": "Tile",
+        "poprisk.operators._kernels.tiles": "Tile on_host",
         "poprisk.operators._kernels.timescales": "curvature_root scaled_kernel scaled_kernel_operator",
-        "poprisk.operators._kernels.transfer": "on_host",
     },
     "poprisk.linalg": {
         "poprisk._core.linalg.adjoint": "adjoint_mismatch",
