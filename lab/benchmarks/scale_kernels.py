@@ -14,7 +14,7 @@ from poprisk._core.autodiff.replayed import Replayed
 from poprisk.operators._kernels import memory
 from poprisk.operators._kernels.plan import TilePlan
 from poprisk.operators._kernels.precision import Precision
-from poprisk.operators._kernels.rounded import adds_in_place, contract_rounded
+from poprisk.operators._kernels.rounded import adds_in_place
 from poprisk.operators._kernels.rounded_kernel import exact_sample, measured_error
 from poprisk.operators._kernels.tangent import cross_kernel
 from poprisk.operators._kernels.tiles import Tile, TiledKernel, on_host, tiled_kernel
@@ -76,8 +76,8 @@ class _Scalar:
             tiled.maker.side(self.rows[: plan.chunk])
         left_seconds, left = timed(lambda: tiled.maker.side(self.rows[: plan.rows]), r.device)
         right_seconds, right = timed(lambda: tiled.maker.side(self.columns[: plan.columns]), r.device)
-        contract_rounded(left, right)
-        product_seconds, _ = timed(lambda: contract_rounded(left, right), r.device)
+        tiled.maker.block(left, right)
+        product_seconds, _ = timed(lambda: tiled.maker.block(left, right), r.device)
         flops = 2.0 * plan.rows * plan.columns * self.model.size
         del left, right
         figures |= {
@@ -138,8 +138,8 @@ class _Scalar:
         for precision in Precision:
             tiled = self.tiled(False, FILLED[-1], precision)
             ours, theirs = tiled.maker.side(self.rows[:n]), tiled.maker.side(self.columns[:m])
-            contract_rounded(ours, theirs)
-            seconds, K = timed(lambda a=ours, b=theirs: contract_rounded(a, b), r.device)
+            tiled.maker.block(ours, theirs)
+            seconds, K = timed(lambda a=ours, b=theirs: tiled.maker.block(a, b), r.device)
             del ours, theirs
             error = exact.error(K)
             rate = 2.0 * n * m * self.model.size / seconds / 1e12

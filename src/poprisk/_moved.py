@@ -341,7 +341,7 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.theory.bias_variance": "Risk interpolation_variance noise_covariance realized_risk risk",
         "poprisk.theory.directions": "signal_directions_of",
         "poprisk.theory.effective_rank": "effective_rank",
-        "poprisk.theory.example_groups": "DirectionExample direction_energies top_examples",
+        "poprisk.theory.groups": "DirectionExample direction_energies top_examples",
         "poprisk.theory.filters": (
             "checked_filter decayed_flow_filter gradient_flow_filter interpolation_filter predictive_basis "
             "rank_filter ridge_filter threshold_filter"

@@ -156,14 +156,16 @@ class TileMaker:
         return block.triu() + block.triu(1).T if rows is columns else block
 
     def _products(self, rows: Inputs, columns: Inputs) -> Tensor:
-        """One row example at a time: its Jacobian, pushed through the column examples."""
+        """The Jacobian of one example of the shorter side at a time, pushed through the examples of the other side."""
+        if count_examples(rows) < count_examples(columns):
+            return self._products(columns, rows).T
         found = []
-        for r in range(count_examples(rows)):
-            J = self._model.output_jacobian(self._w, take_examples(rows, slice(r, r + 1))).squeeze(0)
+        for c in range(count_examples(columns)):
+            J = self._model.output_jacobian(self._w, take_examples(columns, slice(c, c + 1))).squeeze(0)
             V = (J if self._M is None else self._M * J).T.contiguous()
-            parts = (take_examples(columns, part) for part in slices(count_examples(columns), self.chunk))
-            found.append(torch.cat([self._model.jvp(self._w, part, V) for part in parts]).T)
-        return torch.cat(found)
+            parts = (take_examples(rows, part) for part in slices(count_examples(rows), self.chunk))
+            found.append(torch.cat([self._model.jvp(self._w, part, V) for part in parts]))
+        return torch.cat(found, dim=1)
 
     def _rounded_pieces(self, parts: tuple[Tensor, ...]) -> Pieces:
         copies = tuple(aligned(part) for part in parts)
