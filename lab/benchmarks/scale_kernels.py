@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -139,7 +140,7 @@ class _Scalar:
             tiled = self.tiled(False, FILLED[-1], precision)
             ours, theirs = tiled.maker.side(self.rows[:n]), tiled.maker.side(self.columns[:m])
             tiled.maker.block(ours, theirs)
-            seconds, K = timed(lambda a=ours, b=theirs: tiled.maker.block(a, b), r.device)
+            seconds, K = timed(partial(tiled.maker.block, ours, theirs), r.device)
             del ours, theirs
             error = exact.error(K)
             rate = 2.0 * n * m * self.model.size / seconds / 1e12
