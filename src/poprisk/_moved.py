@@ -26,6 +26,9 @@ ROOT_NAMES = {
 }
 """Once at the root of the package, now in a room."""
 
+RENAMED = {"poprisk.report.run_report.run_report": "poprisk.report.write_report"}
+"""Names of old modules that have another name now."""
+
 MODULES: dict[str, dict[str, str]] = {
     "poprisk.audit": {
         "poprisk.risk": "AuditTable audit",
@@ -90,14 +93,17 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "poprisk.experiments.run_analysis": {
         "poprisk.report": "Analysis analyze",
-        "poprisk.report._analysis": "Found PARTS check_options kernel_curve loss_curves memorization neighbours",
+        "poprisk.report._analysis.analyze": "PARTS check_options",
+        "poprisk.report._analysis.curves": "kernel_curve loss_curves memorization",
+        "poprisk.report._analysis.neighbours": "neighbours",
     },
     "poprisk.experiments.run_gates": {
-        "poprisk.report._gates": "GateCurve gate_curve has_gate",
+        "poprisk.report._analysis.gates": "GateCurve gate_curve has_gate",
     },
     "poprisk.experiments.run_window": {
-        "poprisk.report._window": (
-            "CleanTargets DriftCurve MOST_OUTPUTS QUERIES WindowFacts window_facts window_seconds"
+        "poprisk.report": "CleanTargets",
+        "poprisk.report._analysis.operators": (
+            "DriftCurve MOST_OUTPUTS QUERIES WindowFacts window_facts window_seconds"
         ),
     },
     "poprisk.experiments.sobolev_slope": {
@@ -280,7 +286,7 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.runs._problem": "Augmentation BatchLoss",
     },
     "poprisk.report.run_report": {
-        "poprisk.report._page": "report_command report_page require_template run_report training_call",
+        "poprisk.report._drawing.page": "report_command report_page require_template training_call",
     },
     "poprisk.rules": {
         "poprisk.optim": "calibrated_alpha hard_gate loo_coefficient snr_gate soft_gate",
@@ -399,6 +405,10 @@ def moved_attribute(module: str, name: str) -> Any:
         AttributeError: the old module had no such name.
         ImportError: it is in the lab, which is not installed.
     """
+    if (new := RENAMED.get(f"{module}.{name}")) is not None:
+        _warn(f"{module}.{name}", new, stacklevel=4)
+        place, _, name = new.rpartition(".")
+        return getattr(_imported(place, f"{module}.{name}"), name)
     for place, names in MODULES.get(module, {}).items():
         if name in names.split():
             _warn(f"{module}.{name}", f"{place}.{name}", stacklevel=4)

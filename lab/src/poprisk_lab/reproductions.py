@@ -6,12 +6,14 @@ from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import RenderableType
 
-from poprisk._core.store import Figure
 from poprisk.errors import HyperparameterError
+
+if TYPE_CHECKING:
+    from poprisk._core.store import Figure  # imports torch, which no --help needs
 
 ALL = "all"
 """Stands for every experiment in turn."""
@@ -69,7 +71,7 @@ class Reproduction:
     """One of some seconds, which shows that everything works and nothing else."""
     run: Callable[..., Result]
     """Called with a configuration, what to tell about progress and, where it is resumable, a folder for its parts."""
-    draw: Callable[[Saved], Figure]
+    draw: Callable[[Saved], "Figure"]
     lines: Callable[[Saved], Iterable[RenderableType]]
     resumable: bool = False
     """Whether what is done is kept on disk and not done again."""

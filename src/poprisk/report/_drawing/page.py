@@ -1,64 +1,62 @@
-"""The report of a run: one self-contained page, assembled from its analysis."""
+"""Write the report of a run: one self-contained HTML page, drawn from its analysis."""
 
 import inspect
 import json
 import os
 import shlex
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from poprisk._core.store import write_text
 from poprisk.errors import MissingExtraError
-from poprisk.report._analysis import Analysis, analyze
-from poprisk.report._example_table import table_data
-from poprisk.report._kept_analysis import BUDGET, KeptAnalysis
-from poprisk.report._sections import sections, summary_lines
-from poprisk.report._svg_chart import number
-from poprisk.report._window import CleanTargets
+from poprisk.report._analysis.analyze import Analysis, analyze
+from poprisk.report._drawing.example_table import table_data
+from poprisk.report._drawing.sections import sections
+from poprisk.report._drawing.summary import summary_lines
+from poprisk.report._drawing.svg_chart import number
 from poprisk.runs import OPTIMIZERS, Run
 
 
-def run_report(
-    run: Run,
-    path: str | Path,
-    *,
-    budget: float = BUDGET,
-    retrain: int = 0,
-    examples: bool = True,
-    clean: CleanTargets | None = None,
-    kept: KeptAnalysis | None = None,
-    command: str | None = None,
-    progress: Callable[[str], None] | None = None,
+def write_report(
+    analysis: Analysis | Run, path: str | Path, *, examples: bool = True, command: str | None = None, **options: Any
 ) -> Path:
-    """Analyse a run and write its report: one HTML file that needs no server and no network.
+    """Write the report of a run: one HTML file that needs no server and no network.
 
     Args:
-        run: The run.
-        path: The file.
-        budget: Seconds on one CPU core, about, that each part of the analysis may take.
-        retrain: How many trainings may be spent on the risk where the run alone cannot tell it; 0, or at least 3.
-        examples: Whether the examples' contents (pictures, texts, values to predict) may be in it.
-        clean: The targets without noise, where they are known; for the four cells of test error.
-        kept: Finished parts of the analysis with the same options; the others are put there.
-        command: What to say that the report was made with.
-        progress: Called with the name of each part before it is computed.
+        analysis: What :func:`~poprisk.report.analyze` returned, or a run, which is then analyzed first.
+        path: The file to write. It is replaced in one go, so it is never incomplete.
+        examples: Whether to include the contents of the examples (pictures, texts, values to predict).
+        command: The command that the page names as the one that wrote it.
+        options: Options of :func:`~poprisk.report.analyze`, such as ``budget``; only if a run is given.
+
+    Returns:
+        The path of the file.
 
     Raises:
         MissingExtraError: jinja2 is not installed.
-        HyperparameterError: a budget that is not a number of seconds, or too few trainings.
-        RunError: the run has no steps.
-        DataError: clean targets that do not fit.
-        OSError: the file cannot be written.
+        TypeError: ``options`` are given together with an analysis.
+        OSError: The file cannot be written.
+
+    >>> import tempfile, torch
+    >>> from poprisk import Problem, analyze, train, write_report
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(4).repeat(4, 1), torch.ones(16, 1),
+    ...                   arguments={"in_features": 4, "out_features": 1})
+    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.2), steps=9, progress=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_report(analyze(run, progress=False), f"{folder}/report.html").name
+    'report.html'
     """
     template = _template()  # before anything slow
-    found = analyze(run, budget=budget, retrain=retrain, clean=clean, kept=kept, progress=progress)
-    return write_text(path, _render(template, found, examples, command))
+    if isinstance(analysis, Run):
+        analysis = analyze(analysis, **options)
+    elif options:
+        raise TypeError(f"{', '.join(options)}: pass these to analyze(…); write_report takes them with a run only")
+    return write_text(path, _render(template, analysis, examples, command))
 
 
 def report_page(found: Analysis, *, examples: bool = True, command: str | None = None) -> str:
-    """The page of an analysis, as text.
+    """The report as HTML text; see :func:`write_report`.
 
     Raises:
         MissingExtraError: jinja2 is not installed.
@@ -67,7 +65,7 @@ def report_page(found: Analysis, *, examples: bool = True, command: str | None =
 
 
 def require_template() -> None:
-    """Refuses, before anything slow, where no page can be made.
+    """Check, before anything slow, that a page can be written.
 
     Raises:
         MissingExtraError: jinja2 is not installed.
@@ -93,7 +91,7 @@ def _render(template: Any, found: Analysis, examples: bool, command: str | None)
         summary=summary_lines(found),
         sections=sections(found),
         table=table,
-        # A text must not end the script it is in.
+        # No text may close the script element that contains it.
         data=json.dumps(table, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         no_table=found.left_out.get("examples", ""),
         environment=_environment(found.run),
@@ -107,7 +105,7 @@ def _name(run: Run) -> str:
 
 
 def _facts(found: Analysis) -> list[tuple[str, str]]:
-    """The first line of numbers."""
+    """The numbers at the top of the page."""
     run = found.run
     facts = [
         ("training examples", f"{run.num_examples}"),
@@ -129,12 +127,12 @@ def _facts(found: Analysis) -> list[tuple[str, str]]:
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:
-    """What numbers may depend on."""
+    """What the numbers may depend on."""
     manifest = run.manifest
     rows = [("recorded", manifest["created"])]
     rows += [(name, str(value)) for name, value in manifest["environment"].items() if value is not None]
     numerics = manifest["numerics"]
-    rows += [("device", numerics["device"]), ("seed of batches", str(manifest["seed"]))]
+    rows += [("device", numerics["device"]), ("seed for the batches", str(manifest["seed"]))]
     rows += [("weights recorded", "at every step" if run.is_dense else f"every {manifest['every']} steps")]
     if isinstance(manifest["training"], dict):
         rows += [(name.replace("_", " "), str(value)) for name, value in manifest["training"].items()]
@@ -144,12 +142,12 @@ def _environment(run: Run) -> list[tuple[str, str]]:
     problem = manifest["problem"]
     if problem is not None:
         rows += [("data", ", ".join(f"{k} {v}" for k, v in problem["data"].items()))]
-        rows += [("fingerprint of the data", problem["fingerprint"])]
+        rows += [("data fingerprint", problem["fingerprint"])]
     return rows
 
 
 def _commands(found: Analysis, command: str | None) -> list[tuple[str, str]]:
-    """How to have the page, and the run, again."""
+    """How to reproduce the page and the run."""
     run = found.run
     where = "RUN" if run.path is None else run.path.as_posix()
     options = f" --retrain {found.retrain}" if found.retrain else ""
@@ -161,7 +159,7 @@ def _commands(found: Analysis, command: str | None) -> list[tuple[str, str]]:
 def report_command(
     run: Path, output: Path, budget: float, retrain: int, examples: bool, clean: Path | None, problem: str | None
 ) -> str:
-    """The command that makes this page again.
+    """The command that writes this page.
 
     >>> report_command(Path("run 1"), Path("page.html"), 20.0, 0, False, None, None)
     "poprisk report 'run 1' --output page.html --budget 20 --no-examples"
@@ -175,7 +173,7 @@ def report_command(
 
 
 def training_call(run: Run) -> str:
-    """The call of ``poprisk.train`` that trains the same run again; empty where the record does not determine it.
+    """The call of ``poprisk.train`` that reproduces the run; empty if the record does not determine it.
 
     >>> import torch
     >>> from poprisk.runs import Problem
@@ -189,10 +187,10 @@ def training_call(run: Run) -> str:
     problem, training = manifest["problem"], manifest["training"]
     source = None if problem is None else problem["source"]
     if source is None or source["path"] is None or not isinstance(training, dict) or "batch_size" not in training:
-        return ""  # not a problem that can be built again, or a loop of the user's own
+        return ""  # a problem that cannot be rebuilt, or the user's own training loop
     groups = run.options(0)
     if len(groups) != 1 or groups != run.options(run.num_steps):
-        return ""  # of a schedule only the values are known
+        return ""  # a schedule, of which only the values are known
     name = manifest["optimizer"]["name"]
     defaults = {k: p.default for k, p in inspect.signature(OPTIMIZERS[name].__init__).parameters.items()}
     kept = {k: tuple(v) if isinstance(v, list) else v for k, v in groups[0].items() if k in defaults}
@@ -215,7 +213,7 @@ def training_call(run: Run) -> str:
 
 
 def _path(run: Run, source: dict[str, Any]) -> str:
-    """Where the function is that makes the problem: of a script as seen from where the run is."""
+    """Path of the function that makes the problem; for a script, relative to the run's directory."""
     if "folder" not in source:
         return source["path"]
     where = Path(os.path.normpath((run.path or Path()) / source["folder"]))

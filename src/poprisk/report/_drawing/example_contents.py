@@ -1,4 +1,4 @@
-"""What a person sees of an example: a small picture or a line of text, made from the problem it belongs to."""
+"""The contents of an example for the page: a thumbnail or a text, made from its problem."""
 
 import base64
 import struct
@@ -28,15 +28,15 @@ class Contents:
 
 
 def example_contents(problem: Problem, examples: Iterable[int], most_bytes: int = _BYTES) -> Contents:
-    """Pictures or texts of some examples, the first of them first, as long as they fit.
+    """Pictures or texts of some examples, in order, as long as they fit into the page.
 
-    What ``problem.show(i)`` returns is taken where it is a text of the user's or a picture (an array with two axes, or
-    three of which one has 1 or 3 entries); else inputs that have the shape of pictures are.
+    Uses what ``problem.show(i)`` returns if it is a text or a picture (an array with two axes, or with three axes of
+    which one has 1 or 3 entries), otherwise the inputs if they have the shape of pictures.
 
     Args:
-        problem: What was trained.
-        examples: Which, the most important first.
-        most_bytes: So much of the page they may take.
+        problem: The problem.
+        examples: Which examples, the most important first.
+        most_bytes: Maximum size of all contents.
 
     >>> problem = Problem(torch.nn.Linear, "squared", torch.zeros(2, 1), torch.zeros(2, 1), show=lambda i: f"row {i}")
     >>> example_contents(problem, [1, 0]).texts
@@ -59,7 +59,7 @@ def example_contents(problem: Problem, examples: Iterable[int], most_bytes: int 
         if used > most_bytes:
             break
     kept = len(found.texts) + len(found.pictures)
-    notes = [f"contents of the first {kept} of {len(wanted)} examples"] if kept < len(wanted) else []
+    notes = [f"contents are shown for the first {kept} of {len(wanted)} examples"] if kept < len(wanted) else []
     if found.pictures and pixels is not None and isinstance(problem.inputs, Tensor) and problem.inputs.dim() == 2:
         side = pixels.shape[1]
         notes.append(f"inputs of {side * side} numbers between 0 and 1 are drawn as {side} × {side} pixels")
@@ -86,7 +86,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _input_pictures(problem: Problem) -> Tensor | None:
-    """The inputs, where they look like pictures."""
+    """The inputs, if they look like pictures."""
     x = problem.inputs
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64, torch.uint8):
         return None
@@ -106,7 +106,7 @@ def _in_unit(x: Tensor) -> bool:
 
 
 def _picture(shown: Any) -> Tensor | None:
-    """What was shown as a tensor, if it has the shape of a picture."""
+    """The value as a tensor, if it has the shape of a picture."""
     try:
         x = shown if isinstance(shown, Tensor) else torch.as_tensor(shown)
     except (TypeError, ValueError, RuntimeError):
@@ -117,11 +117,11 @@ def _picture(shown: Any) -> Tensor | None:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Rows, columns and channels in 8 bits, no larger than a thumbnail."""
+    """A thumbnail with 8-bit values: rows, columns, channels."""
     x = x.detach().cpu()
     x = x[None] if x.dim() == 2 else x if x.shape[0] in (1, 3) else x.movedim(2, 0)
     values = x.double() / (1 if x.is_floating_point() else 255)
-    if x.is_floating_point() and not _in_unit(values):  # normalized inputs: from their own darkest to their brightest
+    if x.is_floating_point() and not _in_unit(values):  # normalized inputs: stretch them to the full range
         low, high = values.min(), values.max()
         values = (values - low) / (high - low).clamp(min=1e-12)
     height, width = values.shape[1:]

@@ -1,17 +1,17 @@
-"""The audit's table for a page: which columns, their values in few digits, and what a person sees of each example."""
+"""The table of examples for the page: its columns, rounded values, and the contents of each example."""
 
 import math
 from typing import Any
 
 from torch import Tensor
 
-from poprisk.report._analysis import Analysis
-from poprisk.report._analysis_parts import Neighbours
-from poprisk.report._example_contents import Contents, example_contents
+from poprisk.report._analysis.analyze import Analysis
+from poprisk.report._analysis.neighbours import Neighbours
+from poprisk.report._drawing.example_contents import Contents, example_contents
 from poprisk.risk import DESCRIPTIONS, AuditTable
 
 MOST_ROWS = 20_000
-"""Of the most suspicious examples; a table in a browser is not for more."""
+"""Maximum number of rows; a browser is slow with more."""
 _TITLES = {
     "example": "#",
     "given_label": "given",
@@ -25,20 +25,20 @@ _TITLES = {
     "mean_loss": "mean loss",
     "confidence": "confidence",
     "residual_z": "residual z",
-    "self_influence": "own influence",
+    "self_influence": "self-influence",
     "loo_loss": "left-out loss",
     "group": "group",
 }
 _PRIVATE = ("given_target", "suggested_target")
-"""Columns that are an example's content: a number that was to be predicted."""
+"""Columns that show the content of an example: a value to predict."""
 
 
 def table_data(found: Analysis, *, contents: bool = True) -> dict[str, Any] | None:
-    """What the page's table is made of, as JSON values; None where the examples were not audited.
+    """The table of examples as JSON values; None if the examples were not audited.
 
     Args:
         found: The analysis.
-        contents: Whether pictures, texts and values to predict may be in the page.
+        contents: Whether to include pictures, texts and values to predict.
     """
     table = found.table
     if table is None:
@@ -62,20 +62,23 @@ def table_data(found: Analysis, *, contents: bool = True) -> dict[str, Any] | No
 def _notes(found: Analysis, table: AuditTable, shown: Contents, contents: bool) -> list[str]:
     notes = list(table.notes)
     if len(table) > MOST_ROWS:
-        notes.append(f"the {MOST_ROWS} most suspicious of {len(table)} examples: poprisk audit RUN --output all.csv")
+        more = "poprisk audit RUN --output all.csv writes them all"
+        notes.append(f"the {MOST_ROWS} most suspicious of {len(table)} examples are shown; {more}")
     if not contents:
-        notes.append("the examples' contents were left out (--no-examples)")
+        notes.append("the contents of the examples were left out (--no-examples)")
     elif shown.note:
         notes.append(shown.note)
     elif not shown.pictures and not shown.texts:
-        notes.append("to see the examples: Problem(…, show=function) that returns a text or a picture of example i")
+        notes.append(
+            "to see the examples, pass Problem(…, show=function), with function(i) a text or a picture of example i"
+        )
     if found.neighbours is None:
         notes.append(f"no influential neighbours: {found.left_out.get('neighbours', 'not computed')}")
     return notes
 
 
 def _wanted(order: Tensor, near: dict[int, Neighbours]) -> list[int]:
-    """Whose contents, the first ones first: neighbours beside those that they are neighbours of."""
+    """Examples whose contents to include, most important first: those with neighbours, their neighbours, the rest."""
     around = [j for n in near.values() for j, _ in (*n.supports, *n.opposes)]
     return list(dict.fromkeys([*near, *around, *order.tolist()]))
 
@@ -89,7 +92,7 @@ def _kind(table: AuditTable, name: str) -> str:
 
 
 def _values(column: Tensor) -> list[Any]:
-    """Four digits are all that is read."""
+    """Values rounded to four digits."""
     values = column.tolist()
     if not column.is_floating_point():
         return values

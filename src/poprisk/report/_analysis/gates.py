@@ -1,4 +1,4 @@
-"""The gate of a recorded run over time and for each parameter: its optimizer taken along the recorded steps again."""
+"""The gate of a recorded run over time and per parameter, read by replaying the recorded steps with its optimizer."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -17,33 +17,33 @@ _MOMENTS = 40
 
 @dataclass(frozen=True)
 class GateCurve:
-    """Meters of the gate before some steps, with the gradient of the coming one; see ``GateDiagnostics``."""
+    """Gate diagnostics before some of the steps, with the gradient of the step to come; see ``GateDiagnostics``."""
 
     steps: list[int]
     overall: dict[str, list[float]]
     """Over all weights: ``active_fraction``, ``mean_gate``, ``noise_scale``, ``self_fit`` and the two rates."""
     layers: dict[str, dict[str, list[float]]]
-    """The same of each parameter by itself, by its name."""
+    """The same for each parameter, by its name."""
 
 
 def has_gate(run: Run) -> bool:
-    """Whether the run's optimizer is one whose gate can be read."""
+    """Whether the run's optimizer has a gate."""
     options = run.options(run.num_steps)
     return run.manifest["optimizer"]["name"] == "poprisk.PopRiskAdamW" and any(o.get("gate") for o in options)
 
 
 def gate_curve(run: Run, moments: int = _MOMENTS) -> GateCurve:
-    """Take the recorded steps again, from each checkpoint on, and read the optimizer's meters at some of them.
+    """Replay the recorded steps and read the optimizer's gate diagnostics at some of them.
 
-    Of a dense run the recorded weights are put in before every step, so that what is read belongs to the run that
-    happened, whatever the rounding of this machine.
+    If every step's weights were recorded, they are restored before each step, so the diagnostics belong to the recorded
+    run even if this machine rounds differently.
 
     Args:
-        run: Of ``PopRiskAdamW``, with its problem.
-        moments: At how many steps to read, at most.
+        run: A run of ``PopRiskAdamW`` whose problem is available.
+        moments: Maximum number of steps to read.
 
     Raises:
-        RunError: the optimizer has no gate, or the run cannot be executed again.
+        RunError: The optimizer has no gate, or the run cannot be replayed.
 
     >>> from poprisk.runs import Problem
     >>> from poprisk.runs import train
@@ -54,11 +54,13 @@ def gate_curve(run: Run, moments: int = _MOMENTS) -> GateCurve:
     ([2, 4, 5], ['bias', 'weight'], 3)
     """
     if not has_gate(run):
-        raise RunError(f"a gate is that of PopRiskAdamW, the run has {run.manifest['optimizer']['name']}")
+        raise RunError(f"only PopRiskAdamW has a gate, this run used {run.manifest['optimizer']['name']}")
     training = run.manifest["training"]
     seeds_forward = isinstance(training, dict) and bool(training.get("seeded_forward"))
     if run.obstacles and not seeds_forward:
-        raise RunError(f"the gate follows from steps taken again, and these cannot be: {run.obstacles[0]}")
+        raise RunError(
+            f"reading the gate needs a replay of the steps, and this run cannot be replayed: {run.obstacles[0]}"
+        )
     again = _Again(run, seeds_forward)
     names = run.layout.names
     steps = _chosen(run.num_steps, moments)
@@ -71,13 +73,13 @@ def gate_curve(run: Run, moments: int = _MOMENTS) -> GateCurve:
             for name, meters in zip(names, again.optimizer.diagnostics(), strict=True):
                 layers[name].append(meters.to_floats())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PopRiskWarning)  # of the training: it has had them
+            warnings.simplefilter("ignore", PopRiskWarning)  # the training has already shown them
             again.optimizer.step()
     return GateCurve(steps, _columns(overall), {name: _columns(rows) for name, rows in layers.items()})
 
 
 class _Again:
-    """Module and optimizer of a run, which is built with a group for each parameter so that each has its meters."""
+    """Module and optimizer of a run, with one group per parameter, so that each has its own diagnostics."""
 
     def __init__(self, run: Run, seeds_forward: bool) -> None:
         self.run, self.seeds_forward = run, seeds_forward
@@ -90,7 +92,7 @@ class _Again:
         self.optimizer = optimizer
 
     def prepare(self, k: int) -> None:
-        """All that step k found, gradients included."""
+        """Restore everything that step k started from, gradients included."""
         run, options = self.run, self._options(k)
         if k in run.checkpoints:
             kept = run.checkpoint(k)
@@ -121,7 +123,7 @@ def _set(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
 
 
 def _chosen(steps: int, moments: int) -> list[int]:
-    """Evenly spaced, the last step among them; before the first two there is no variance yet.
+    """Evenly spaced steps up to the last one; before step 2 there is no variance estimate yet.
 
     >>> _chosen(9, 4), _chosen(1, 4)
     ([2, 4, 6, 8], [0])

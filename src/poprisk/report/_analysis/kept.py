@@ -1,7 +1,7 @@
-"""An analysis kept in its run's directory, part by part: what is finished is used again while it still belongs.
+"""An analysis kept in its run's directory, part by part, so that finished parts are not computed again.
 
-``RUN/analysis/index.json`` names the parts with their files' hashes, and what they belong to: the run's manifest, the
-problem's data, the options. With anything else they are not used, and are written over part by part.
+``RUN/analysis/index.json`` lists the parts with the hashes of their files, and identifies the run's manifest, the
+problem's data and the options that they were computed from. If any of these differ, the parts are ignored and replaced.
 """
 
 import hashlib
@@ -23,15 +23,16 @@ from poprisk._core.store import (
 )
 from poprisk._version import __version__
 from poprisk.errors import DataError, RunError
-from poprisk.report._analysis_parts import KernelCurve, LossCurves, Memorization, Neighbours
-from poprisk.report._gates import GateCurve
-from poprisk.report._window import CleanTargets, DriftCurve, WindowFacts
+from poprisk.report._analysis.curves import KernelCurve, LossCurves, Memorization
+from poprisk.report._analysis.gates import GateCurve
+from poprisk.report._analysis.neighbours import Neighbours
+from poprisk.report._analysis.operators import CleanTargets, DriftCurve, WindowFacts
 from poprisk.risk import AuditTable, Reading, RiskEstimate
 from poprisk.runs import Run
 from poprisk.theory import ExampleGroups
 
 BUDGET = 30.0
-"""Seconds, about, that each part may take on one CPU core, unless said otherwise."""
+"""Default time budget per part, in seconds on one CPU core."""
 FOLDER, INDEX = "analysis", "index.json"
 _VERSION = 1
 _CLASSES = (
@@ -52,27 +53,27 @@ _CLASSES = (
 
 @dataclass(frozen=True)
 class Part:
-    """What became of one part: a value, or why there is none."""
+    """The outcome for one part: a value, or the reason why there is none."""
 
     value: Any
     reason: str | None = None
 
 
 class KeptAnalysis:
-    """The parts of one run's analysis under some options, on disk.
+    """The parts of one run's analysis on disk, for given options.
 
-    Options that are not given are those of the analysis that is there, if it belongs to the run, else the usual ones.
+    Options that are not given are those of the analysis on disk if it belongs to the run, otherwise the defaults.
 
     Args:
-        run: In a directory.
-        budget: As for :func:`~poprisk.report._analysis.analyze`.
-        retrain: As there.
-        clean: As there.
-        writes: Whether parts that are computed are kept too; without, only those there are are used.
+        run: A run in a directory.
+        budget: See :func:`~poprisk.report.analyze`.
+        retrain: See :func:`~poprisk.report.analyze`.
+        clean: See :func:`~poprisk.report.analyze`.
+        writes: Whether to keep newly computed parts; if False, existing ones are only read.
 
     Raises:
-        RunError: the run is in memory.
-        OSError: nothing can be written in its directory.
+        RunError: The run is in memory.
+        OSError: The run's directory is not writable.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class KeptAnalysis:
         writes: bool = True,
     ) -> None:
         if run.path is None:
-            raise RunError("an analysis is kept in its run's directory, and this run is in memory: run.save(path)")
+            raise RunError(
+                "an analysis is kept with its run, but this run is in memory: save it first with run.save(path)"
+            )
         if writes:
             writable_directory(run.path)
         self.folder, self.writes = run.path / FOLDER, writes
@@ -98,27 +101,27 @@ class KeptAnalysis:
         options = {"budget": self.budget, "retrain": self.retrain, "clean": seen}
         self._parts: dict[str, Any] = there["parts"] if there is not None and options == usual else {}
         if clean is None and "operators" not in self._parts:
-            options["clean"] = None  # targets that are not at hand cannot be gone on with
+            options["clean"] = None  # without the targets, the operators cannot be computed for them
         self._belongs = {"run": identity, "options": options}
 
     @property
     def finished(self) -> list[str]:
-        """Names of the parts there are."""
+        """Names of the finished parts."""
         return list(self._parts)
 
     def get(self, name: str) -> Part | None:
-        """A part, if it is there and whole."""
+        """A part, if it exists and is intact."""
         entry = self._parts.get(name)
         if entry is None:
             return None
         try:
             tensors, form = read_tensors(self.folder, TensorFile(**entry))
             return Part(unpack(form["value"], tensors, _CLASSES), form["reason"])
-        except DataError:  # damaged, or of another version: it can be computed again
+        except DataError:  # damaged, or from another version: compute it again
             return None
 
     def put(self, name: str, part: Part) -> None:
-        """Keep a part: its file first, then the index that names it."""
+        """Keep a part: write its file first, then the index that lists it."""
         if not self.writes:
             return
         form, tensors = pack(part.value)
@@ -127,17 +130,17 @@ class KeptAnalysis:
         write_json(self.folder / INDEX, {"kind": "analysis", "belongs": self._belongs, "parts": self._parts})
 
     def words(self) -> str:
-        """What is on disk, for whoever interrupts; empty where nothing is."""
+        """What is on disk, for the message after an interrupt; empty if nothing is."""
         there = self.writes and self.finished
         return f"finished parts are kept in {self.folder} and will be used again" if there else ""
 
     def forget(self) -> None:
-        """Compute everything again."""
+        """Ignore all parts on disk, so that everything is computed again."""
         self._parts = {}
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of an analysis; None where there is none that can be read."""
+    """The index of an analysis; None if there is none that can be read."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -151,7 +154,7 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
 
 
 def _identity(run: Run) -> str:
-    """What an analysis depends on beside its options: all that was recorded, the data now, this version."""
+    """What an analysis depends on besides its options: the record, the current data, the version."""
     try:
         problem = run.problem
         data = [problem.fingerprint, None if problem.test is None else _test_fingerprint(problem.test)]

@@ -1,4 +1,4 @@
-"""Small charts as inline SVG: no library in the page, colours by CSS so that light, dark and print each have theirs."""
+"""Small charts as inline SVG, without a library; CSS sets the colours for light, dark and print."""
 
 import html
 import math
@@ -8,30 +8,30 @@ from dataclasses import dataclass
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 62, 14, 12, 44
 _DASHES = ("", "7 4", "2 4", "10 3 2 3", "4 2")
 _FLOOR = 1e-12
-"""Of the largest value: below it a logarithmic axis stops, for what is smaller is rounding."""
+"""Relative to the largest value: a logarithmic axis stops here, since anything smaller is rounding."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; places with numbers that are not finite are left out."""
+    """One curve; points that are not finite are left out."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     color: int = 0
-    """Which of the page's colours, from 0."""
+    """Index of the colour in the page's palette."""
     error: Sequence[float] | None = None
-    """Half the height of a band around it."""
+    """Half the height of the band around the curve."""
     dash: int = 0
     points: bool = False
-    """Draw its points, each with a tooltip."""
+    """Whether to draw the points, each with a tooltip."""
     hollow: Sequence[bool] | None = None
-    """Points that are drawn hollow: not to be believed."""
+    """Which points to draw hollow: estimates that are not valid."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis says and spans."""
+    """Label and range of an axis."""
 
     label: str
     log: bool = False
@@ -49,7 +49,7 @@ def line_chart(
     level: float | None = None,
     level_name: str = "",
 ) -> str:
-    """Curves over one pair of axes, with a legend below; a level is a horizontal line with a name.
+    """Curves on common axes with a legend below; ``level`` adds a horizontal line with a name.
 
     >>> chart = line_chart([Line("loss", [0, 1, 2], [3.0, 2.0, 1.0])], Axis("step"), Axis("loss"), "Loss")
     >>> chart.count("<path"), 'data-points="3"' in chart, "loss" in chart
@@ -58,7 +58,7 @@ def line_chart(
     shown = [_finite(line, y.log) for line in lines]
     values = [v for line in shown for v in line.y]
     if not values:
-        return f'<p class="soft">{html.escape(title)}: there are no finite values to draw.</p>'
+        return f'<p class="soft">{html.escape(title)}: no finite values to draw.</p>'
     ends = [e for line in shown if line.error for v, r in zip(line.y, line.error, strict=True) for e in (v - r, v + r)]
     extra = [] if level is None else [level]
     across = _Scale([v for line in shown for v in line.x], x, _LEFT, _WIDTH - _RIGHT)
@@ -74,14 +74,14 @@ def line_chart(
 
 
 def scatter_chart(x_values: Sequence[float], y_values: Sequence[float], x: Axis, y: Axis, title: str) -> str:
-    """Points around the diagonal.
+    """A scatter plot with the diagonal.
 
     >>> scatter_chart([0, 1], [0, 1], Axis("true"), Axis("predicted"), "Both").count("<circle")
     2
     """
     both = [(a, b) for a, b in zip(x_values, y_values, strict=True) if math.isfinite(a) and math.isfinite(b)]
     if not both:
-        return f'<p class="soft">{html.escape(title)}: there are no finite values to draw.</p>'
+        return f'<p class="soft">{html.escape(title)}: no finite values to draw.</p>'
     ends = [v for pair in both for v in pair]
     height = 320
     across, up = _Scale(ends, x, _LEFT, _WIDTH - _RIGHT), _Scale(ends, y, height - _BOTTOM, _TOP)
@@ -96,7 +96,7 @@ def scatter_chart(x_values: Sequence[float], y_values: Sequence[float], x: Axis,
 
 
 def bar_chart(names: Sequence[str], values: Sequence[float], title: str, unit: str = "") -> str:
-    """Bars from 0, one under the other, each with its value.
+    """Horizontal bars, each with its value.
 
     >>> bar_chart(["a", "b"], [1.0, -2.0], "Bars").count("<rect")
     2
@@ -121,7 +121,7 @@ def bar_chart(names: Sequence[str], values: Sequence[float], title: str, unit: s
 
 
 def heat_map(names: Sequence[str], steps: Sequence[int], rows: Sequence[Sequence[float]], title: str) -> str:
-    """One row of cells for each name over steps; the darkest is the largest value, and each cell says its own.
+    """A row of cells over the steps for each name; darker is larger, and a tooltip shows each value.
 
     >>> heat_map(["a"], [1, 2], [[0.5, 1.0]], "Map").count("<rect")
     2
@@ -148,12 +148,12 @@ def heat_map(names: Sequence[str], steps: Sequence[int], rows: Sequence[Sequence
         anchor = "start" if i == 0 else "end" if i == len(steps) - 1 else "middle"
         at = left + wide * (i + {"start": 0, "middle": 0.5, "end": 1}[anchor])
         inside += f'<text x="{at:.1f}" y="{height - 12}" text-anchor="{anchor}">step {steps[i]}</text>'
-    scale = f'<p class="legend">empty cells 0, full ones {number(largest)}</p>'
+    scale = f'<p class="legend">from 0 (empty) to {number(largest)} (full colour)</p>'
     return _figure(inside, title, height, drawn, scale)
 
 
 def number(value: float) -> str:
-    """Three digits, as a person would write them.
+    """A number in three digits.
 
     >>> number(0.0), number(1234.5), number(0.012345), number(1.2e-7), number(-3.0)
     ('0', '1234', '0.0123', '1.2e-7', '-3')
@@ -167,7 +167,7 @@ def number(value: float) -> str:
 
 
 class _Scale:
-    """From values to pixels, with the ticks that belong to it."""
+    """Maps values to pixels, and chooses the ticks."""
 
     def __init__(self, values: Sequence[float], axis: Axis, start: float, stop: float) -> None:
         self.log, self.start, self.stop = axis.log, start, stop
@@ -205,7 +205,7 @@ class _Scale:
 
 
 def _even_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """At round numbers.
+    """Ticks at round numbers.
 
     >>> [label for _, label in _even_ticks(0.0, 1.1)]
     ['0', '0.2', '0.4', '0.6', '0.8', '1']
@@ -235,7 +235,7 @@ def _frame(across: _Scale, up: _Scale, x: Axis, y: Axis, height: int) -> str:
 
 
 def _finite(line: Line, log: bool) -> Line:
-    """The line without what cannot be drawn; on a logarithmic axis without zeros and rounding."""
+    """The line without points that cannot be drawn; on a logarithmic axis, without zeros and rounding errors."""
     finite = [v for v in line.y if math.isfinite(v)]
     least = _FLOOR * max(finite, default=0.0) if log else -math.inf
     keep = [i for i, v in enumerate(line.y) if math.isfinite(v) and math.isfinite(line.x[i]) and v > least]

@@ -1,4 +1,4 @@
-r"""The operators of a whole recorded run, read for a report: spectra, test displacement, drift, cells, groups."""
+"""The operators of a whole recorded run: spectra, test displacement, drift and diffusion, error cells, groups."""
 
 import zipfile
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ from poprisk.runs import Problem, Run
 from poprisk.theory import ExampleGroups, euclidean_metric, example_groups, signal_directions
 
 MOST_OUTPUTS = 2000
-"""n p, training examples times outputs, up to which the operators are formed as matrices."""
+"""Largest number of training outputs (examples times outputs, np) for which the operators are formed as matrices."""
 QUERIES = 50
-"""So many of the test set's examples stand for it."""
+"""Number of test inputs that the operators are evaluated on."""
 _SHARE, _MOST_GROUPS = 0.9, 8
 _PER_SECOND, _STEP_OVERHEAD = 5e9, 2e-2
 _MEMORY = 2**30
@@ -36,19 +36,19 @@ _MEMORY = 2**30
 
 @dataclass(frozen=True, eq=False)
 class CleanTargets:
-    """The targets without noise, f*, where they are known."""
+    """The targets without label noise, f*, if they are known."""
 
     train: Float[Tensor, "n *p"]
     test: Float[Tensor, "m *p"]
-    """At the inputs of ``problem.test``."""
+    """Targets at the inputs of ``problem.test``."""
 
     @classmethod
     def load(cls, path: str | Path) -> "CleanTargets":
-        """From a NumPy archive with the arrays ``train`` and ``test``.
+        """Load from a NumPy archive with the arrays ``train`` and ``test``.
 
         Raises:
-            DataError: it is no such archive.
-            OSError: it cannot be read.
+            DataError: The file is not such an archive.
+            OSError: The file cannot be read.
         """
         import numpy as np
 
@@ -60,16 +60,20 @@ class CleanTargets:
         return cls(**arrays)
 
     def check(self, problem: Problem) -> None:
-        """Refuses what does not belong to a problem.
+        """Check that the targets match a problem.
 
         Raises:
-            DataError: other shapes than the problem's targets, or no test set.
-            HyperparameterError: another loss than the squared one.
+            DataError: The shapes differ from the problem's targets, or there is no test set.
+            HyperparameterError: The loss is not the squared loss.
         """
         if problem.loss != "squared":
-            raise HyperparameterError(f'the four cells are those of loss="squared", the problem has {problem.loss!r}')
+            raise HyperparameterError(
+                f'splitting the test error needs loss="squared", this problem has {problem.loss!r}: leave clean out'
+            )
         if problem.test is None:
-            raise DataError("clean targets need a problem with a test set: Problem(…, test=(inputs, targets))")
+            raise DataError(
+                "clean targets need a problem with a test set: pass one with Problem(…, test=(inputs, targets))"
+            )
         for name, given, wanted in (("train", self.train, problem.targets), ("test", self.test, problem.test[1])):
             if given.shape != wanted.shape:
                 raise DataError(f"clean {name} targets must be of shape {list(wanted.shape)}, got {list(given.shape)}")
@@ -77,7 +81,7 @@ class CleanTargets:
 
 @dataclass(frozen=True)
 class DriftCurve:
-    """Norms of what mean gradients, fluctuations, sources and curvature had done to the test outputs by each step."""
+    """How far mean gradients, batch noise, sources and curvature had moved the test outputs by each step (norms)."""
 
     steps: list[int]
     parts: dict[str, list[float]]
@@ -87,41 +91,41 @@ class DriftCurve:
 
 @dataclass(frozen=True, eq=False)
 class WindowFacts:
-    """What the operators of a run say; parts about test outputs are None where the problem has no test set."""
+    """Results from the operators of a run; what concerns test outputs is None if the problem has no test set."""
 
     dissipation: list[float]
-    """Eigenvalues of W above rounding and below, largest first."""
+    """Eigenvalues of W, largest first, those below rounding included."""
     cutoff: float
-    """Those up to this are the reservoir."""
+    """Directions with eigenvalues up to this belong to the reservoir."""
     rank: int
-    """Of the signal channel."""
+    """Rank of the signal channel."""
     outputs: int
-    """n p, the number of directions."""
+    """Number of directions: examples times outputs, np."""
     queries: int
-    """Test inputs that the test outputs below belong to."""
+    """Number of test inputs used."""
     visibility: list[float] | None
     r"""Eigenvalues of :math:`\Gamma_Q`, largest first."""
     predicted: list[float] | None
-    """The test displacement by the operators, -G g + source."""
+    """Test displacement predicted by the operators, -G g + source."""
     displacement: list[float] | None
-    """The same, measured on the network."""
+    """Test displacement measured on the network."""
     drift: DriftCurve | None
     cells: dict[str, float] | None
-    """Shares of the mean squared test error, which they add up to."""
+    """Terms of the mean squared test error; they add up to it."""
     groups: ExampleGroups
     directions: int
-    """How many directions the groups are by: those that hold nine tenths of the dissipation, at most eight."""
+    """Number of directions that define the groups: those that hold 90% of the dissipation, at most eight."""
     directions_share: float
-    """How much of it they hold."""
+    """Share of the dissipation that they hold."""
     notes: tuple[str, ...]
 
 
 def window_seconds(run: Run) -> float:
-    """What forming the operators takes on a CPU core, about: sweeps of the identity, and a factor of W at each step.
+    """Estimate the seconds on one CPU core to form the operators: sweeps of the identity, and a factor of W per step.
 
     Raises:
-        RunError: the run's problem is not known.
-        DataError: the run is too large: its outputs, or the memory that they need.
+        RunError: The run's problem is not available.
+        DataError: The run has too many outputs, or they need too much memory.
     """
     n, d, batch = run.num_examples, run.num_weights, len(run.batch(0))
     N = n * _outputs(run)
@@ -132,15 +136,15 @@ def window_seconds(run: Run) -> float:
 
 
 def window_facts(run: Run, clean: CleanTargets | None = None) -> WindowFacts:
-    """Form the operators of the whole run, and read them.
+    """Form the operators of the whole run and evaluate them.
 
     Args:
-        run: Small, with its problem.
-        clean: For the four cells.
+        run: A small run whose problem is available.
+        clean: Targets without noise, to split the test error.
 
     Raises:
-        DataError: the run is too large: its outputs, or the memory that they need.
-        RunError: no exact analysis of the run is possible.
+        DataError: The run has too many outputs, or they need too much memory.
+        RunError: The run cannot be analyzed exactly.
 
     >>> from poprisk.runs import train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
@@ -175,17 +179,21 @@ def window_facts(run: Run, clean: CleanTargets | None = None) -> WindowFacts:
         groups=groups,
         directions=directions,
         directions_share=share,
-        notes=() if has_test else ("the problem has no test set: Problem(…, test=(inputs, targets))",),
+        notes=() if has_test else ("the problem has no test set; pass one with Problem(…, test=(inputs, targets))",),
     )
 
 
 def _require_small(N: int, d: int) -> None:
-    leading = "top_channels(Window.of_run(run), …) has the leading directions of a large run"
+    leading = "use top_channels(Window.of_run(run), …) for the leading directions of a large run"
     if N > MOST_OUTPUTS:
-        raise DataError(f"np = {N}, operators are formed as matrices up to {MOST_OUTPUTS}: {leading}")
+        raise DataError(
+            f"the run has np = {N} training outputs, over the limit of {MOST_OUTPUTS} for its operators; {leading}"
+        )
     need = 8 * N * (5 * d + 8 * N)
     if need > _MEMORY:
-        raise DataError(f"the operators need about {need / 2**30:.1f} GiB, {_MEMORY / 2**30:g} are allowed: {leading}")
+        raise DataError(
+            f"the operators need about {need / 2**30:.1f} GiB, over the limit of {_MEMORY / 2**30:g} GiB; {leading}"
+        )
 
 
 def _outputs(run: Run) -> int:
@@ -204,7 +212,7 @@ def _groups(ops: Operators, window: Window) -> tuple[ExampleGroups, int, float]:
 
 
 def _drift(run: Run, window: Window, queries: Inputs) -> DriftCurve | None:
-    """By the first way of drawing batches that the record does not contradict; None where all are contradicted."""
+    """Use the first sampling scheme that is consistent with the recorded batches; None if none is."""
     for sampling in ("epochs", *(s for s in get_args(Sampling) if s != "epochs")):
         try:
             found = drift_diffusion(
