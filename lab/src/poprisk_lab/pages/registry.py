@@ -119,6 +119,12 @@ PAGES: tuple[Page, ...] = (
         "poprisk_lab.gates/page.md.jinja",
         drawings=(Drawing("lab/docs/gates.png", "poprisk_lab.gates.figure:draw_gate_variants", "gate_variants"),),
     ),
+    Page(
+        "lab/docs/scaling.md",
+        "poprisk_lab.costs.page.numbers:page_slots",
+        "poprisk_lab.costs.page/page.md.jinja",
+        drawings=(Drawing("lab/docs/scaling.png", "poprisk_lab.costs.page.numbers:draw"),),
+    ),
 )
 
 
