@@ -117,17 +117,18 @@ MODULES: dict[str, dict[str, str]] = {
             "exclusion_risk first_order_risk generalization_gap holdouts influence_matrix influence_on "
             "influence_operator k_fold leave_one_out population_risk self_influence subsets"
         ),
-        "poprisk.risk._exclusion": "excluded_weights exclusion_displacement label_sensitivities",
+        "poprisk.risk._exclusion": "excluded_weights exclusion_displacement",
         "poprisk.risk._first_order": "TaylorRemainder taylor_remainder",
-        "poprisk.risk._fold_error": "inflated_error nested_error",
+        "poprisk.risk._error": "inflated_error nested_error",
         "poprisk.risk._influence.displacement": (
             "ReplaceOneDisplacement example_scores gap_integrals replace_one_displacement"
         ),
         "poprisk.risk._influence.exclusion_sweep": "ExcludedOutputs ExclusionSweep",
         "poprisk.risk._influence.holdout_weights": "common_first_variation delete_direction holdout_weights",
+        "poprisk.risk._influence.label_sensitivity": "label_sensitivities",
         "poprisk.risk._influence.live_rate": "population_rates",
         "poprisk.risk._influence.sensitivity": "Adjoint SpotCheck",
-        "poprisk.risk._meter": "FoldEnsemble k_fold_curve",
+        "poprisk.risk._k_fold": "FoldEnsemble k_fold_curve",
         "poprisk.risk._resampling": "replace_one",
         "poprisk_lab.paper.mnist_influence.metrics": (
             "Brittleness LooCorrelation brittleness linear_datamodeling_score loo_correlation mislabel_auc share_found"
@@ -139,7 +140,7 @@ MODULES: dict[str, dict[str, str]] = {
         ),
     },
     "poprisk.influence.fold_error": {
-        "poprisk.risk._fold_error": "FEWEST NestedSplit inflated_error nested_error",
+        "poprisk.risk._error": "NestedSplit inflated_error nested_error",
     },
     "poprisk.influence.linear_step": {
         "poprisk.risk._influence.linear_step": "LinearStep clip_direction",
@@ -151,7 +152,9 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "poprisk.influence.resampling": {
         "poprisk.risk": "cross_validation_risk holdouts k_fold leave_one_out subsets",
-        "poprisk.risk._resampling": "RetrainOptions k_fold_members k_fold_of_weights replace_one",
+        "poprisk.risk._k_fold": "k_fold_members k_fold_of_weights",
+        "poprisk.risk._resampled": "RetrainOptions",
+        "poprisk.risk._resampling": "replace_one",
     },
     "poprisk.jobs": {
         "poprisk.jobs._manifest": "Group Job",
