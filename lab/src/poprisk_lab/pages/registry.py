@@ -101,6 +101,9 @@ def stored(results: Path, name: str) -> Any:
     return load_result(path, kind_of(path) or name)
 
 
+_CLAIMS = ("grokking", "pinn", "lorenz", "inr", "dpo", "labels", "cifar", "teacher", "char_language", "sft")
+
+
 def _page_of(name: str, folder: str) -> Page:
     """The page of a measurement, ``paper/FOLDER/{figure,numbers}.py`` and ``page.md.jinja``, stored as NAME."""
     package = f"poprisk_lab.paper.{folder}"
@@ -124,6 +127,15 @@ PAGES: tuple[Page, ...] = (
         "poprisk_lab.costs.page.numbers:page_slots",
         "poprisk_lab.costs.page/page.md.jinja",
         drawings=(Drawing("lab/docs/scaling.png", "poprisk_lab.costs.page.numbers:draw"),),
+    ),
+    Page(
+        target="lab/results/README.md",
+        numbers="poprisk_lab.pages.verdicts:slots",
+        template="poprisk_lab.pages/verdicts.md.jinja",
+        drawings=tuple(
+            Drawing(f"lab/results/{name}.png", f"poprisk_lab.paper.{name}.figure:draw", name)
+            for name in (*_CLAIMS, "default_choice")
+        ),
     ),
 )
 

@@ -1,7 +1,7 @@
-"""Wrong labels on real images: table and verdicts, from a saved result of ``labels`` or ``cifar``.
+"""Numbers of the studies of wrong labels on images, from a saved result of ``labels`` or ``cifar``.
 
-The claims are ours, not the paper's: under wrong labels PopRiskAdamW at its defaults ends no worse than the best
-checkpoint of a tuned AdamW, which takes the test set to find; on clean labels it ends where a tuned AdamW ends.
+The claims are ours, not the paper's: under wrong labels, PopRiskAdamW at its defaults ends no worse than the best
+checkpoint of a tuned AdamW, which takes the test set to choose; on clean labels it ends where a tuned AdamW ends.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from rich.text import Text
 from poprisk_lab.data.cifar import WRONG_SHARES
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
-from poprisk_lab.pages.claims import Claim
+from poprisk_lab.pages.claims import VerdictRow, verdict_row
 from poprisk_lab.pages.comparison import (
     DEFAULTS_LABEL,
     Gain,
@@ -29,11 +29,13 @@ from poprisk_lab.pages.comparison import (
     mean_words,
 )
 from poprisk_lab.pages.gate_choice import budget_words, fixed_gate
+from poprisk_lab.pages.template import render_block
 from poprisk_lab.paper.labels.study import SETTINGS
 from poprisk_lab.paper.labels.task import TITLES
-from poprisk_lab.paper.teacher.figure import ALLOWED_CLEAN, ALLOWED_NOISY, verdict
+from poprisk_lab.paper.teacher.numbers import ALLOWED_CLEAN, ALLOWED_NOISY, verdict
 
 Saved = Mapping[str, Any]
+PACKAGE = "poprisk_lab.paper.labels"
 ADAMW_GIVEN, PAPER_RULE = (setting.label for setting in SETTINGS[1:])
 ACCURACY = "test accuracy"
 _SPEC = ".1%"
@@ -53,26 +55,22 @@ def data_and_share(study: StoredStudy) -> tuple[str, float]:
     return TITLES[config["data"]], config["noise"]
 
 
-def labels_lines(saved: Saved) -> Iterator[RenderableType]:
+def lines(saved: Saved) -> Iterator[RenderableType]:
     """One line for each task, and the verdicts."""
-    head, *rows = labels_table(saved)
+    head, *rows = accuracy_table(saved)
     seeds = max(len(row["seeds"]) for study in saved["result"]["studies"].values() for row in study["rows"])
-    title = f"Test accuracy at the last step, {_seed_words(seeds)}; gain: Student's 95% interval (bootstrap)"
-    table = Table(title=title, title_justify="left", title_style="")
+    table = Table(title=render_block(PACKAGE, "title", {"seeds": seeds}), title_justify="left", title_style="")
     for column, words in enumerate(head):
         table.add_column(words, justify="left" if column == 0 else "right", overflow="fold")
     for cells in rows:
         table.add_row(*cells)
     yield table
-    yield Text(
-        "The best searched gate had as many times AdamW's trials as there were gates to choose from; the gate fixed in "
-        "advance and AdamW had the same number."
-    )
-    for claim in claims_labels(saved):
-        yield Text(claim.sentence, style="bold")
+    yield Text(render_block(PACKAGE, "note", {}))
+    for claim in claims(saved):
+        yield Text(claim.verdict, style="bold")
 
 
-def labels_table(saved: Saved) -> list[list[str]]:
+def accuracy_table(saved: Saved) -> list[list[str]]:
     """Head, and for each task: AdamW given and tuned, its best checkpoint, the defaults, two gates, the gain."""
     head = ["data, wrong labels", ADAMW_GIVEN, "AdamW tuned", "AdamW, best checkpoint", DEFAULTS_LABEL]
     return [
@@ -95,7 +93,7 @@ def _cells(study: StoredStudy) -> list[str]:
     ]
 
 
-def claims_labels(saved: Saved) -> list[Claim]:
+def claims(saved: Saved) -> list[VerdictRow]:
     """For each data set and share of wrong labels: the defaults' last step against AdamW's best checkpoint.
 
     On clean labels against its last step. A loss of half a point (clean: a point) is allowed, and the interval must
@@ -104,25 +102,22 @@ def claims_labels(saved: Saved) -> list[Claim]:
     return [_claim(study) for study in saved["result"]["studies"].values()]
 
 
-def _claim(study: StoredStudy) -> Claim:
+def _claim(study: StoredStudy) -> VerdictRow:
     noisy = data_and_share(study)[1] > 0
     defaults, given, paper = (reading.row(study, label) for label in (DEFAULTS_LABEL, ADAMW_GIVEN, PAPER_RULE))
     gained = gain_over_oracle(study, defaults) if noisy else gain_over_adamw(study, defaults)
     against = f"the {'best checkpoint' if noisy else 'last step'} of {adamw_words(study)}"
     shared = gain(reading.final(paper, ACCURACY), reading.final(given, ACCURACY), higher_is_better=True)
-    promise = "no worse than a checkpoint chosen with the test set in hand" if noisy else "within a point of AdamW"
-    return Claim(
-        claim=f"{what(study)}: the defaults end {promise}",
-        paper="not in the paper",
-        paper_conditions=(
-            f"{ADAMW_GIVEN}: {_last(given)}; {PAPER_RULE}: {_last(paper)}, gain {_points(shared)} points"
-        ),
-        equal_tuning=(
-            f"AdamW: last {_adamw_last(study)}, best checkpoint {_checkpoint(study)}; {DEFAULTS_LABEL}: "
-            f"{_last(defaults)}, gain over {against.removeprefix('the ')} {_points(gained)} points"
-        ),
-        sentence=f"{what(study)}: {verdict(gained, ALLOWED_NOISY if noisy else ALLOWED_CLEAN, against)}",
-    )
+    slots = {
+        "data": what(study),
+        "noisy": noisy,
+        "given": {"label": ADAMW_GIVEN, "last": _last(given)},
+        "rule": {"label": PAPER_RULE, "last": _last(paper), "gain": _points(shared)},
+        "adamw": {"last": _adamw_last(study), "best": _checkpoint(study), "words": adamw_words(study)},
+        "defaults": {"label": DEFAULTS_LABEL, "last": _last(defaults), "gain": _points(gained)},
+        "verdict": verdict(gained, ALLOWED_NOISY if noisy else ALLOWED_CLEAN, against),
+    }
+    return verdict_row(PACKAGE, slots)
 
 
 def what(study: StoredStudy) -> str:
@@ -154,7 +149,3 @@ def _points(gained: Gain | None) -> str:
         return gained.diverged.words
     ends = [None if pair is None else (100 * pair[0], 100 * pair[1]) for pair in (gained.interval, gained.bootstrap)]
     return gain_words(Gain(100 * gained.value, ends[0], ends[1]), ".1f")
-
-
-def _seed_words(count: int) -> str:
-    return "one seed" if count == 1 else f"mean ± standard error over {count} fresh seeds"

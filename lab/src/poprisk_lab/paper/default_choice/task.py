@@ -1,6 +1,7 @@
-"""On which tasks PopRiskAdamW's defaults were chosen: there its results are in-sample, elsewhere out-of-sample.
+"""The tasks on which PopRiskAdamW's defaults were chosen: results there are in-sample, elsewhere out-of-sample.
 
-The stored result of ``default_choice`` says it; without one, the study's own configuration does.
+They are tasks of the other studies. The stored result of ``default_choice`` names them; without a stored result, the
+study's own configuration does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from poprisk._core.store import load_result
 from poprisk_lab.engine.reading import StoredStudy
 from poprisk_lab.engine.study import describe
+from poprisk_lab.pages.template import render_block
 
 KIND = "default_choice"
 
@@ -38,19 +40,8 @@ class DefaultTasks:
     @property
     def sentence(self) -> str:
         """How the defaults were chosen, and what that means for the rows of a page."""
-        if self.is_stored:
-            source = f"but they were chosen by experiment: the stored study `{KIND}` compared"
-        else:  # what is not stored may not have decided anything
-            source = (
-                f"and may not be the choice of the study `{KIND}`, whose result is not stored here and which compares"
-            )
-        return (
-            f"PopRiskAdamW's defaults are the same on every task, {source} "
-            f"candidates on {', '.join(self.names)}, with other seeds "
-            f"({', '.join(str(seed) for seed in self.seeds)}) but the same test metric. Tasks of those families, noisy "
-            "and clean apart, are marked in-sample; all others are out-of-sample. The study's rule was changed once "
-            "after its first answer had been seen: its module says how."
-        )
+        slots = {"kind": KIND, "is_stored": self.is_stored, "tasks": self.names, "seeds": self.seeds}
+        return render_block("poprisk_lab.paper.default_choice", "introduction", slots)
 
 
 def family(task: Mapping[str, Any]) -> tuple[str, str, bool]:

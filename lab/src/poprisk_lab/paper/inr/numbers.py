@@ -1,4 +1,4 @@
-"""Table and verdicts of the INR experiment, from its saved result: no number of ours is typed by hand."""
+"""Numbers of the INR study, from its saved result: tables for a terminal, and the verdicts on two claims."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
-from poprisk_lab.pages.claims import Claim
+from poprisk_lab.pages.claims import VerdictRow, verdict_row
 from poprisk_lab.pages.comparison import (
     DEFAULTS,
     Gain,
@@ -25,10 +25,12 @@ from poprisk_lab.pages.comparison import (
 )
 from poprisk_lab.pages.gate_choice import budget_words, chosen_gate, fixed_gate
 from poprisk_lab.pages.paired_ratio import Ratio, paired_ratio
+from poprisk_lab.pages.template import render_block
 from poprisk_lab.paper.inr.study import ADAMW, SHARED
 from poprisk_lab.paper.inr.task import CLEAN_PSNR, HIGH_POWER, NOISY_PSNR
 
 Saved = Mapping[str, Any]
+PACKAGE = "poprisk_lab.paper.inr"
 SPEC = ".2f"
 PAPER_RATIO = 8.5
 BAR = 5.0  # "at least 5x lower"
@@ -50,17 +52,13 @@ def defaults_row(study: StoredStudy) -> StoredRow:
     return next(row for row in reading.rows(study) if row["arm"] == DEFAULTS)
 
 
-def inr_lines(saved: Saved) -> Iterator[RenderableType]:
+def lines(saved: Saved) -> Iterator[RenderableType]:
     """A table for each photograph and for the control, and the verdicts."""
     for study in saved["result"]["studies"].values():
         yield _table(study)
-    yield Text(
-        "PSNR in dB, power as mean square: mean ± standard error over seeds. 'gain': the last step against the best "
-        "checkpoint of the AdamW tuned for that, Student's 95% interval in brackets, the bootstrap's in parentheses. "
-        "Whoever picks the best of several gates has had several times AdamW's trials."
-    )
-    for claim in claims_inr(saved):
-        yield Text(claim.sentence, style="bold")
+    yield Text(render_block(PACKAGE, "note", {}))
+    for claim in claims(saved):
+        yield Text(claim.verdict, style="bold")
     yield Text(control_sentence(clean_study(saved)), style="bold")
 
 
@@ -98,60 +96,46 @@ def _table(study: StoredStudy) -> Table:
     return table
 
 
-def claims_inr(saved: Saved) -> list[Claim]:
+def claims(saved: Saved) -> list[VerdictRow]:
     """The paper's claims on its INR beside ours: no early stopping, and less fine noise in the picture."""
     studies = noisy_studies(saved)
     return [_stopping_claim(studies), _power_claim(studies)]
 
 
-def _stopping_claim(studies: Mapping[str, StoredStudy]) -> Claim:
+def _stopping_claim(studies: Mapping[str, StoredStudy]) -> VerdictRow:
     shared = {image: _beyond_best(reading.row(s, SHARED), reading.row(s, ADAMW)) for image, s in studies.items()}
     given = {image: _beyond_best(defaults_row(s), reading.row(s, ADAMW)) for image, s in studies.items()}
-    defaults = {image: _beyond_oracle(s, defaults_row(s)) for image, s in studies.items()}
-    tuned = {image: _beyond_oracle(s, chosen_gate(s, "last")) for image, s in studies.items()}
-    fixed = {image: _beyond_oracle(s, fixed_gate(s, "last")) for image, s in studies.items()}
-    return Claim(
-        claim="INR: no early stopping; the last step is at or beyond AdamW's best step (fig. inr_denoising)",
-        paper="AdamW peaks and degrades, the gate keeps improving (no figure given)",
-        paper_conditions=(
-            f"paper's rule at AdamW's lr, last step over AdamW's best, dB: {_by_image(shared)}; "
-            f"PopRiskAdamW's defaults: {_by_image(given)}"
-        ),
-        equal_tuning=(
-            f"last step over the best checkpoint of {_adamws(studies)}, dB: the best tuned gate "
-            f"({_budgets(studies)}) {_by_image(tuned)}; the gate fixed in advance {_by_image(fixed)}; "
-            f"PopRiskAdamW's defaults {_by_image(defaults)}"
-        ),
-        sentence=(
-            f"{_verdict(shared)} at AdamW's lr (the whole interval must be at or beyond AdamW's best step): so it is "
-            f"for {_count(shared)} with the paper's rule and for {_count(given)} with PopRiskAdamW's defaults; against "
-            f"the best checkpoint of {_adamws(studies)}, for {_count(tuned)} with the best tuned gate "
-            f"({_budgets(studies)}), for {_count(fixed)} with the gate fixed in advance and for {_count(defaults)} "
-            "with the defaults."
-        ),
-    )
+    gains = {
+        "shared": shared,
+        "given": given,
+        "defaults": {image: _beyond_oracle(s, defaults_row(s)) for image, s in studies.items()},
+        "tuned": {image: _beyond_oracle(s, chosen_gate(s, "last")) for image, s in studies.items()},
+        "fixed": {image: _beyond_oracle(s, fixed_gate(s, "last")) for image, s in studies.items()},
+    }
+    slots = {name: {"gains": _by_image(found), "held": _count(found)} for name, found in gains.items()}
+    more = {"state": _verdict(shared), "adamw": _adamws(studies), "budget": _budgets(studies)}
+    return verdict_row(PACKAGE, {**slots, **more}, "stopping")
 
 
-def _power_claim(studies: Mapping[str, StoredStudy]) -> Claim:
+def _power_claim(studies: Mapping[str, StoredStudy]) -> VerdictRow:
     shared = {i: _times_less(reading.row(s, ADAMW), reading.row(s, SHARED)) for i, s in studies.items()}
     given = {i: _times_less(reading.row(s, ADAMW), defaults_row(s)) for i, s in studies.items()}
     tuned = {i: _times_less(adamw_reference(s), chosen_gate(s, "last")) for i, s in studies.items()}
     fixed = {i: _times_less(adamw_reference(s), fixed_gate(s, "last")) for i, s in studies.items()}
     verdicts = {bar: _together([less.verdict(bar) for less in shared.values()]) for bar in (BAR, PAPER_RATIO)}
-    return Claim(
-        claim=f"INR: residual power at high frequencies {PAPER_RATIO:g}× lower at the last step (fig. inr_denoising)",
-        paper=f"{PAPER_RATIO:g}× lower",
-        paper_conditions=f"paper's rule {_times(shared)} lower; PopRiskAdamW's defaults {_times(given)}",
-        equal_tuning=f"against {_adamws(studies)}: the best tuned gate ({_budgets(studies)}) {_times(tuned)} lower; "
-        f"the gate fixed in advance {_times(fixed)}",
-        sentence=(
-            f"{verdicts[BAR]} at AdamW's lr at the bar of {BAR:g}×, {verdicts[PAPER_RATIO].lower()} at the paper's "
-            f"{PAPER_RATIO:g}× (the whole interval must be at the bar or above): AdamW's power is {_times(shared)} "
-            f"that of the paper's rule and {_times(given)} that of PopRiskAdamW's defaults; after tuning "
-            f"{_times(tuned)} that of the best gate ({_budgets(studies)}) and {_times(fixed)} that of the gate fixed "
-            "in advance."
-        ),
-    )
+    slots = {
+        "shared": _times(shared),
+        "given": _times(given),
+        "tuned": _times(tuned),
+        "fixed": _times(fixed),
+        "state": verdicts[BAR],
+        "paper_state": verdicts[PAPER_RATIO],
+        "bar": BAR,
+        "paper_ratio": PAPER_RATIO,
+        "adamw": _adamws(studies),
+        "budget": _budgets(studies),
+    }
+    return verdict_row(PACKAGE, slots, "power")
 
 
 def _budgets(studies: Mapping[str, StoredStudy]) -> str:
@@ -174,13 +158,14 @@ def control_sentence(study: StoredStudy) -> str:
     """What the defaults and the paper's rule cost on the photograph without noise."""
     defaults, adamw = defaults_row(study), adamw_reference(study) or reading.row(study, ADAMW)
     costs = gain(reading.final(defaults, CLEAN_PSNR), reading.final(adamw, CLEAN_PSNR), higher_is_better=True)
-    return (
-        f"Without noise the last PSNR is {mean_words(reading.final(defaults, CLEAN_PSNR), SPEC)} dB with "
-        f"PopRiskAdamW's defaults, {mean_words(reading.final(adamw, CLEAN_PSNR), SPEC)} with {adamw_words(study)} "
-        f"(difference {gain_words(costs, SPEC, bootstrap=False)}) and "
-        f"{mean_words(reading.final(reading.row(study, SHARED), CLEAN_PSNR), SPEC)} with the paper's rule at "
-        f"AdamW's lr."
-    )
+    slots = {
+        "defaults": mean_words(reading.final(defaults, CLEAN_PSNR), SPEC),
+        "adamw": mean_words(reading.final(adamw, CLEAN_PSNR), SPEC),
+        "adamw_words": adamw_words(study),
+        "difference": gain_words(costs, SPEC, bootstrap=False),
+        "rule": mean_words(reading.final(reading.row(study, SHARED), CLEAN_PSNR), SPEC),
+    }
+    return render_block(PACKAGE, "control", slots)
 
 
 def _beyond_best(row: StoredRow, adamw: StoredRow) -> Gain:

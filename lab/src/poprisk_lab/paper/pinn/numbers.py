@@ -1,4 +1,4 @@
-"""Table and verdicts of the PINN experiment, from its saved result: no number of ours is typed by hand."""
+"""Numbers of the PINN study, from its saved result: tables for a terminal, and the verdicts on three claims."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,14 +12,16 @@ from rich.text import Text
 
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
-from poprisk_lab.pages.claims import Claim
+from poprisk_lab.pages.claims import VerdictRow, verdict_row
 from poprisk_lab.pages.comparison import DEFAULTS, Gain, gain, gain_words, hyper_words, mean_words
 from poprisk_lab.pages.gate_choice import GATES, tuned_gates
 from poprisk_lab.pages.paired_ratio import Ratio, steps_ratio
+from poprisk_lab.pages.template import render_block
 from poprisk_lab.paper.pinn.study import ADAMW_RATES, FULL, NO_WARMUP, adamw_label
 from poprisk_lab.paper.pinn.task import CLEAN, ERROR, NOISY
 
 Saved = Mapping[str, Any]
+PACKAGE = "poprisk_lab.paper.pinn"
 SPEC = ".3f"
 BAR = 2.0  # "at most half the iterations of the best tuned AdamW"
 QUICKER = math.nextafter(1.0, 2.0)  # an interval that begins at 1 does not exclude that both are alike
@@ -44,18 +46,14 @@ PAPER = {
 ADAMW_ROWS = tuple(adamw_label(lr) for lr in ADAMW_RATES)
 
 
-def pinn_lines(saved: Saved) -> Iterator[RenderableType]:
+def lines(saved: Saved) -> Iterator[RenderableType]:
     """Both tables, each beside the paper's where it has one, and the verdicts."""
     studies = saved["result"]["studies"]
     for name, paper in ((NOISY, PAPER), (CLEAN, {})):
         yield _table(studies[name], paper)
-    yield Text(
-        "Iterations: the median of the seeds, a seed that never reached 0.40 counting as never. ℓ2: mean ± standard "
-        "error over seeds. Names with 'for …' were searched, and chosen by that question on another seed; whoever "
-        "picks the best of several gates has had several times AdamW's trials."
-    )
-    for claim in claims_pinn(saved):
-        yield Text(claim.sentence, style="bold")
+    yield Text(render_block(PACKAGE, "note", {}))
+    for claim in claims(saved):
+        yield Text(claim.verdict, style="bold")
     yield Text(control_sentence(studies[CLEAN]), style="bold")
 
 
@@ -110,88 +108,82 @@ def best_paper_adamw(study: StoredStudy) -> StoredRow:
     return fastest(study, [reading.row(study, label) for label in ADAMW_ROWS])
 
 
-def claims_pinn(saved: Saved) -> list[Claim]:
+def claims(saved: Saved) -> list[VerdictRow]:
     """The paper's claims on its PINN beside ours: the time to the target, the best error, the warm-up."""
     study = saved["result"]["studies"][NOISY]
     return [_speed_claim(study), _best_claim(study), _warmup_claim(study)]
 
 
-def _speed_claim(study: StoredStudy) -> Claim:
+def _speed_claim(study: StoredStudy) -> VerdictRow:
     full, adamw, readings = reading.row(study, FULL), best_paper_adamw(study), _readings(study)
     quickest = fastest(study, readings)
-    exploratory = f"the quickest of {len(readings)} given gates, picked on these seeds and so exploratory"
-    shared = (
-        f"{iterations_words(study, full)} against {iterations_words(study, adamw)} of {adamw['label']}, the best of "
-        f"{len(ADAMW_ROWS)} rates, chosen in its favour; {exploratory} ({quickest['label']}): "
-        f"{iterations_words(study, quickest)}"
-    )
-    sentence = (
-        f"{_steps_verdict(study, full, adamw, BAR)} with AdamW's settings (bar: the whole interval at {BAR:g}× fewer "
-        f"iterations or above): {_compared(study, full, adamw)}"
-    )
-    if quickest is not full:
-        sentence += f"; {exploratory}: {_compared(study, quickest, adamw)}"
     gates, tuned = tuned_gates(study, "target"), reading.find_row(study, "adamw", "target")
-    if not gates or tuned is None:
-        missing = " and ".join(words for words, there in (("no gate", gates), ("no AdamW", tuned)) if not there)
-        equal = f"{missing} of the trials reached 0.40 on the tuning seeds"
-        sentence += f"; under tuning {equal}."
-    else:
-        ours = "; ".join(f"{words}: {iterations_words(study, row)}" for words, row in gates.items())
-        equal = f"{ours}; AdamW: {iterations_words(study, tuned)}"
-        sentence += "; under tuning " + "; ".join(
-            f"{_steps_verdict(study, row, tuned, BAR).lower()} for {words}: {_compared(study, row, tuned)}"
-            for words, row in gates.items()
-        )
-        sentence += "."
-    return Claim(
-        claim="PINN: relative ℓ2 ≤ 0.40 in 2.4× fewer iterations than the best AdamW (fig. pinn_convection)",
-        paper="1,400 against 3,300 iterations: 2.36× fewer",
-        paper_conditions=shared,
-        equal_tuning=equal,
-        sentence=sentence,
-    )
+    is_tuned = bool(gates) and tuned is not None
+    slots: dict[str, Any] = {
+        "full": iterations_words(study, full),
+        "adamw": {"label": adamw["label"], "iterations": iterations_words(study, adamw)},
+        "rates": len(ADAMW_ROWS),
+        "exploratory": render_block(PACKAGE, "exploratory", {"given_gates": len(readings)}),
+        "quickest": {
+            "label": quickest["label"],
+            "iterations": iterations_words(study, quickest),
+            "compared": None if quickest is full else _compared(study, quickest, adamw),
+        },
+        "state": _steps_verdict(study, full, adamw, BAR),
+        "bar": BAR,
+        "compared": _compared(study, full, adamw),
+        "missing": [words for words, there in (("no gate", gates), ("no AdamW", tuned)) if not there],
+        "tuned": iterations_words(study, tuned) if gates and tuned is not None else None,
+        "gates": [_tuned_gate(study, label, row, tuned) for label, row in gates.items() if is_tuned and tuned],
+    }
+    slots["equal_tuning"] = render_block(PACKAGE, "speed_equal_tuning", slots)
+    return verdict_row(PACKAGE, slots, "speed")
 
 
-def _best_claim(study: StoredStudy) -> Claim:
+def _tuned_gate(study: StoredStudy, label: str, row: StoredRow, adamw: StoredRow) -> dict[str, str]:
+    return {
+        "label": label,
+        "iterations": iterations_words(study, row),
+        "state": _steps_verdict(study, row, adamw, BAR),
+        "compared": _compared(study, row, adamw),
+    }
+
+
+def _best_claim(study: StoredStudy) -> VerdictRow:
     full, four = reading.row(study, FULL), [reading.row(study, label) for label in ADAMW_ROWS]
     adamw = min(four, key=lambda row: _mean(_bests(row)))
     gained = gain(_bests(full), _bests(adamw), higher_is_better=False)
-    shared = (
-        f"{mean_words(_bests(full), SPEC)} against {mean_words(_bests(adamw), SPEC)} of {adamw['label']}; gain "
-        f"{gain_words(gained, SPEC)}"
-    )
     gates, tuned = tuned_gates(study, "best"), reading.find_row(study, "adamw", "best")
-    equal, after = "nothing was searched", ""
-    if gates and tuned is not None:
-        gains = {words: gain(_bests(row), _bests(tuned), higher_is_better=False) for words, row in gates.items()}
-        ours = "; ".join(
-            f"{words}: {mean_words(_bests(row), SPEC)}, gain {gain_words(gains[words], SPEC)}"
-            for words, row in gates.items()
-        )
-        equal = f"AdamW: {mean_words(_bests(tuned), SPEC)}; {ours}"
-        after = "; under tuning " + "; ".join(
-            f"that of {words} is {_gain_verdict(gained)}" for words, gained in gains.items()
-        )
-    return Claim(
-        claim="PINN: a lower best error than every AdamW (tab. pinn_ablation)",
-        paper="ℓ2 0.249 against 0.309",
-        paper_conditions=shared,
-        equal_tuning=equal,
-        sentence=f"With everything shared the gate's best error is {_gain_verdict(gained)}{after}.",
-    )
+    slots = {
+        "full": mean_words(_bests(full), SPEC),
+        "adamw": {"label": adamw["label"], "best": mean_words(_bests(adamw), SPEC)},
+        "gain": gain_words(gained, SPEC),
+        "outcome": _outcome(gained),
+        "tuned": None if tuned is None else mean_words(_bests(tuned), SPEC),
+        "gates": [] if tuned is None else [_best_gate(label, row, tuned) for label, row in gates.items()],
+    }
+    return verdict_row(PACKAGE, slots, "best")
 
 
-def _warmup_claim(study: StoredStudy) -> Claim:
+def _best_gate(label: str, row: StoredRow, adamw: StoredRow) -> dict[str, str]:
+    gained = gain(_bests(row), _bests(adamw), higher_is_better=False)
+    return {
+        "label": label,
+        "best": mean_words(_bests(row), SPEC),
+        "gain": gain_words(gained, SPEC),
+        "outcome": _outcome(gained),
+    }
+
+
+def _warmup_claim(study: StoredStudy) -> VerdictRow:
     full, without = reading.row(study, FULL), reading.row(study, NO_WARMUP)
-    return Claim(
-        claim="PINN: an ungated warm-up makes the gate quicker (tab. pinn_ablation)",
-        paper="1,400 against 2,500 iterations: 1.8× fewer",
-        paper_conditions=f"{iterations_words(study, full)} against {iterations_words(study, without)}",
-        equal_tuning="not searched",
-        sentence=f"{_steps_verdict(study, full, without, QUICKER)} (bar: the whole interval above 1×): "
-        f"{_compared(study, full, without)}.",
-    )
+    slots = {
+        "full": iterations_words(study, full),
+        "without": iterations_words(study, without),
+        "state": _steps_verdict(study, full, without, QUICKER),
+        "compared": _compared(study, full, without),
+    }
+    return verdict_row(PACKAGE, slots, "warmup")
 
 
 def control_sentence(study: StoredStudy) -> str:
@@ -199,10 +191,11 @@ def control_sentence(study: StoredStudy) -> str:
     defaults = next(row for row in reading.rows(study) if row["arm"] == DEFAULTS)
     adamw = [row for row in reading.rows(study) if row["arm"] == "adamw"]
     best = min(adamw, key=lambda row: _mean(reading.final(row, ERROR)))
-    return (
-        f"Without noise the last ℓ2 is {mean_words(reading.final(defaults, ERROR), '.4f')} with PopRiskAdamW's "
-        f"defaults and {mean_words(reading.final(best, ERROR), '.4f')} with {best['label']}."
-    )
+    slots = {
+        "defaults": mean_words(reading.final(defaults, ERROR), ".4f"),
+        "adamw": {"label": best["label"], "last": mean_words(reading.final(best, ERROR), ".4f")},
+    }
+    return render_block(PACKAGE, "control", slots)
 
 
 def _readings(study: StoredStudy) -> list[StoredRow]:
@@ -234,29 +227,21 @@ def _steps_verdict(study: StoredStudy, quick: StoredRow, slow: StoredRow, bar: f
 
 def _compared(study: StoredStudy, quick: StoredRow, slow: StoredRow) -> str:
     """A clause on two rows' iterations to the target."""
-    ratio, first, second = _ratio(study, quick, slow), quick["label"], slow["label"]
-    if ratio is None:
-        waits = [*reading.steps_to(study, quick, ERROR), *reading.steps_to(study, slow, ERROR)]
-        if all(step is None for step in waits):
-            return f"neither {first} nor {second} reaches 0.40"
-        return f"{first} reaches 0.40 in {reading.reached(study, quick, ERROR)} seeds, {second} in " + (
-            reading.reached(study, slow, ERROR)
-        )
-    if ratio.at_least:
-        return (
-            f"{first} takes {ratio.words} fewer iterations than {second}, which reaches 0.40 in "
-            f"{reading.reached(study, slow, ERROR)} seeds (a lower bound)"
-        )
-    if ratio.value >= 1:
-        return f"{first} takes {ratio.words} fewer iterations than {second}"
-    return f"{first} takes {ratio.inverse.words} the iterations of {second}"
+    waits = [*reading.steps_to(study, quick, ERROR), *reading.steps_to(study, slow, ERROR)]
+    slots = {
+        "ratio": _ratio(study, quick, slow),
+        "first": quick["label"],
+        "second": slow["label"],
+        "neither": all(step is None for step in waits),
+        "first_reached": reading.reached(study, quick, ERROR),
+        "second_reached": reading.reached(study, slow, ERROR),
+    }
+    return render_block(PACKAGE, "compared", slots)
 
 
-def _gain_verdict(gained: Gain) -> str:
-    if gained.diverged is not None:
-        return f"not comparable, since a run diverged ({gained.diverged.words})"
-    words = {"better": "lower than AdamW's", "worse": "higher than AdamW's", "unclear": "not told apart from AdamW's"}
-    return f"{words[gained.verdict]} (gain {gain_words(gained, SPEC, bootstrap=False)})"
+def _outcome(gained: Gain) -> str:
+    """Lower or higher than AdamW's, with the gain."""
+    return render_block(PACKAGE, "outcome", {"gained": gained, "words": gain_words(gained, SPEC, bootstrap=False)})
 
 
 def _paper_words(published: PaperRow) -> str:

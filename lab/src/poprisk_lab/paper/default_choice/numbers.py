@@ -1,4 +1,4 @@
-"""Tables and the verdict of the study of defaults, from its saved result: which candidate the rule chooses, and why."""
+"""Numbers of the study of defaults, from its saved result: tables for a terminal, and what its rule chooses."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from poprisk_lab.engine.arms import ARMS
+from poprisk_lab.pages.template import render_block
 from poprisk_lab.paper.default_choice.study import ALLOWED_COST, USUAL_RATE, Candidate, rank
 
 Saved = Mapping[str, Any]
+PACKAGE = "poprisk_lab.paper.default_choice"
 SHOWN = 12
 """Candidates in each ranking."""
 _NAME_WIDTH = 20  # two lines a candidate, so that the tasks fit beside it
@@ -26,7 +28,7 @@ GATE_WORDS = {
 """What each candidate's gate is called, in the order of a legend."""
 
 
-def default_choice_lines(saved: Saved) -> Iterator[RenderableType]:
+def lines(saved: Saved) -> Iterator[RenderableType]:
     """The best candidates within the allowed cost and regardless of it, task by task, and which one the rule takes."""
     found = ranked(saved)
     marked = library_default(found)
@@ -37,11 +39,7 @@ def default_choice_lines(saved: Saved) -> Iterator[RenderableType]:
     yield _scores("Best candidates, whatever they cost", regardless, marked)
     both = {candidate.label: candidate for candidate in (*within, *regardless)}
     yield _costs("Costs of these on clean tasks", list(both.values()), marked)
-    yield Text(
-        f"Scores: 0 is AdamW at lr {USUAL_RATE:g}, 1 the best checkpoint of any AdamW, picked on the test set. "
-        "Costs: what is lost against the best last step of AdamW, in points of accuracy or as a share; those with * do "
-        "not decide. A dash: not a finalist. Bold: PopRiskAdamW's present default."
-    )
+    yield Text(render_block(PACKAGE, "note", {"usual_rate": USUAL_RATE}))
     yield Text(choice_sentence(found), style="bold")
 
 
@@ -126,26 +124,21 @@ def points(cost: float) -> str:
 
 def choice_sentence(found: Sequence[Candidate]) -> str:
     """Which candidate the rule takes, and how the library's present default compares."""
-    rule = (
-        f"the highest mean score of those that cost at most {points(ALLOWED_COST)} on every small clean classification"
-    )
     first, now = chosen(found), library_default(found)
-    if first is None:
-        cheapest = min(found, key=lambda candidate: candidate.cost)
-        text = f"The rule, {rule}, chooses none: the cheapest, {words(cheapest)}, costs {points(cheapest.cost)}"
-    else:
-        text = f"The rule, {rule}, chooses {words(first)}: {_merits(first)}"
-    if now is None:
-        return f"{text}. PopRiskAdamW's present default is not among the candidates."
-    if now is first:
-        return f"{text}. It is PopRiskAdamW's present default."
-    return f"{text}. PopRiskAdamW's present default, {words(now)}: {_merits(now)}."
+    cheapest = min(found, key=lambda candidate: candidate.cost)
+    slots = {
+        "allowed": points(ALLOWED_COST),
+        "chosen": None if first is None else _slots(first),
+        "cheapest": _slots(cheapest),
+        "present": None if now is None else {**_slots(now), "is_chosen": now is first},
+    }
+    return render_block(PACKAGE, "verdict", slots)
 
 
-def _merits(candidate: Candidate) -> str:
-    return (
-        f"mean score {candidate.score:.2f} on {len(candidate.scores)} noisy tasks, worst cost {points(candidate.cost)}"
-    )
+def _slots(candidate: Candidate) -> dict[str, str]:
+    numbers = {"score": candidate.score, "tasks": len(candidate.scores), "cost": points(candidate.cost)}
+    merits = render_block(PACKAGE, "merits", numbers)
+    return {"label": words(candidate), "cost": points(candidate.cost), "merits": merits}
 
 
 def _scores(title: str, shown: Sequence[Candidate], marked: Candidate | None) -> Table:
