@@ -268,7 +268,7 @@ def test_the_verdict_follows_the_numbers(saved, falls):
     assert "takes 4.0× [3.5, 8.0] fewer iterations than AdamW (lr 1e-3)" in speed.verdict
     assert speed.verdict.startswith("Held with AdamW's settings (the claim holds if the whole interval is at 2× fewer iterations")
     assert "3 of 3" in speed.paper_conditions
-    assert "not told apart" in best.verdict
+    assert "not distinguishable" in best.verdict
     assert warmup.verdict.startswith("Held")
     assert "3.0× [2.5, 6.0] fewer" in warmup.verdict
     slow = with_errors(saved, {pinn.FULL: falls[3], pinn.adamw_label(5e-5): falls[1]})
