@@ -83,14 +83,14 @@ class Reproduction:
 
 def _measurement(folder: str, drawn: str) -> Reproduction:
     """A measurement that trains no competing optimizers: ``paper/FOLDER/{study,figure,numbers}.py``."""
-    experiment = import_module(f"poprisk_lab.paper.{folder}.study")
+    study, figure, numbers = (_module(folder, part) for part in ("study", "figure", "numbers"))
     return Reproduction(
-        kind=experiment.KIND,
-        full=_only_config(experiment),
-        smoke=experiment.SMOKE,
-        run=experiment.run,
-        draw=_function(f"paper.{folder}.figure:{drawn}"),
-        lines=_function(f"paper.{folder}.numbers:lines"),
+        kind=study.KIND,
+        full=_only_config(study),
+        smoke=study.SMOKE,
+        run=study.run,
+        draw=getattr(figure, drawn),
+        lines=numbers.lines,
     )
 
 

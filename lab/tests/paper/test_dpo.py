@@ -15,8 +15,8 @@ from poprisk_lab.data.llama import StackedLlama
 from poprisk_lab.data.llama_weights import _NAMES, random_llama
 from poprisk_lab.engine import reading
 from poprisk_lab.paper.dpo import numbers as report
-from poprisk_lab.paper.dpo.figure import draw as draw_dpo
 from poprisk_lab.paper.dpo import study as dpo
+from poprisk_lab.paper.dpo.figure import draw as draw_dpo
 from poprisk_lab.paper.dpo.task import ACCURACY, DRIFT, LOSS, MARGIN, TINY, DpoTask, FineTuning, preference_metrics
 from poprisk_lab.paper.sft import study as sft
 from poprisk_lab.paper.sft.task import HELD_OUT, SftTask

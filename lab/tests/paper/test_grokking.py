@@ -324,9 +324,21 @@ INF = math.inf
         ((10, 10), (5, 5), "Undecided at weight decay 0.2"),
         ((40, 10, 40), (5, 10, 10), "Undecided at weight decay 0.2"),
         ((10, 10, 10), (20, 20, 20), "Not held at weight decay 0.2, where the paper's rule needs 2.0× [1.5, 4.0] more"),
-        ((40, 40, 40), (INF, INF, INF), "Not held at weight decay 0.2, where the paper's rule reaches the target in 0 of 3"),
-        ((INF, INF, 40), (INF, 5, 5), "Undecided at weight decay 0.2, where the paper's rule reaches the target in 2 of 3"),
-        ((INF, INF, INF), (INF, INF, INF), "Undecided at weight decay 0.2, where neither reached the target in 40 steps"),
+        (
+            (40, 40, 40),
+            (INF, INF, INF),
+            "Not held at weight decay 0.2, where the paper's rule reaches the target in 0 of 3",
+        ),
+        (
+            (INF, INF, 40),
+            (INF, 5, 5),
+            "Undecided at weight decay 0.2, where the paper's rule reaches the target in 2 of 3",
+        ),
+        (
+            (INF, INF, INF),
+            (INF, INF, INF),
+            "Undecided at weight decay 0.2, where neither reached the target in 40 steps",
+        ),
         (
             (INF, INF, INF),
             (10, 10, 10),
@@ -340,7 +352,10 @@ def test_the_verdict_follows_the_interval_of_the_steps(saved, adamw, rule, verdi
     shown = arriving(three_seeds(saved) if len(adamw) == 3 else saved, {ADAMW: adamw, PAPER_RULE: rule}, {})
     (claim,) = claims_grokking(shown)
     assert verdict in claim.verdict
-    assert "the claim holds if the whole interval is at 2.5× fewer steps or above, half of the paper's 4.9×" in claim.verdict
+    assert (
+        "the claim holds if the whole interval is at 2.5× fewer steps or above, half of the paper's 4.9×"
+        in claim.verdict
+    )
     assert ("a lower bound" in claim.verdict) == ("at least" in claim.verdict)
     assert "4.9×" in claim.paper
 

@@ -266,7 +266,9 @@ def test_the_verdict_follows_the_numbers(saved, falls):
     quick = with_errors(saved, {pinn.FULL: falls[1], pinn.NO_WARMUP: falls[5], pinn.adamw_label(1e-3): falls[7]})
     speed, best, warmup = claims_pinn(quick)
     assert "takes 4.0× [3.5, 8.0] fewer iterations than AdamW (lr 1e-3)" in speed.verdict
-    assert speed.verdict.startswith("Held with AdamW's settings (the claim holds if the whole interval is at 2× fewer iterations")
+    assert speed.verdict.startswith(
+        "Held with AdamW's settings (the claim holds if the whole interval is at 2× fewer iterations"
+    )
     assert "3 of 3" in speed.paper_conditions
     assert "not distinguishable" in best.verdict
     assert warmup.verdict.startswith("Held")
