@@ -117,18 +117,10 @@ def test_no_function_shares_the_name_of_a_package():
 @pytest.mark.parametrize("old", sorted(_moved.MODULES))
 def test_moved_names_are_found_with_a_warning(old):
     for place, names in _moved.MODULES[old].items():
-        for name in names.split():
-            with pytest.warns(DeprecationWarning, match=re.escape(f"{old}.{name} is now {place}.{name}")):
+        for name, new in _moved.renamed(names).items():
+            with pytest.warns(DeprecationWarning, match=re.escape(f"{old}.{name} is now {place}.{new}")):
                 found = _moved.moved_attribute(old, name)
-            assert found is getattr(importlib.import_module(place), name)
-
-
-@pytest.mark.parametrize("old", sorted(_moved.RENAMED))
-def test_renamed_names_are_found_with_a_warning(old):
-    module, _, name = old.rpartition(".")
-    place, _, new = _moved.RENAMED[old].rpartition(".")
-    with pytest.warns(DeprecationWarning, match=re.escape(f"{old} is now {place}.{new}")):
-        assert _moved.moved_attribute(module, name) is getattr(importlib.import_module(place), new)
+            assert found is getattr(importlib.import_module(place), new)
 
 
 @pytest.mark.parametrize("name", sorted(_moved.ROOT_NAMES))
@@ -165,7 +157,7 @@ def test_what_moved_to_the_lab_says_how_to_get_it(monkeypatch):
     old = next(old for old, places in _moved.MODULES.items() if any(p.startswith("poprisk_lab") for p in places))
     place = next(place for place in _moved.MODULES[old] if place.startswith("poprisk_lab"))
     monkeypatch.setitem(sys.modules, place, None)
-    name = _moved.MODULES[old][place].split()[0]
+    name = next(iter(_moved.renamed(_moved.MODULES[old][place])))
     with pytest.warns(DeprecationWarning, match="is now"), pytest.raises(ImportError, match=r"pip install ./lab"):
         _moved.moved_attribute(old, name)
 

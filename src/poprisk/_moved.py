@@ -26,9 +26,6 @@ ROOT_NAMES = {
 }
 """Once at the root of the package, now in a room."""
 
-RENAMED = {"poprisk.report.run_report.run_report": "poprisk.report.write_report"}
-"""Names of old modules that have another name now."""
-
 MODULES: dict[str, dict[str, str]] = {
     "poprisk.audit": {
         "poprisk.risk": "AuditTable audit",
@@ -93,17 +90,14 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "poprisk.experiments.run_analysis": {
         "poprisk.report": "Analysis analyze",
-        "poprisk.report._analysis.analyze": "PARTS check_options",
-        "poprisk.report._analysis.curves": "kernel_curve loss_curves memorization",
-        "poprisk.report._analysis.neighbours": "neighbours",
+        "poprisk.report._analysis": "Found PARTS check_options kernel_curve loss_curves memorization neighbours",
     },
     "poprisk.experiments.run_gates": {
-        "poprisk.report._analysis.gates": "GateCurve gate_curve has_gate",
+        "poprisk.report._gates": "GateCurve gate_curve has_gate",
     },
     "poprisk.experiments.run_window": {
-        "poprisk.report": "CleanTargets",
-        "poprisk.report._analysis.operators": (
-            "DriftCurve MOST_OUTPUTS QUERIES WindowFacts window_facts window_seconds"
+        "poprisk.report._window": (
+            "CleanTargets DriftCurve MOST_OUTPUTS QUERIES WindowFacts window_facts window_seconds"
         ),
     },
     "poprisk.experiments.sobolev_slope": {
@@ -117,18 +111,17 @@ MODULES: dict[str, dict[str, str]] = {
             "exclusion_risk first_order_risk generalization_gap holdouts influence_matrix influence_on "
             "influence_operator k_fold leave_one_out population_risk self_influence subsets"
         ),
-        "poprisk.risk._exclusion": "excluded_weights exclusion_displacement",
+        "poprisk.risk._exclusion": "excluded_weights exclusion_displacement label_sensitivities",
         "poprisk.risk._first_order": "TaylorRemainder taylor_remainder",
-        "poprisk.risk._error": "inflated_error nested_error",
+        "poprisk.risk._fold_error": "inflated_error nested_error",
         "poprisk.risk._influence.displacement": (
             "ReplaceOneDisplacement example_scores gap_integrals replace_one_displacement"
         ),
         "poprisk.risk._influence.exclusion_sweep": "ExcludedOutputs ExclusionSweep",
         "poprisk.risk._influence.holdout_weights": "common_first_variation delete_direction holdout_weights",
-        "poprisk.risk._influence.label_sensitivity": "label_sensitivities",
         "poprisk.risk._influence.live_rate": "population_rates",
         "poprisk.risk._influence.sensitivity": "Adjoint SpotCheck",
-        "poprisk.risk._k_fold": "FoldEnsemble k_fold_curve",
+        "poprisk.risk._meter": "FoldEnsemble k_fold_curve",
         "poprisk.risk._resampling": "replace_one",
         "poprisk_lab.paper.mnist_influence.metrics": (
             "Brittleness LooCorrelation brittleness linear_datamodeling_score loo_correlation mislabel_auc share_found"
@@ -140,7 +133,7 @@ MODULES: dict[str, dict[str, str]] = {
         ),
     },
     "poprisk.influence.fold_error": {
-        "poprisk.risk._error": "NestedSplit inflated_error nested_error",
+        "poprisk.risk._fold_error": "FEWEST NestedSplit inflated_error nested_error",
     },
     "poprisk.influence.linear_step": {
         "poprisk.risk._influence.linear_step": "LinearStep clip_direction",
@@ -152,9 +145,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "poprisk.influence.resampling": {
         "poprisk.risk": "cross_validation_risk holdouts k_fold leave_one_out subsets",
-        "poprisk.risk._k_fold": "k_fold_members k_fold_of_weights",
-        "poprisk.risk._resampled": "RetrainOptions",
-        "poprisk.risk._resampling": "replace_one",
+        "poprisk.risk._resampling": "RetrainOptions k_fold_members k_fold_of_weights replace_one",
     },
     "poprisk.jobs": {
         "poprisk.jobs._manifest": "Group Job",
@@ -173,8 +164,9 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.operators._kernels.method": "Cost Method",
         "poprisk.operators._kernels.rounded_kernel": "RoundedKernel measured_error",
         "poprisk.operators._kernels.tangent": "output_trace",
-        "poprisk.operators._kernels.tiles": "Tile on_host",
+        "poprisk.operators._kernels.tiles": "Tile",
         "poprisk.operators._kernels.timescales": "curvature_root scaled_kernel scaled_kernel_operator",
+        "poprisk.operators._kernels.transfer": "on_host",
     },
     "poprisk.linalg": {
         "poprisk._core.linalg.adjoint": "adjoint_mismatch",
@@ -289,7 +281,7 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.runs._problem": "Augmentation BatchLoss",
     },
     "poprisk.report.run_report": {
-        "poprisk.report._drawing.page": "report_command report_page require_template training_call",
+        "poprisk.report._page": "report_command report_page require_template run_report training_call",
     },
     "poprisk.rules": {
         "poprisk.optim": "calibrated_alpha hard_gate loo_coefficient snr_gate soft_gate",
@@ -310,6 +302,7 @@ MODULES: dict[str, dict[str, str]] = {
         ),
     },
     "poprisk.runs": {
+        "poprisk.runs": "Step=AffineStep",
         "poprisk.runs._flat_rule": "FlatRule flat_rule",
     },
     "poprisk.runs.dataset": {
@@ -319,13 +312,14 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk._core.progress": "Report time_left training_progress write_line",
     },
     "poprisk.runs.recorded_step": {
-        "poprisk.runs._recorded_step": "Indices Observer Parts RecordedStep micro_batches unexplained",
+        "poprisk.runs._linearize": "unexplained",
+        "poprisk.runs._step": "Indices Observer Parts RecordedStep=StepContext micro_batches",
     },
     "poprisk.runs.run": {
         "poprisk.runs": "Run",
     },
     "poprisk.runs.step": {
-        "poprisk.runs": "PerWeight Step",
+        "poprisk.runs": "PerWeight Step=AffineStep",
     },
     "poprisk.scaling": {
         "poprisk_lab.costs.cost": "OperationCost",
@@ -350,7 +344,7 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.theory.bias_variance": "Risk interpolation_variance noise_covariance realized_risk risk",
         "poprisk.theory.directions": "signal_directions_of",
         "poprisk.theory.effective_rank": "effective_rank",
-        "poprisk.theory.groups": "DirectionExample direction_energies top_examples",
+        "poprisk.theory.example_groups": "DirectionExample direction_energies top_examples",
         "poprisk.theory.filters": (
             "checked_filter decayed_flow_filter gradient_flow_filter interpolation_filter predictive_basis "
             "rank_filter ridge_filter threshold_filter"
@@ -383,14 +377,14 @@ MODULES: dict[str, dict[str, str]] = {
     "poprisk.store": {
         "poprisk._core.store.envelope": "FORMAT_VERSION environment load_result save_result",
         "poprisk._core.store.files": "writable_directory write_bytes write_figure write_json write_text",
-        "poprisk._core.store.importable": "Importable importable resolve",
+        "poprisk._core.store.import_paths": "Importable importable resolve",
         "poprisk._core.store.script": "where",
     },
     "poprisk.store.tensors": {
         "poprisk._core.store.tensors": "TensorFile check_size fingerprint read_tensors write_tensors",
     },
 }
-"""Old module → new module → the names that went there."""
+"""Old module → new module → the names that went there, ``old=new`` where they were renamed."""
 
 _PACKAGES = {name.rpartition(".")[0] for name in MODULES}
 
@@ -408,15 +402,22 @@ def moved_attribute(module: str, name: str) -> Any:
         AttributeError: the old module had no such name.
         ImportError: it is in the lab, which is not installed.
     """
-    if (new := RENAMED.get(f"{module}.{name}")) is not None:
-        _warn(f"{module}.{name}", new, stacklevel=4)
-        place, _, name = new.rpartition(".")
-        return getattr(_imported(place, f"{module}.{name}"), name)
     for place, names in MODULES.get(module, {}).items():
-        if name in names.split():
-            _warn(f"{module}.{name}", f"{place}.{name}", stacklevel=4)
-            return getattr(_imported(place, f"{module}.{name}"), name)
+        new = renamed(names).get(name)
+        if new is not None:
+            _warn(f"{module}.{name}", f"{place}.{new}", stacklevel=4)
+            return getattr(_imported(place, f"{module}.{name}"), new)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def renamed(names: str) -> dict[str, str]:
+    """Old names and new ones, as ``MODULES`` lists them.
+
+    >>> renamed("PerWeight Step=AffineStep")
+    {'PerWeight': 'PerWeight', 'Step': 'AffineStep'}
+    """
+    pairs = (entry.partition("=") for entry in names.split())
+    return {old: new or old for old, _, new in pairs}
 
 
 def install() -> None:
@@ -451,7 +452,7 @@ class _Moved(ModuleType):
         return value
 
     def __dir__(self) -> list[str]:
-        return sorted(name for names in MODULES.get(self.__name__, {}).values() for name in names.split())
+        return sorted(name for names in MODULES.get(self.__name__, {}).values() for name in renamed(names))
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """``poprisk.audit`` is a function now; importing the old module of that name must not hide it."""

@@ -19,7 +19,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._channels import dissipation_channels
 from poprisk.operators._coupling import path_error
 from poprisk.operators._cumulative import LiftedStep, cumulative_error, flow_cumulative_error, lifted_maps
-from poprisk.runs._step import Step
+from poprisk.runs._step import AffineStep
 
 EXACT = {"rtol": 1e-8, "atol": 1e-8}
 
@@ -35,7 +35,7 @@ def share(x):
 def lifted(steps: list[DenseStep]) -> list[LiftedStep]:
     return [
         LiftedStep(
-            step=Step(
+            step=AffineStep(
                 batch=torch.arange(len(step.S)),
                 selection=tensor(step.S),
                 preconditioner=tensor(step.M),
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused():
         lifted_maps(steps, A.T)
     with pytest.raises(DataError, match=r"gradient_map of step 1 must be a matrix \[9, 6\], got \[4, 6\]"):
         cumulative_error([steps[0], *lifted(random_steps(0, d=4))], A)
-    uphill = Step(batch=torch.arange(6), selection=torch.ones(6), preconditioner=-torch.ones(9).double())
+    uphill = AffineStep(batch=torch.arange(6), selection=torch.ones(6), preconditioner=-torch.ones(9).double())
     with pytest.raises(DataError, match="not negative"):
         cumulative_error([LiftedStep(uphill, *[getattr(steps[0], name) for name in _MATRICES])], A)
     with pytest.raises(HyperparameterError, match=r"cutoff must lie in \[0, 1\)"):

@@ -16,7 +16,7 @@ from poprisk.operators._drift_diffusion import curvature_bound, drift_bound, dri
 from poprisk.operators._gradient_descent import RecordedSteps, gradient_descent
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._problem import Problem
-from poprisk.runs._step import Step
+from poprisk.runs._step import AffineStep
 from poprisk.runs._training import train
 
 RULES = {
@@ -190,7 +190,7 @@ def test_kinks_are_covered_by_the_stated_rounding():
 def test_the_covariance_of_a_batch_is_that_of_all_batches(n, b):
     G = np.random.default_rng(0).standard_normal((n, 3))
     centred = G - G.mean(0)
-    step = Step(torch.arange(b), torch.full((b,), n / b), torch.ones(3))
+    step = AffineStep(torch.arange(b), torch.full((b,), n / b), torch.ones(3))
     run = RecordedSteps([], [step], [])
     factor = batch_laws(run, n, stop=1)[0].covariance_factor
     np.testing.assert_allclose(
@@ -200,7 +200,7 @@ def test_the_covariance_of_a_batch_is_that_of_all_batches(n, b):
 
 def test_what_an_epoch_has_left():
     def recorded(*batches):
-        steps = [Step(torch.tensor(b), torch.full((len(b),), 5 / len(b)), torch.ones(1)) for b in batches]
+        steps = [AffineStep(torch.tensor(b), torch.full((len(b),), 5 / len(b)), torch.ones(1)) for b in batches]
         return RecordedSteps([], steps, [])
 
     kept = batch_laws(recorded([0, 3], [4, 1], [2], [2, 0]), 5, stop=4, sampling="epochs")
@@ -226,10 +226,10 @@ def test_bad_input_is_refused():
         drift_diffusion(run, model, problem.inputs[:3], problem.targets[:3], TEST)
     with pytest.raises(DataError, match="pass all training inputs"):
         batch_laws(run, 3, stop=2)
-    weighted = Step(torch.tensor([0, 1]), torch.tensor([1.0, 2.0]), torch.ones(1))
+    weighted = AffineStep(torch.tensor([0, 1]), torch.tensor([1.0, 2.0]), torch.ones(1))
     with pytest.raises(DataError, match="weighs its examples from 1 to 2"):
         batch_laws(RecordedSteps([], [weighted], []), 3, stop=1)
-    twice = Step(torch.tensor([1, 1]), torch.ones(2), torch.ones(1))
+    twice = AffineStep(torch.tensor([1, 1]), torch.ones(2), torch.ones(1))
     with pytest.raises(DataError, match='sampling="replacement"'):
         batch_laws(RecordedSteps([], [twice], []), 3, stop=1)
     assert batch_laws(RecordedSteps([], [twice], []), 2, stop=1, sampling="replacement")[0].covariance_factor == 0.5

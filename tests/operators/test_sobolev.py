@@ -13,7 +13,7 @@ from poprisk.operators._channels import dissipation_channels
 from poprisk.operators._coupling import Coupling
 from poprisk.operators._cumulative import LiftedStep, lifted_maps
 from poprisk.operators._realized import RealizedWindow
-from poprisk.runs._step import Step
+from poprisk.runs._step import AffineStep
 from poprisk.theory.sobolev import (
     SobolevBound,
     Torus,
@@ -139,7 +139,7 @@ def lifted(steps: list[DenseStep], F: list[np.ndarray]) -> list[LiftedStep]:
 
     return [
         LiftedStep(
-            Step(
+            AffineStep(
                 batch=torch.arange(len(step.S)),
                 selection=tensor(step.S),
                 preconditioner=tensor(step.M),

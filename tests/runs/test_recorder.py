@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.variance import PerExampleVariance
-from poprisk.runs._gradient_watch import common_factor
+from poprisk.runs._gradients import common_factor
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._run import Run
 

@@ -229,8 +229,7 @@ NURSERY = """
 import functools, json, os, random, signal, sys, time
 import torch
 import tiny_problems
-from poprisk.problems import Problem
-from poprisk.runs import Run, train
+from poprisk.runs import Problem, Run, train
 
 folder, kills = sys.argv[1], int(sys.argv[2])
 problem = Problem.build(tiny_problems.classification)
@@ -264,7 +263,8 @@ print(json.dumps(left))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_processes_lead_to_the_same_bits(tmp_path, kills):
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    places = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", NURSERY, str(tmp_path), str(kills)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -110,12 +110,11 @@ def run_study(name: str, smoke: bool, output: Path, data: Path | None) -> Path:
 
     config = _configured(name, chosen, smoke, data)
     directory = writable_directory(output)  # before anything slow
-    from poprisk._core.progress import Progress
+    from poprisk_lab.progress import job_progress
 
     parts = directory / f"{name}.parts"
     with interrupt_says(lambda: _kept(parts)):
-        with Progress(name, counted="{done} of {total} runs") as bar:
-            progress = lambda done, total, upcoming: bar.update(done, total=total, doing=upcoming)  # noqa: E731
+        with job_progress(name) as progress:
             result = chosen.run(config, progress, parts) if chosen.resumable else chosen.run(config, progress)
         stored = result.save(directory / f"{name}.json")
     shutil.rmtree(parts, ignore_errors=True)  # the result holds it all

@@ -15,7 +15,7 @@ from poprisk._core.estimate import Estimate
 from poprisk.errors import DataError
 from poprisk.operators._drift_diffusion import DriftDiffusion, drift_diffusion
 from poprisk.operators._gradient_descent import RecordedSteps
-from poprisk.runs._step import Step
+from poprisk.runs._step import AffineStep
 from poprisk_lab.theory.diffusion_rates import (
     FluctuationVariance,
     diffusion_rate,
@@ -37,7 +37,7 @@ def sgd(model, x, y, batches, *, lr, momentum=0.0, normalized=False):
         v = momentum * v + g
         w = w - M * v
         selection = torch.full((len(batch),), len(x) / len(batch), dtype=x.dtype)
-        steps.append(Step(rows, selection, M, momentum=momentum))
+        steps.append(AffineStep(rows, selection, M, momentum=momentum))
         weights.append(w)
         buffers.append(v)
     return RecordedSteps(weights, steps, buffers)

@@ -1,6 +1,11 @@
 """Random streams that do not touch: one seed for each purpose."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Generator
 
 
 def stream(seed: int, purpose: str) -> int:
@@ -10,3 +15,29 @@ def stream(seed: int, purpose: str) -> int:
     (True, True)
     """
     return int.from_bytes(hashlib.sha256(f"{purpose}:{seed}".encode()).digest()[:7], "big")
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of one step's random numbers: far from every other step's, and known without those before it.
+
+    >>> step_seed(0, 1) == step_seed(0, 1), step_seed(0, 1) == step_seed(1, 0)
+    (True, False)
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:8], "big") >> 1
+
+
+def step_generator(seed: int, step: int) -> Generator:
+    """A generator for one step's augmentation."""
+    return Generator().manual_seed(step_seed(seed, step))
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Torch's global random numbers follow from the seed inside the block and go on as before after it."""
+    if seed is None:
+        yield
+        return
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

@@ -13,21 +13,37 @@ Scalar = int | float | Tensor
 
 @dataclass(frozen=True)
 class Linearization:
-    r"""The step just taken, as an affine map of the gradient's momentum m (under ``maximize`` minus the buffer).
+    r"""A step of one tensor of weights, as an affine map of its gradient g (under ``maximize`` minus the gradient).
 
-    .. math:: \Delta w = -M \odot m - \mathrm{decay} \odot w + \mathrm{source}, \qquad m = \beta m_{prev} + (1-\beta) g
+    .. math::
+       f &= g + \lambda^c w, \qquad m = \beta m_{prev} + \kappa f \\
+       \Delta w &= -M \odot (a\, m + b\, f) - \mathrm{decay} \odot w + \mathrm{source}
 
-    Learning rate, gate, bias corrections and Adam's denominator are all inside ``preconditioner``.
+    Learning rate, gate, bias corrections and Adam's denominator are all inside ``preconditioner``. In rules of Adam's
+    kind κ = 1 - β, a = 1 and b = λᶜ = 0, except that Adam's own weight decay is λᶜ.
     """
 
     preconditioner: Float[Tensor, "*shape"]
-    """M, one entry per coordinate; zero where the gate is closed."""
+    """M, one entry per coordinate, or one for all of them (SGD); zero where the gate is closed."""
     momentum: float
     """β of the momentum recursion."""
     decay: Scalar | Float[Tensor, "*shape"]
     """Share of the weights taken off by decoupled weight decay; a tensor when the decay is gated."""
-    source: Scalar | Float[Tensor, "*shape"]
+    source: Scalar | Float[Tensor, "*shape"] = 0.0
     """What is added beyond momentum and decay: 0 for every rule of this library."""
+    new_gradient: float | None = None
+    """κ; None means 1 - β."""
+    buffer_share: float = 1.0
+    """a."""
+    direct_share: float = 0.0
+    """b."""
+    coupled_decay: float = 0.0
+    """λᶜ, weight decay that enters the gradient."""
+
+    @property
+    def kappa(self) -> float:
+        """κ, the weight of the new gradient in the momentum."""
+        return 1 - self.momentum if self.new_gradient is None else self.new_gradient
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
-"""Time optimizer steps against each other, in interleaved rounds in one process.
+"""Time of an optimizer step beside another's: interleaved rounds in one process, so that their ratio means something.
 
-A single time depends on the machine and on what else is running; the median of interleaved ratios hardly does.
+A single time depends on the machine and on what else runs there; the median of ratios taken one after the other hardly
+does.
 """
 
 import statistics
@@ -19,11 +20,11 @@ from poprisk.optim import PopRiskAdamW
 
 Shapes = Sequence[tuple[int, ...]]
 CASES: dict[str, Shapes] = {"1M, 20 tensors": [(50_000,)] * 20, "10M, 1 tensor": [(10_000_000,)]}
-"""Cases of ``poprisk bench``: many small tensors, limited by calls, and a large one, limited by memory."""
+"""What ``poprisk bench`` steps: many small tensors, where calls cost most, and a large one, where memory does."""
 
 
 def timed(function: Callable[[], object], repeats: int, device: str) -> float:
-    """Seconds per call, averaged over several calls; on a GPU, by its own clock.
+    """Seconds for each of several calls, on the device's own clock where it has one.
 
     >>> timed(lambda: None, 3, "cpu") < 1.0
     True
@@ -58,17 +59,17 @@ def step_parameters(shapes: Shapes, device: str) -> list[Tensor]:
 def interleaved(
     functions: Mapping[str, Callable[[], object]], rounds: int, repeats: int, device: str, seconds: float | None = None
 ) -> list[dict[str, float]]:
-    """Seconds per call of each function in each round; within a round, the functions take turns.
+    """Seconds of each function in each round, one after the other within a round.
 
     Args:
-        functions: The functions, by name.
-        rounds: Maximum number of rounds.
-        repeats: Calls per timing.
+        functions: By name.
+        rounds: How many, at most.
+        repeats: Calls for each timing.
         device: "cpu" or "cuda".
-        seconds: No further round begins after this time, once there are three.
+        seconds: After this time no further round begins, once there are three.
 
     Raises:
-        HyperparameterError: ``rounds`` or ``repeats`` is less than 1.
+        HyperparameterError: fewer than one round or call.
 
     >>> rows = interleaved({"a": lambda: None, "b": lambda: None}, 4, 1, "cpu")
     >>> len(rows), sorted(rows[0])
@@ -87,26 +88,26 @@ def interleaved(
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Results of one case: median milliseconds per step, and median ratios of PopRiskAdamW to AdamW over the rounds."""
+    """One case: median milliseconds of a step, and median ratios of PopRiskAdamW to AdamW, round by round."""
 
     milliseconds: dict[str, float]
-    """Milliseconds by optimizer and implementation."""
+    """By optimizer and implementation."""
     ratios: dict[str, float]
-    """Ratio of PopRiskAdamW to AdamW with the same implementation."""
+    """PopRiskAdamW over AdamW in the same implementation."""
     spread: dict[str, tuple[float, float]]
-    """First and third quartile of these ratios over the rounds."""
+    """The quarter and three-quarter points of these ratios over the rounds."""
     rounds: int
     notes: tuple[str, ...] = ()
 
 
 def step_times(shapes: Shapes, device: str, *, rounds: int = 15, seconds: float = 10.0) -> StepTimes:
-    """Time both optimizers with every implementation that both have, on the same weights and gradients.
+    """Both optimizers in every implementation that both have, on the same weights and gradients.
 
     Args:
-        shapes: Shapes of the parameters.
+        shapes: Of the parameters.
         device: "cpu" or "cuda".
-        rounds: Maximum number of rounds.
-        seconds: Approximate time limit.
+        rounds: Of interleaved timings, at most.
+        seconds: That they may take, about.
 
     >>> sorted(step_times([(1000,)], "cpu", rounds=3).ratios)
     ['foreach', 'fused']
@@ -121,11 +122,11 @@ def step_times(shapes: Shapes, device: str, *, rounds: int = 15, seconds: float 
             optimizers[f"AdamW, {kind}"] = AdamW(params, **chosen)
             optimizers[f"PopRiskAdamW, {kind}"] = PopRiskAdamW(params, **chosen)
             for name in (f"AdamW, {kind}", f"PopRiskAdamW, {kind}"):
-                _ = [optimizers[name].step() for _ in range(2)]  # creates the state and compiles kernels
+                _ = [optimizers[name].step() for _ in range(2)]  # states are made, kernels compiled
         notes += [str(w.message) for w in said if issubclass(w.category, BackendWarning)]
     steps = {name: optimizer.step for name, optimizer in optimizers.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constant gradients keep the gate closed
+        warnings.simplefilter("ignore")  # gradients that never change keep the gate closed
         rows = interleaved(steps, rounds, 3, device, seconds)
     ratios = {k: sorted(row[f"PopRiskAdamW, {k}"] / row[f"AdamW, {k}"] for row in rows) for k in ("foreach", "fused")}
     return StepTimes(
@@ -139,18 +140,18 @@ def step_times(shapes: Shapes, device: str, *, rounds: int = 15, seconds: float 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Time of a tile of a tangent kernel, compared with the gradient of the mean loss of the same examples."""
+    """A tile of a tangent kernel beside the gradient of the same examples' mean loss."""
 
     examples: int
     outputs: int
     weights: int
     milliseconds: float
     gradients: float
-    """Time of the tile in units of such gradients: median over interleaved rounds."""
+    """How many such gradients the tile takes the time of, the median over interleaved rounds."""
 
 
 def kernel_time(device: str, *, examples: int = 64, rounds: int = 7, seconds: float = 10.0) -> KernelTime:
-    """Time the tangent kernel of a small network for some examples, all pairs of outputs.
+    """The tangent kernel of some examples of a small network, all pairs of outputs.
 
     >>> kernel_time("cpu", examples=4, rounds=1).outputs
     10

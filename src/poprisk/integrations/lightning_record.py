@@ -20,7 +20,7 @@ from poprisk.integrations.recording import (
     unwrapped,
     watch_loader,
 )
-from poprisk.runs import Problem, RecordedStep, Recorder, Run
+from poprisk.runs import Problem, Recorder, Run, StepContext
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
@@ -168,7 +168,7 @@ class RecordRun(Callback):
             return parts, None, None
         return parts, [torch.full((len(part),), 1 / (self._accumulated * len(part))) for part in parts], None
 
-    def _add_losses(self, step: RecordedStep) -> None:
+    def _add_losses(self, step: StepContext) -> None:
         """The recorder has the last micro-batch's loss, from the closure."""
         losses, self._losses = self._losses, []
         if step.loss is not None:

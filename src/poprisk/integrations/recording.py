@@ -4,7 +4,7 @@ Which examples. A :class:`torch.utils.data.DataLoader` draws the indices of its 
 the number of its workers, and hands the batches out in the order in which it drew them. So the order of the draws is
 noted, and each batch that is trained on takes the next one. Every batch is compared with the examples it should be made
 of: their number, and their targets where the batch has a tensor of the same shape and dtype; and the first gradients
-are compared with the problem's (:mod:`poprisk.runs._gradient_check`).
+are compared with the problem's (:mod:`poprisk.runs._gradients`).
 
 The block. It is opened when the optimizer is about to move and closed right after it moved, before schedulers.
 """
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from poprisk.errors import RunError
-from poprisk.runs import Problem, RecordedStep, Recorder
+from poprisk.runs import Problem, Recorder, StepContext
 
 
 class DrawnBatches:
@@ -176,10 +176,10 @@ class StepBlocks:
         make: Callable[[], Recorder],
         optimizer: Optimizer,
         batches: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor] | None, Any]],
-        after: Callable[[RecordedStep], None] = lambda step: None,
+        after: Callable[[StepContext], None] = lambda step: None,
     ) -> None:
         self._batches, self._after = batches, after
-        self._step: RecordedStep | None = None
+        self._step: StepContext | None = None
         self._hooks = [optimizer.register_step_pre_hook(self._open)]
         try:
             self.recorder = make()

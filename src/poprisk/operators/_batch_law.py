@@ -19,7 +19,7 @@ from torch import Tensor
 
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._trajectory import Trajectory
-from poprisk.runs import Step
+from poprisk.runs import AffineStep
 
 Sampling = Literal["independent", "replacement", "epochs"]
 """b different examples of all n at every step, b draws with replacement, or a shuffled training set dealt out."""
@@ -79,7 +79,8 @@ def batch_laws(
             batch drawn without replacement, or twice in an epoch.
 
     >>> from poprisk.operators._gradient_descent import RecordedSteps
-    >>> steps = [Step(torch.tensor(batch), torch.full((2,), 2.0), torch.ones(1)) for batch in ([3, 0], [1, 2], [0, 1])]
+    >>> batches = torch.tensor([[3, 0], [1, 2], [0, 1]])
+    >>> steps = [AffineStep(batch, torch.full((2,), 2.0), torch.ones(1)) for batch in batches]
     >>> run = RecordedSteps([], steps, [])
     >>> [law.pool.tolist() for law in batch_laws(run, 4, stop=3, sampling="epochs")]
     [[0, 1, 2, 3], [1, 2], [0, 1, 2, 3]]
@@ -102,14 +103,14 @@ def remaining_examples(trajectory: Trajectory, num_examples: int, k: int) -> Int
     In the first epoch nobody has trained on them: they are fresh.
 
     >>> from poprisk.operators._gradient_descent import RecordedSteps
-    >>> steps = [Step(torch.tensor(batch), torch.full((2,), 3.0), torch.ones(1)) for batch in ([3, 0], [1, 2])]
+    >>> steps = [AffineStep(torch.tensor(batch), torch.full((2,), 3.0), torch.ones(1)) for batch in ([3, 0], [1, 2])]
     >>> remaining_examples(RecordedSteps([], steps, []), 6, k=1)
     tensor([1, 2, 4, 5])
     """
     return batch_laws(trajectory, num_examples, start=k, stop=k + 1, sampling="epochs")[0].pool
 
 
-def _epoch_pools(steps: Sequence[Step], n: int) -> list[Tensor]:
+def _epoch_pools(steps: Sequence[AffineStep], n: int) -> list[Tensor]:
     left, pools = torch.ones(n, dtype=torch.bool), []
     for k, step in enumerate(steps):
         batch = _indices(k, step, n)
@@ -127,7 +128,7 @@ def _epoch_pools(steps: Sequence[Step], n: int) -> list[Tensor]:
     return pools
 
 
-def _law(k: int, step: Step, pool: Tensor, n: int, replacement: bool) -> BatchLaw:
+def _law(k: int, step: AffineStep, pool: Tensor, n: int, replacement: bool) -> BatchLaw:
     batch = _indices(k, step, n)
     if not replacement and len(batch.unique()) != len(batch):
         raise DataError(f'step {k} has an example twice in its batch: take sampling="replacement"')
@@ -141,7 +142,7 @@ def _law(k: int, step: Step, pool: Tensor, n: int, replacement: bool) -> BatchLa
     return BatchLaw(pool, len(batch), weights.sum().item() / n, replacement)
 
 
-def _indices(k: int, step: Step, n: int) -> Tensor:
+def _indices(k: int, step: AffineStep, n: int) -> Tensor:
     batch = step.batch.cpu()
     if not len(batch) or not 0 <= int(batch.min()) <= int(batch.max()) < n:
         shown = batch.tolist()[:8]

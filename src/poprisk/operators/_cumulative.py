@@ -22,7 +22,7 @@ from poprisk._core.linalg import Spectrum, spectrum_of_matrix
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._channels import operator_norm, require_shape
 from poprisk.operators._reach import effective_preconditioners
-from poprisk.runs import Step
+from poprisk.runs import AffineStep
 
 # Directions below this many rounding errors of the leading one are no directions: as for the signal channel.
 _MARGIN = 1e4
@@ -32,7 +32,7 @@ _MARGIN = 1e4
 class LiftedStep:
     """One step of a run as dense matrices."""
 
-    step: Step
+    step: AffineStep
     """Its preconditioner and momentum."""
     gradient_map: Float[Tensor, "d N"]
     r""":math:`F_j = J_j^\top S_j P_j`, what a gradient at the start of the window has become in this step."""
@@ -90,7 +90,7 @@ def lifted_maps(steps: Sequence[LiftedStep], A: Float[Tensor, "M N"] | None = No
         DataError: no step, shapes that do not fit, or a negative preconditioner.
 
     >>> J = torch.tensor([[1.0, 0.0]])
-    >>> step = Step(batch=torch.tensor([0]), selection=torch.ones(1), preconditioner=torch.tensor([4.0, 4.0]))
+    >>> step = AffineStep(batch=torch.tensor([0]), selection=torch.ones(1), preconditioner=torch.tensor([4.0, 4.0]))
     >>> step = LiftedStep(step, J.T, J.T, J, torch.tensor([[3.0, 5.0]]))
     >>> lifted_maps([step])[0], lifted_maps([step], A=torch.tensor([[2.0]]))[0]
     (tensor([[ 6., 10.]]), tensor([[ 2., 10.]]))
@@ -132,7 +132,7 @@ def cumulative_error(
         HyperparameterError: a cut-off outside [0, 1).
 
     >>> J = torch.tensor([[1.0, 0.0]])
-    >>> step = Step(batch=torch.tensor([0]), selection=torch.ones(1), preconditioner=torch.tensor([4.0, 4.0]))
+    >>> step = AffineStep(batch=torch.tensor([0]), selection=torch.ones(1), preconditioner=torch.tensor([4.0, 4.0]))
     >>> step = LiftedStep(step, J.T, J.T, J, torch.tensor([[3.0, 5.0]]))
     >>> error = cumulative_error([step], torch.tensor([[2.0]]))
     >>> error.total, error.slack  # of the two weights only the first was in reach, and the run took it

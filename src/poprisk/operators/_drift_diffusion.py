@@ -1,7 +1,7 @@
 r"""What minibatches did to the test outputs: drift, diffusion, and the curvature that first order leaves out.
 
 Every batch gradient is its mean over the draw plus a fluctuation, :math:`\hat g_k = \mu_k + \xi_k`. A recorded step is
-affine in the gradients up to its own (:class:`poprisk.runs._step.Step`), so the two can be followed through momentum,
+affine in the gradients up to its own (:class:`~poprisk.runs.AffineStep`), so the two can be followed through momentum,
 preconditioner and gate to the weights, and from there to the test outputs with the Jacobian at the step's start.
 """
 
@@ -20,7 +20,7 @@ from poprisk.operators._bound import Bound
 from poprisk.operators._channels import operator_norm
 from poprisk.operators._step_maps import scale_rows
 from poprisk.operators._trajectory import Trajectory, check_run
-from poprisk.runs import Step
+from poprisk.runs import AffineStep
 
 Lipschitz = Literal["directional", "operator"]
 
@@ -260,13 +260,13 @@ def curvature_bound(
 
 
 def batch_gradients(
-    model: FlatModel, w: Float[Tensor, "d"], inputs: Inputs, targets: Tensor, step: Step, law: BatchLaw
+    model: FlatModel, w: Float[Tensor, "d"], inputs: Inputs, targets: Tensor, step: AffineStep, law: BatchLaw
 ) -> tuple[Float[Tensor, "d"], Float[Tensor, "d"]]:
     r"""The mean :math:`\mu_k` that the law gives, and the gradient :math:`\hat g_k` that was drawn.
 
     >>> model = FlatModel(torch.nn.Linear(1, 1, bias=False), "squared")
     >>> x, y = torch.ones(2, 1), torch.tensor([[1.0], [3.0]])
-    >>> step = Step(torch.tensor([1]), torch.tensor([2.0]), torch.ones(1))
+    >>> step = AffineStep(torch.tensor([1]), torch.tensor([2.0]), torch.ones(1))
     >>> batch_gradients(model, torch.zeros(1), x, y, step, BatchLaw(torch.arange(2), size=1, scale=1.0))
     (tensor([-2.]), tensor([-3.]))
     """
@@ -300,14 +300,14 @@ def in_dtype_of(model: FlatModel, x: Tensor) -> Tensor:
     return x.to(like.device, like.dtype)
 
 
-def step_in_dtype_of(model: FlatModel, step: Step) -> Step:
+def step_in_dtype_of(model: FlatModel, step: AffineStep) -> AffineStep:
     """A step with its tensors in the dtype and on the device of a model's weights."""
     changed = {
         name: value.to(next(iter(model.parameters.values())).device) if name == "batch" else in_dtype_of(model, value)
         for name, value in vars(step).items()
         if isinstance(value, Tensor)
     }
-    return Step(**{**vars(step), **changed})
+    return AffineStep(**{**vars(step), **changed})
 
 
 def _smoothness(

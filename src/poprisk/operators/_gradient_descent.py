@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.autodiff import FlatModel, Inputs
-from poprisk.runs import Step
+from poprisk.runs import AffineStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,7 +15,7 @@ class RecordedSteps:
     """A trajectory held in memory: weights before and after every step, the steps, and the momentum carried in."""
 
     all_weights: list[Float[Tensor, "d"]]
-    all_steps: list[Step]
+    all_steps: list[AffineStep]
     buffers: list[Float[Tensor, "d"]]
 
     @property
@@ -27,7 +27,7 @@ class RecordedSteps:
         """Flat weights before step k, or after the last one."""
         return self.all_weights[k]
 
-    def step(self, k: int) -> Step:
+    def step(self, k: int) -> AffineStep:
         """What step k did."""
         return self.all_steps[k]
 
@@ -46,7 +46,7 @@ def gradient_descent(model: FlatModel, inputs: Inputs, targets: Tensor, *, lr: f
     """
     w = model.weights
     count = targets.shape[0]
-    step = Step(
+    step = AffineStep(
         batch=torch.arange(count, device=w.device),
         selection=torch.ones(count, dtype=w.dtype, device=w.device),
         preconditioner=torch.full_like(w, lr),

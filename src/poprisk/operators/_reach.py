@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk.runs import Step
+from poprisk.runs import AffineStep
 
 
-def effective_preconditioners(steps: Sequence[Step]) -> list[Float[Tensor, "d"]]:
+def effective_preconditioners(steps: Sequence[AffineStep]) -> list[Float[Tensor, "d"]]:
     r""":math:`\tilde M_j` of each step of a window, by one backward pass.
 
     >>> import torch
     >>> half = {"batch": torch.tensor([0]), "selection": torch.ones(1), "momentum": 0.5, "new_gradient": 0.5}
-    >>> closed, opened = Step(preconditioner=torch.zeros(1), **half), Step(preconditioner=torch.ones(1), **half)
+    >>> closed, opened = (AffineStep(preconditioner=M, **half) for M in (torch.zeros(1), torch.ones(1)))
     >>> effective_preconditioners([closed, opened])  # the first gradient acts at the second step
     [tensor([0.2500]), tensor([0.5000])]
     """

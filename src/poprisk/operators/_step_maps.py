@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.autodiff import FlatModel, Inputs, SegmentCurvature, SegmentJacobian
-from poprisk.runs import PerWeight, Step
+from poprisk.runs import AffineStep, PerWeight
 
 Block = Float[Tensor, "_ k"]
 
@@ -22,7 +22,7 @@ Block = Float[Tensor, "_ k"]
 class StepMaps(Protocol):
     """What the sweeps over a window need to know of one step."""
 
-    step: Step
+    step: AffineStep
 
     @property
     def train_correction(self) -> float:
@@ -85,7 +85,7 @@ class StepMaps(Protocol):
 class MatrixFreeStep:
     """The maps of a step by automatic differentiation: nothing larger than a block of vectors is kept."""
 
-    step: Step
+    step: AffineStep
     model: FlatModel
     weights: Float[Tensor, "d"]
     batch_inputs: Inputs
@@ -179,7 +179,7 @@ class MatrixFreeStep:
 class DenseStep:
     """The maps of a step as matrices, for windows small enough to hold them."""
 
-    step: Step
+    step: AffineStep
     batch_jacobian: Float[Tensor, "bp d"]
     r"""Rows of :math:`S_k J_k` that belong to the batch."""
     batch_rows: Tensor

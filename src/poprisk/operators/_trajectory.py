@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.errors import DataError, RunError
-from poprisk.runs import Step
+from poprisk.runs import AffineStep
 
 
 @runtime_checkable
@@ -22,7 +22,7 @@ class Trajectory(Protocol):
         """Flat weights before step k, or after the last one."""
         ...
 
-    def step(self, k: int) -> Step:
+    def step(self, k: int) -> AffineStep:
         """What step k did."""
         ...
 

@@ -1,6 +1,6 @@
 r"""A window of a recorded run, and its operators: exact for the steps that were taken, dense or matrix-free.
 
-With every step written as :class:`poprisk.runs._step.Step`, the outputs at the end of the window are affine in the
+With every step written as :class:`~poprisk.runs.AffineStep`, the outputs at the end of the window are affine in the
 output gradient at its start,
 
 .. math:: U_S(T) - U_S(s) = -D\,g(s) + \mathrm{source}_S, \qquad U_Q(T) - U_Q(s) = -G\,g(s) + \mathrm{source}_Q
@@ -30,7 +30,7 @@ from poprisk.operators._reach import effective_preconditioners
 from poprisk.operators._step_maps import Block, DenseStep, MatrixFreeStep, StepMaps
 from poprisk.operators._sweeps import backward_sweep, forward_sweep
 from poprisk.operators._trajectory import Trajectory, check_run
-from poprisk.runs import Run, Step, check_first_steps
+from poprisk.runs import AffineStep, Run, check_first_steps
 
 _MEMORY = 2**30
 # Blocks [d, N] that a sweep of the identity holds at its fullest: gradients, momentum before and after, the step.
@@ -440,7 +440,7 @@ class Window:
         shape = (rows, self.num_outputs)
         return from_functions(matmat, rmatmat, shape, dtype=self.dtype, device=self.device)
 
-    def _build(self, k: int, step: Step) -> MatrixFreeStep:
+    def _build(self, k: int, step: AffineStep) -> MatrixFreeStep:
         if len(step.batch) and not 0 <= int(step.batch.min()) <= int(step.batch.max()) < self.num_examples:
             raise DataError(
                 f"step {k} used the examples {int(step.batch.min())} … {int(step.batch.max())}, the window was given "
@@ -468,14 +468,14 @@ class Window:
         rows += sum(len(maps.step.batch) for maps in steps) * (self.num_outputs // self.num_examples)
         return rows * self.model.size * self.dtype.itemsize
 
-    def _converted(self, step: Step) -> Step:
+    def _converted(self, step: AffineStep) -> AffineStep:
         """The step's tensors in the dtype and on the device of the window."""
         changed = {
             name: value.to(self.device) if name == "batch" else value.to(self.device, self.dtype)
             for name, value in vars(step).items()
             if isinstance(value, Tensor)
         }
-        return Step(**{**vars(step), **changed})
+        return AffineStep(**{**vars(step), **changed})
 
     def _require_room(self, what: str, numbers: int) -> None:
         """Refuses what would hold so many numbers at once."""

@@ -17,6 +17,7 @@ from poprisk.optim._defaults import DEFAULTS
 from poprisk.optim._diagnostics import GateDiagnostics, meters, over_all
 from poprisk.optim._parsing import parse_options, read_options
 from poprisk.optim._work import Work, hyper_of, number, rule_state, was_stepped
+from poprisk.optim.rules._adam import adam_options, adam_step, linearize_adam
 from poprisk.optim.rules._coefficients import Granularity, Hyper, Signal, advance, current
 from poprisk.optim.rules._gates import GateName
 from poprisk.optim.rules._population import (
@@ -27,6 +28,7 @@ from poprisk.optim.rules._population import (
     linearize,
     population_step,
 )
+from poprisk.optim.rules._sgd import linearize_sgd, sgd_options, sgd_step
 from poprisk.optim.rules._threshold import Centering
 
 if TYPE_CHECKING:

@@ -31,39 +31,47 @@ Without a loop, ``train(problem, torch.optim.Adam, steps=100, batch_size=4, path
 ``Run.load(path)`` opens what it left, ``replay(run)`` executes it again and says how far it deviates.
 """
 
+from typing import Any
+
+from poprisk import _moved
 from poprisk.runs._corruption import replace_labels
 from poprisk.runs._digits import digits_split
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._replay import Replay, replay
 from poprisk.runs._run import Run
-from poprisk.runs._step import PerWeight, Step
+from poprisk.runs._step import AffineStep, PerWeight, StepContext
 from poprisk.runs._training import train
 
 # isort: split
 # For the rooms above: not public, and not in __all__.
-from poprisk.runs._checkpoint import MODULE_BUFFER, plain_options
+from poprisk._core.seeds import seeded, step_generator, step_seed
+from poprisk.runs._checkpoint import MODULE_BUFFER, plain_options, rebuild_optimizer, restore, set_options
 from poprisk.runs._digits import NUM_CLASSES, NUM_PIXELS, TRAIN_SIZES
 from poprisk.runs._disk_use import bytes_per_step, readable_size, usual_segment
-from poprisk.runs._execute import add_gradients, randomness_of, seeded, step_generator, step_seed
 from poprisk.runs._first_steps import check_first_steps
 from poprisk.runs._flat_rule import FlatRule, flat_rule
+from poprisk.runs._gradients import add_gradients, randomness_of
 from poprisk.runs._layout import layout_of
 from poprisk.runs._linearize import OPTIMIZERS
 from poprisk.runs._manifest import plain
-from poprisk.runs._recorded_step import RecordedStep
 from poprisk.runs._segment import SegmentReader
 from poprisk.runs._storage import MANIFEST, DirectoryStorage, file_records
 
 __all__ = [
+    "AffineStep",
     "PerWeight",
     "Problem",
     "Recorder",
     "Replay",
     "Run",
-    "Step",
+    "StepContext",
     "digits_split",
     "replace_labels",
     "replay",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return _moved.moved_attribute("poprisk.runs", name)

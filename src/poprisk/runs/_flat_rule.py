@@ -11,7 +11,20 @@ from torch import Tensor
 from torch.func import vmap
 
 from poprisk.errors import DataError, RunError
-from poprisk.optim import Hyper, PopulationState, advance, current_gate, hyper_of, is_usable, linearize, population_step
+from poprisk.optim import (
+    Hyper,
+    PopulationState,
+    adam_options,
+    adam_step,
+    advance,
+    current_gate,
+    hyper_of,
+    is_usable,
+    linearize,
+    population_step,
+    sgd_options,
+    sgd_step,
+)
 from poprisk.runs import _checkpoint as checkpoint
 from poprisk.runs._rule_parts import Options, Past, Piece, distinct, options_by_step, past_of, pieces_of
 from poprisk.runs._run import Run
@@ -184,7 +197,7 @@ class FlatRule(ABC):
 
 
 class _SGDRule(FlatRule):
-    r""":math:`f = g + \lambda w,\ v' = \mu v + \kappa f,\ w' = w - \eta v'` (Nesterov: :math:`f + \mu v'`)."""
+    """SGD, by :func:`poprisk.optim.rules.sgd_step`."""
 
     _saved: ClassVar = {"momentum": "momentum_buffer"}
 
@@ -199,25 +212,20 @@ class _SGDRule(FlatRule):
     def _move(
         self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor], gate: Tensor | None
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        lr, momentum = options["lr"], options["momentum"]
-        f = torch.add(g, w, alpha=options["weight_decay"]) if options["weight_decay"] else g
-        if not momentum:
-            return torch.sub(w, f, alpha=lr), state
-        kappa = 1 - options["dampening"] if past.has_buffer else 1.0
-        buffer = torch.add(momentum * state[0], f, alpha=kappa)
-        direction = torch.add(f, buffer, alpha=momentum) if options["nesterov"] else buffer
-        return torch.sub(w, direction, alpha=lr), [buffer]
+        buffer = state[0] if state else None
+        moved, buffer = sgd_step(w, g, buffer, **sgd_options(options), first=not past.has_buffer)
+        return moved, [] if buffer is None else [buffer]
 
 
 class _AdamRule(FlatRule):
-    r"""Adam and AdamW: :math:`w' = w - \eta\,\hat m/(\sqrt{\hat v} + \epsilon)`, decay in the gradient or beside it."""
+    """Adam and AdamW, by :func:`poprisk.optim.rules.adam_step`."""
 
     _saved: ClassVar = {"m": "exp_avg", "v": "exp_avg_sq"}
 
     @staticmethod
     def _names_of(every_option: Sequence[Options]) -> tuple[str, ...]:
         if any(options["amsgrad"] for options in every_option):
-            raise RunError("amsgrad's running maximum has no flat rule: train with amsgrad=False")
+            raise RunError("AMSGrad's running maximum is not supported here: train with amsgrad=False")
         return ("m", "v")
 
     @staticmethod
@@ -227,14 +235,8 @@ class _AdamRule(FlatRule):
     def _move(
         self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor], gate: Tensor | None
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        lr, decay, (beta1, beta2), t = options["lr"], options["weight_decay"], options["betas"], past.step + 1
-        f = g if options["decoupled_weight_decay"] or not decay else torch.add(g, w, alpha=decay)
-        m = torch.lerp(state[0], f, 1 - beta1)
-        v = torch.addcmul(beta2 * state[1], f, f, value=1 - beta2)
-        root = (1 - beta2**t) ** 0.5  # m̂ / (√v̂ + ϵ) = root m̂ / (√v + root ϵ) has one operation less
-        kept = w * (1 - lr * decay) if options["decoupled_weight_decay"] and decay else w
-        value = -lr * root / (1 - beta1**t)
-        return torch.addcdiv(kept, m, v.sqrt() + root * options["eps"], value=value), [m, v]
+        moved, m, v = adam_step(w, g, state[0], state[1], past.step + 1, **adam_options(options))
+        return moved, [m, v]
 
 
 class _PopulationRule(FlatRule):

@@ -103,6 +103,4 @@ def _unknown(version: Any, manifest: Mapping[str, Any], where: object) -> DataEr
     which = f"poprisk {writer}, which wrote it" if isinstance(writer, str) else "the poprisk that wrote it"
     later = isinstance(version, int) and version > FORMAT_VERSION
     needs = f"it needs {which}, or a later one" if later else f"read it with {which}"
-    return DataError(
-        f"{where} has format_version {version!r}, and poprisk {__version__} reads {reads}: {needs}"
-    )
+    return DataError(f"{where} has format_version {version!r}, and poprisk {__version__} reads {reads}: {needs}")

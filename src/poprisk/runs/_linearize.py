@@ -1,4 +1,4 @@
-r"""From an optimizer's state just after its step to the pieces of :class:`~poprisk.runs.Step`, as flat vectors.
+r"""From an optimizer's state just after its step to the pieces of :class:`~poprisk.runs.AffineStep`, as flat vectors.
 
 ===================== ================================ ========== ===== ===== =========== =========
 optimizer             M                                κ          a     b     λ           λᶜ
@@ -17,7 +17,6 @@ torch carries out a step (for-loop, foreach, fused) has the same linearization t
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from poprisk._core.types import Linearization
 from poprisk.errors import RunError
-from poprisk.optim import PopRiskAdamW
+from poprisk.optim import PopRiskAdamW, adam_options, linearize_adam, linearize_sgd, sgd_options
 from poprisk.runs._layout import Layout
 from poprisk.runs._step import PerWeight
 
@@ -40,20 +39,6 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 COLUMNS = ("scale", "momentum", "new_gradient", "buffer_share", "direct_share", "decay", "coupled_decay")
 """Numbers that each parameter group has of its own; ``scale`` is M where M is one number, else NaN."""
 BUFFERS = ("momentum_buffer", "exp_avg")
-
-
-@dataclass(frozen=True)
-class LinearizedStep:
-    """One step as an affine map; vectors are None where the group's number says it all."""
-
-    coefficients: Float[Tensor, "groups 7"]
-    """One row of ``COLUMNS`` for each parameter group."""
-    preconditioner: Float[Tensor, "d"] | None
-    """M, for rules of Adam's kind."""
-    decay: Float[Tensor, "d"] | None
-    """λ, where it is gated."""
-    buffer: Float[Tensor, "d"] | None
-    """v after the step; None if no group has momentum."""
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
@@ -82,9 +67,12 @@ def optimizer_name(optimizer: Optimizer) -> str:
     return name
 
 
-def spread_coefficients(layout: Layout, coefficients: Float[Tensor, "groups 7"]) -> dict[str, PerWeight]:
-    """The numbers of each group as numbers of each weight, by the names of ``COLUMNS``."""
-    return {name: layout.spread(coefficients[:, i].tolist()) for i, name in enumerate(COLUMNS)}
+def affine_map(layout: Layout, linear: Mapping[str, Tensor]) -> dict[str, PerWeight]:
+    """The fields of :class:`~poprisk.runs.AffineStep` that the optimizer decides, from what a step keeps of it."""
+    table = linear["coefficients"]
+    values = {name: layout.spread(table[:, i].tolist()) for i, name in enumerate(COLUMNS)}
+    vectors = {name: linear[name] for name in ("preconditioner", "decay") if name in linear}
+    return {"preconditioner": values.pop("scale"), **values, **vectors}
 
 
 class Linearizer:
@@ -103,7 +91,7 @@ class Linearizer:
     ...     model(torch.ones(1, 1)).sum().backward()
     ...     linearizer.before()
     ...     optimizer.step()
-    ...     print(linearizer.after().coefficients[0, 2].item())  # κ
+    ...     print(linearizer.after()["coefficients"][0, 2].item())  # κ
     1.0
     0.5
     """
@@ -111,6 +99,7 @@ class Linearizer:
     def __init__(self, optimizer: Optimizer, layout: Layout, parameters: Sequence[Tensor]) -> None:
         self.name = optimizer_name(optimizer)
         self.optimizer, self.layout, self.parameters = optimizer, layout, parameters
+        self._is_sgd = self.name == "torch.optim.SGD"  # then M is one number for each group
         self._fresh: list[bool] = []
 
     def before_a_sparse_step(self) -> None:
@@ -134,7 +123,7 @@ class Linearizer:
         groups = self.optimizer.param_groups
         if sum(len(g["params"]) for g in groups) != len(self.parameters):
             raise RunError("the optimizer's parameter groups have changed during the run: start another recording")
-        if self.name != "torch.optim.SGD":
+        if not self._is_sgd:
             return
         self._fresh = []
         for group in groups:
@@ -143,50 +132,51 @@ class Linearizer:
                 raise RunError("some parameters of a group have a momentum buffer and others none: start afresh")
             self._fresh.append(True in fresh)
 
-    def after(self) -> LinearizedStep:
-        """The step just taken. ``before()`` must have been called before it."""
+    def after(self) -> dict[str, Tensor]:
+        """The step just taken, as it is kept on disk. ``before()`` must have been called before it.
+
+        Returns:
+            ``coefficients`` [groups, 7], a row of ``COLUMNS`` for each parameter group; and as flat vectors, where
+            there are any, ``preconditioner`` (rules of Adam's kind), ``decay`` (where it is gated) and ``buffer``.
+        """
         with torch.no_grad():
-            if self.name == "torch.optim.SGD":
-                return self._sgd()
-            return self._gated() if isinstance(self.optimizer, PopRiskAdamW) else self._adam()
+            lins = self._linearizations()
+            firsts = [group["params"][0] if group["params"] else None for group in self.optimizer.param_groups]
+            rows = [[0.0] * len(COLUMNS) if p is None else self._row(lins[p], p) for p in firsts]
+            table = torch.tensor(rows, dtype=torch.float64)
+            vectors = {"decay": self._spread("decay", lins), "buffer": self._buffer()}
+            if not self._is_sgd:
+                vectors["preconditioner"] = self._spread("preconditioner", lins)
+        return {"coefficients": table, **{name: x for name, x in vectors.items() if x is not None}}
 
-    def _sgd(self) -> LinearizedStep:
-        rows = []
-        for group, fresh in zip(self.optimizer.param_groups, self._fresh, strict=True):
-            momentum = float(group["momentum"])
-            kappa = 1.0 if fresh or momentum == 0 else 1 - float(group["dampening"])
-            shares = (momentum, 1.0) if group["nesterov"] else (1.0, 0.0)
-            rows.append([float(group["lr"]), momentum, kappa, *shares, 0.0, float(group["weight_decay"])])
-        return LinearizedStep(_table(rows), None, None, self._buffer())
-
-    def _adam(self) -> LinearizedStep:
-        rows, scale = [], {}
-        for group in self.optimizer.param_groups:
-            lr, decay = float(group["lr"]), float(group["weight_decay"])
-            beta1 = float(group["betas"][0])
-            decoupled, coupled = (lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
-            rows.append([math.nan, beta1, 1 - beta1, 1.0, 0.0, decoupled, coupled])
+    def _linearizations(self) -> dict[Tensor, Linearization]:
+        """Each parameter's step."""
+        if isinstance(self.optimizer, PopRiskAdamW):
+            return self.optimizer.linearize()
+        found = {}
+        for g, group in enumerate(self.optimizer.param_groups):
+            if self._is_sgd:
+                found |= dict.fromkeys(group["params"], linearize_sgd(**sgd_options(group), first=self._fresh[g]))
+                continue
+            options, second = adam_options(group), "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
             for p in group["params"]:
-                scale[id(p)] = _adam_preconditioner(self.optimizer.state[p], group, lr)
-        M = self.layout.flatten([scale[id(p)] for p in self.parameters])
-        return LinearizedStep(_table(rows), M, None, self._buffer())
+                state = self.optimizer.state[p]
+                found[p] = linearize_adam(state[second], float(state["step"]), **options)
+        return found
 
-    def _gated(self) -> LinearizedStep:
-        assert isinstance(self.optimizer, PopRiskAdamW)
-        lins = self.optimizer.linearize()
-        rows, gated_decay = [], False
-        for group in self.optimizer.param_groups:
-            lin = lins[group["params"][0]]
-            decay = math.nan if group["gated_decay"] else float(lin.decay)
-            gated_decay |= math.isnan(decay)
-            rows.append([math.nan, lin.momentum, 1 - lin.momentum, 1.0, 0.0, decay, 0.0])
-        M = self.layout.flatten([lins[p].preconditioner for p in self.parameters])
-        return LinearizedStep(_table(rows), M, self._decay(lins) if gated_decay else None, self._buffer())
+    def _row(self, lin: Linearization, p: Tensor) -> list[float]:
+        """The numbers of ``COLUMNS``, NaN where a vector has them."""
+        scale = float(lin.preconditioner) if self._is_sgd else math.nan
+        decay = math.nan if _has_entries(lin.decay, p) else float(lin.decay)
+        return [scale, lin.momentum, lin.kappa, lin.buffer_share, lin.direct_share, decay, lin.coupled_decay]
 
-    def _decay(self, lins: Mapping[Tensor, Linearization]) -> Tensor:
-        wide = {"dtype": self.layout.dtype}
-        decays = [torch.as_tensor(lins[p].decay, device=p.device, **wide).expand_as(p) for p in self.parameters]
-        return self.layout.flatten(decays)
+    def _spread(self, name: str, lins: Mapping[Tensor, Linearization]) -> Tensor | None:
+        """One vector of every parameter's entries; None where a number for each group says it all."""
+        values = [(getattr(lins[p], name), p) for p in self.parameters]
+        if not any(_has_entries(value, p) for value, p in values):
+            return None
+        wide = self.layout.dtype
+        return self.layout.flatten([torch.as_tensor(x, device=p.device, dtype=wide).expand_as(p) for x, p in values])
 
     def _buffer(self) -> Tensor | None:
         states: list[Mapping[str, Any]] = [self.optimizer.state[p] for p in self.parameters]
@@ -204,12 +194,26 @@ def flat_buffer(
     return layout.flatten([torch.zeros_like(p) if buffer is None else buffer for buffer, p in pairs])
 
 
-def _table(rows: list[list[float]]) -> Float[Tensor, "groups 7"]:
-    return torch.tensor(rows, dtype=torch.float64)
+def unexplained(
+    layout: Layout,
+    linear: Mapping[str, Tensor],
+    gradient: Float[Tensor, "d"],
+    before: Float[Tensor, "d"],
+    after: Float[Tensor, "d"],
+    parameters: Sequence[Tensor],
+) -> Float[Tensor, "d"] | None:
+    """What moved the weights beside the step's own affine map; None if that is rounding."""
+    values = {k: x.to(before) if isinstance(x, Tensor) else x for k, x in affine_map(layout, linear).items()}
+    driven = gradient + values["coupled_decay"] * before
+    without_momentum = torch.as_tensor(values["momentum"], device=before.device) == 0
+    v = torch.where(without_momentum, driven, linear["buffer"]) if "buffer" in linear else driven
+    push = values["preconditioner"] * (values["buffer_share"] * v + values["direct_share"] * driven)
+    rest = (after - before) + push + values["decay"] * before
+    eps = max(torch.finfo(p.dtype).eps for p in parameters)
+    rounding = 64 * eps * (before.abs() + after.abs() + push.abs()) + torch.finfo(before.dtype).tiny
+    return rest if bool((rest.abs() > rounding).any()) else None
 
 
-def _adam_preconditioner(state: Mapping[str, Any], group: Mapping[str, Any], lr: float) -> Tensor:
-    t = float(state["step"])
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-    return (lr / (1 - beta1**t)) / (second.sqrt() / math.sqrt(1 - beta2**t) + group["eps"])
+def _has_entries(value: Any, p: Tensor) -> bool:
+    """Whether a value is given for each entry of a parameter, and not as one number."""
+    return isinstance(value, Tensor) and value.shape == p.shape

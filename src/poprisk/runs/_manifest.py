@@ -12,8 +12,8 @@ from poprisk._core.autodiff import ExampleLoss
 from poprisk._core.store import environment, importable
 from poprisk.errors import RunError
 from poprisk.runs._checkpoint import frozen_fingerprint
-from poprisk.runs._execute import randomness_of
 from poprisk.runs._formats import FORMAT_VERSION
+from poprisk.runs._gradients import randomness_of
 from poprisk.runs._layout import Layout
 from poprisk.runs._problem import Problem
 from poprisk.runs._rebuild import modes_of

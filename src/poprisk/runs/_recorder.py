@@ -14,15 +14,13 @@ from poprisk._core.autodiff import ExampleLoss
 from poprisk.errors import HyperparameterError, RunError
 from poprisk.runs._dataset import IndexedDataset
 from poprisk.runs._disk_use import announce, bytes_per_step, usual_segment
-from poprisk.runs._gradient_check import check_gradient
-from poprisk.runs._gradient_watch import GradientWatch
+from poprisk.runs._gradients import GradientWatch, check_gradient
 from poprisk.runs._layout import layout_of
-from poprisk.runs._linearize import Linearizer
+from poprisk.runs._linearize import Linearizer, unexplained
 from poprisk.runs._manifest import check_same_run, describe_training, obstacles, plain
 from poprisk.runs._problem import Problem
-from poprisk.runs._recorded_step import Indices, RecordedStep, micro_batches, unexplained
 from poprisk.runs._run import Run
-from poprisk.runs._segment import StepRecord
+from poprisk.runs._step import Indices, StepContext, StepRecord, micro_batches
 from poprisk.runs._storage import DirectoryStorage, MemoryStorage, relocate
 from poprisk.runs._writer import RunWriter
 
@@ -49,7 +47,7 @@ class Recorder:
     vectors a step (SGD: one or two). *Sparse* (``every=100``): weights and optimizer state of every hundredth step;
     what lies between is computed again when it is asked for, and checked against the next checkpoint bit by bit.
 
-    Clipping by norm and unscaling are observed (:mod:`poprisk.runs._gradient_watch`), micro-batches may be accumulated,
+    Clipping by norm and unscaling are observed (:mod:`poprisk.runs._gradients`), micro-batches may be accumulated,
     and learning rates and other options of each parameter group may change. In dense recording whatever else moves the
     weights before the block ends is kept as the step's source. With a ``problem`` the first steps are checked: is the
     gradient really that of the recorded examples under the recorded loss?
@@ -133,7 +131,7 @@ class Recorder:
         storage = MemoryStorage() if path is None else DirectoryStorage(path)
         trained = (self.layout, model, self._parameters, optimizer)
         self._writer = RunWriter(storage, *trained, self.examples, self._segment_steps)
-        self._open: RecordedStep | None = None
+        self._open: StepContext | None = None
         self._closed = self._broken = False
         self._versions: list[int] | None = None
         self._weights_after: Tensor | None = None
@@ -182,7 +180,7 @@ class Recorder:
         *,
         weights: Tensor | Sequence[Tensor | None] | None = None,
         loss_scale: float = 1.0,
-    ) -> "RecordedStep":
+    ) -> "StepContext":
         """A block around forward, backward and ``optimizer.step()`` of one step.
 
         Args:
@@ -197,7 +195,7 @@ class Recorder:
             DataError: an index out of range.
         """
         careful = self.is_dense or self.num_steps < _CAREFUL  # later the indices are checked when they are written
-        return RecordedStep(self, self.num_steps, micro_batches(indices, weights), loss_scale, check_now=careful)
+        return StepContext(self, self.num_steps, micro_batches(indices, weights), loss_scale, check_now=careful)
 
     @property
     def run(self) -> Run:
@@ -238,7 +236,7 @@ class Recorder:
 
     # What happens at a step: enter, pre_step (gradients ready, weights not moved), post_step (moved), leave.
 
-    def enter(self, step: "RecordedStep") -> None:
+    def enter(self, step: "StepContext") -> None:
         """Called by the block when it begins."""
         if self._closed:
             raise RunError("the recorder is closed: make another one, with resume=True to go on with the same run")
@@ -258,7 +256,7 @@ class Recorder:
                 raise _moved(self.num_steps)
         self._open = step
 
-    def leave(self, step: "RecordedStep", failed: bool) -> None:
+    def leave(self, step: "StepContext", failed: bool) -> None:
         """Called by the block when it ends."""
         self._open = None
         self._watch.forget()
@@ -272,7 +270,11 @@ class Recorder:
         if self.is_dense:
             self._weights_after = self.layout.flatten(self._parameters)
             record.weights, record.linear = step.weights_before, step.linear
-            record.source = unexplained(self.layout, step, self._weights_after, self._parameters)
+            assert step.linear is not None
+            assert step.gradient is not None
+            assert step.weights_before is not None
+            moved = (step.weights_before, self._weights_after)
+            record.source = unexplained(self.layout, step.linear, step.gradient, *moved, self._parameters)
         self._versions = [p._version for p in self._parameters]
         self._writer.add(record)
 
@@ -347,7 +349,7 @@ class Recorder:
             self.problem.check_is(manifest["problem"])
         self._writer.resume(manifest)
 
-    def _begin(self, step: RecordedStep) -> None:
+    def _begin(self, step: StepContext) -> None:
         """Say how much disk it will take, then write the first checkpoint."""
         if self._writer.storage.path is not None:
             indices = 8 * sum(len(index) for index, _ in step.parts) * (self.steps or 1000)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from poprisk._core.seeds import seeded, step_generator, step_seed
 from poprisk.errors import RunError
 from poprisk.runs import _checkpoint as checkpoint
-from poprisk.runs._execute import add_gradients, seeded, step_generator, step_seed
+from poprisk.runs._gradients import add_gradients
 from poprisk.runs._layout import layout_of
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
@@ -82,6 +83,9 @@ def replay_segment(run: Run, start: int, stop: int, *, tolerate: bool) -> Segmen
     reader = dense.recorded(0)
     reader.start, reader.stop = start, stop
     return reader
+
+
+Run._replay_segment = staticmethod(replay_segment)
 
 
 def _execute(run: Run, start: int, stop: int, compare: Callable[[int, Callable[[], Tensor]], None]) -> Run:

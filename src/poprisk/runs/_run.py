@@ -1,8 +1,9 @@
 r"""A recorded run: what happened, immutable, opened from memory or from disk."""
 
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +17,7 @@ from poprisk.runs._layout import Layout
 from poprisk.runs._problem import Problem
 from poprisk.runs._rebuild import rebuild_module
 from poprisk.runs._segment import SegmentReader
-from poprisk.runs._step import Step
+from poprisk.runs._step import AffineStep
 from poprisk.runs._storage import DirectoryStorage, Storage, file_records, relocate
 
 _QUICK = 64 * 2**20
@@ -27,9 +28,9 @@ class Run:
     r"""What happened in a training run, step by step.
 
     Weights, buffers and steps are flat vectors over the trainable parameters, in the order of
-    :class:`poprisk._core.autodiff.FlatModel`, on the CPU whatever device the run was recorded on. Where only checkpoints were
-    recorded, the steps between them are computed again when they are asked for (a stretch at a time) and must lead to
-    the next checkpoint bit by bit; ``tolerate=True`` accepts a deviation, e.g. on another machine.
+    ``Module.named_parameters``, on the CPU whatever device the run was recorded on. Where only checkpoints were
+    recorded, the steps between them are computed again on demand, one stretch at a time, and must lead to the next
+    checkpoint bit by bit; ``tolerate=True`` accepts a deviation, e.g. on another machine.
 
     A run is made by :func:`~poprisk.runs.train`, :meth:`Recorder.close <poprisk.runs.Recorder.close>` or :meth:`load`.
 
@@ -41,6 +42,9 @@ class Run:
     >>> run.num_steps, run.weights(3).shape, bool(run.losses[2] < run.losses[0])
     (3, torch.Size([3]), True)
     """
+
+    _replay_segment: ClassVar[Callable[..., SegmentReader]]
+    """Executes a stretch of steps again; set by :mod:`poprisk.runs._replay`, which is built on this class."""
 
     def __init__(self, storage: Storage, *, problem: Problem | None = None, tolerate: bool = False) -> None:
         manifest = storage.read_manifest()
@@ -211,7 +215,7 @@ class Run:
             return checkpoint.buffer_of(self._checkpoint(at.index(k)), self.layout)
         return self._dense(k).buffer_after(k - 1)
 
-    def step(self, k: int) -> Step:
+    def step(self, k: int) -> AffineStep:
         """Step k, in the terms the operators of a run are made of."""
         self._check(k, self.num_steps - 1)
         return self._dense(k).step(k)
@@ -302,6 +306,4 @@ class Run:
         return found if found.is_dense else self._replayed(found.start, found.stop)
 
     def _replay(self, start: int, stop: int) -> SegmentReader:
-        from poprisk.runs._replay import replay_segment
-
-        return replay_segment(self, start, stop, tolerate=self._tolerate)
+        return self._replay_segment(self, start, stop, tolerate=self._tolerate)

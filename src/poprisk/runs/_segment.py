@@ -9,26 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from poprisk.errors import DataError
 from poprisk.runs._layout import Layout
-from poprisk.runs._linearize import LinearizedStep, spread_coefficients
-from poprisk.runs._step import Step
-
-
-@dataclass
-class StepRecord:
-    """What is known of one step when it is over."""
-
-    parts: list[tuple[Tensor, Tensor | None]]
-    """Indices of each micro-batch, and the weight of each example's loss where it is not 1 / (their number)."""
-    factor: float
-    """What the gradients were multiplied by after backward()."""
-    loss_scale: float
-    loss: Tensor | float | None
-    weights: Float[Tensor, "d"] | None = None
-    """Before the step; this and what follows only in dense recording."""
-    linear: LinearizedStep | None = None
-    source: Float[Tensor, "d"] | None = None
+from poprisk.runs._linearize import affine_map
+from poprisk.runs._step import AffineStep, StepRecord, check_range
 
 
 @dataclass
@@ -72,13 +55,9 @@ class SegmentWriter:
         linear = [r.linear for r in self.records if r.linear is not None]
         if len(linear) != len(self.records):
             return {}
-        vectors = {
-            "weights": [r.weights for r in self.records],
-            "preconditioner": [x.preconditioner for x in linear],
-            "decay": [x.decay for x in linear],
-            "buffer": [x.buffer for x in linear],
-        }
-        out = {"coefficients": torch.stack([x.coefficients for x in linear])}
+        vectors = {name: [x.get(name) for x in linear] for name in ("preconditioner", "decay", "buffer")}
+        vectors["weights"] = [r.weights for r in self.records]
+        out = {"coefficients": torch.stack([x["coefficients"] for x in linear])}
         out |= {name: _stacked(v) for name, v in vectors.items() if any(x is not None for x in v)}
         sources = ((k, r.source) for k, r in enumerate(self.records))
         return out | {f"source.{k}": source.cpu() for k, source in sources if source is not None}
@@ -152,15 +131,15 @@ class SegmentReader:
         buffer = self._vector("buffer", k)
         return torch.zeros(self._layout.size, dtype=self._layout.dtype) if buffer is None else buffer
 
-    def step(self, k: int) -> Step:
+    def step(self, k: int) -> AffineStep:
         """Step k in the terms the operators are made of."""
-        values = spread_coefficients(self._layout, self._tensors["coefficients"][k - self.start])
-        scale = values.pop("scale")
         names = ("preconditioner", "decay", "source")
         vectors = {name: vector for name in names if (vector := self._vector(name, k)) is not None}
+        values = affine_map(self._layout, {"coefficients": self._tensors["coefficients"][k - self.start], **vectors})
         if "preconditioner" not in vectors:
-            vectors["preconditioner"] = torch.ones(self._layout.size, dtype=self._layout.dtype) * scale
-        return Step(self.batch(k), self.selection(k), **{**values, **vectors})
+            ones = torch.ones(self._layout.size, dtype=self._layout.dtype)
+            vectors["preconditioner"] = ones * values["preconditioner"]
+        return AffineStep(self.batch(k), self.selection(k), **{**values, **vectors})
 
     def _vector(self, name: str, k: int) -> Float[Tensor, "d"] | None:
         i = k - self.start
@@ -170,21 +149,6 @@ class SegmentReader:
         if name not in self._tensors or bool(self._tensors[name][i].isnan().all()):
             return None
         return self._tensors[name][i].clone()
-
-
-def check_range(index: Tensor, examples: int) -> None:
-    """Refuses indices of examples that do not exist.
-
-    Raises:
-        DataError: one is negative or too large.
-    """
-    values = index.numpy()  # a step has little time, and this takes less of it than torch's own
-    low, high = int(values.min()), int(values.max())
-    if low < 0 or high >= examples:
-        raise DataError(
-            f"the training examples are 0 … {examples - 1}, got index {low if low < 0 else high}: pass positions in "
-            "the training set, e.g. from recorder.dataset(…)"
-        )
 
 
 def _loss(loss: Tensor | float | None) -> float:

@@ -1,16 +1,27 @@
-r"""One optimizer step as it really happened, in the terms the operators of a run are made of."""
+r"""The steps of a run: how a loop hands one over, what is kept of it, and what it was as an affine map.
 
+:class:`StepContext` is the block around a step of the training loop, :class:`StepRecord` what is written when the step
+is over, :class:`AffineStep` what the operators of a run are made of.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Generator, Tensor
+
+from poprisk._core.seeds import step_generator
+from poprisk.errors import DataError, RunError
 
 PerWeight = float | Float[Tensor, "d"]
 """One number for all weights, or one for each: parameter groups may differ."""
 
 
 @dataclass(frozen=True)
-class Step:
+class AffineStep:
     r"""What step k did to the flat weights, given the output gradient g of the mean training loss.
 
     .. math::
@@ -44,3 +55,133 @@ class Step:
     """λᶜ, decay that enters the gradient (torch's SGD and Adam)."""
     source: PerWeight = 0.0
     """σ, whatever else moved the weights."""
+
+
+@dataclass
+class StepRecord:
+    """What is known of one step when it is over."""
+
+    parts: list[tuple[Tensor, Tensor | None]]
+    """Indices of each micro-batch, and the weight of each example's loss where it is not 1 / (their number)."""
+    factor: float
+    """What the gradients were multiplied by after backward()."""
+    loss_scale: float
+    loss: Tensor | float | None
+    weights: Float[Tensor, "d"] | None = None
+    """Before the step; this and what follows only in dense recording."""
+    linear: dict[str, Tensor] | None = None
+    """What the optimizer did, by the names on disk: see :meth:`Linearizer.after`."""
+    source: Float[Tensor, "d"] | None = None
+
+
+Indices = Tensor | Sequence[int]
+Parts = list[tuple[Any, Tensor | None]]
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Who wants to know when a step begins and ends: the recorder."""
+
+    seed: int
+    examples: int
+
+    def enter(self, step: "StepContext") -> None:
+        """The block begins."""
+        ...
+
+    def leave(self, step: "StepContext", failed: bool) -> None:
+        """The block ends."""
+        ...
+
+
+class StepContext:
+    """One step on its way: made by :meth:`Recorder.step`, used as a block."""
+
+    def __init__(self, recorder: Observer, number: int, parts: Parts, loss_scale: float, *, check_now: bool) -> None:
+        self._recorder, self.number, self.loss_scale, self._check_now = recorder, number, loss_scale, check_now
+        self.loss: Tensor | float | None = None
+        """Set it to keep the loss of the step; it is detached."""
+        self.state: Literal["new", "open", "moving", "moved", "over"] = "new"
+        self.parts: list[tuple[Tensor, Tensor | None]] = []
+        self.factor = 1.0
+        self.weights_before: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.linear: dict[str, Tensor] | None = None
+        for indices, weights in parts:
+            self._add(indices, weights)
+
+    @property
+    def generator(self) -> Generator:
+        """A new generator, seeded for this step: augmentation that draws from it alone can be replayed."""
+        return step_generator(self._recorder.seed, self.number)
+
+    def micro_batch(self, indices: Indices, weights: Tensor | None = None) -> None:
+        """Add the examples of one micro-batch to the step.
+
+        Raises:
+            RunError: the step is over.
+            DataError: an index out of range.
+        """
+        if self.state != "open":
+            raise RunError("micro_batch belongs inside the step's block, before optimizer.step()")
+        self._add(indices, weights)
+
+    def detached_loss(self) -> Tensor | float | None:
+        """The loss without its graph."""
+        return self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
+
+    def _add(self, indices: Indices, weights: Tensor | None) -> None:
+        index = torch.as_tensor(indices)
+        if index.dim() != 1 or not index.numel() or index.is_floating_point() or index.dtype == torch.bool:
+            raise RunError(
+                f"indices must be a vector of whole numbers, at least one, got {index.dtype} {list(index.shape)}"
+            )
+        if weights is not None and weights.shape != index.shape:
+            raise RunError(
+                f"weights must have one entry for each of the {len(index)} indices, got {list(weights.shape)}"
+            )
+        if self._check_now and index.device.type == "cpu":  # on a device a look would have to wait
+            check_range(index, self._recorder.examples)
+        self.parts.append((index.detach().long().clone(), None if weights is None else weights.detach().clone()))
+
+    def __enter__(self) -> "StepContext":
+        if self.state != "new":
+            raise RunError("a recorded step can be used once: call recorder.step(…) for each")
+        self._recorder.enter(self)
+        self.state = "open"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self._recorder.leave(self, failed=kind is not None)
+        finally:
+            self.state = "over"
+            self.weights_before = self.gradient = self.linear = None
+
+
+def micro_batches(indices: Any, weights: Any) -> Parts:
+    """Indices and weights of each micro-batch, however they were given."""
+    if indices is None:
+        return []
+    several = isinstance(indices, list | tuple) and len(indices) > 0 and isinstance(indices[0], Tensor | list | tuple)
+    if several and all(not isinstance(x, Tensor) or x.dim() == 1 for x in indices):
+        given = [None] * len(indices) if weights is None else list(weights)
+        if len(given) != len(indices):
+            raise RunError(f"{len(indices)} micro-batches need as many weights, got {len(given)}")
+        return list(zip(indices, given, strict=True))
+    return [(indices, weights)]
+
+
+def check_range(index: Tensor, examples: int) -> None:
+    """Refuses indices of examples that do not exist.
+
+    Raises:
+        DataError: one is negative or too large.
+    """
+    values = index.numpy()  # a step has little time, and this takes less of it than torch's own
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= examples:
+        raise DataError(
+            f"the training examples are 0 … {examples - 1}, got index {low if low < 0 else high}: pass positions in "
+            "the training set, e.g. from recorder.dataset(…)"
+        )

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poprisk._core.progress import training_progress
+from poprisk._core.seeds import seeded, step_generator, step_seed
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.runs._execute import add_gradients, randomness_of, seeded, step_generator, step_seed
+from poprisk.runs._gradients import add_gradients, randomness_of
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._run import Run

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from poprisk.runs import _checkpoint as checkpoint
 from poprisk.runs._layout import Layout
 from poprisk.runs._run import Run
-from poprisk.runs._segment import SegmentWriter, StepRecord
+from poprisk.runs._segment import SegmentWriter
+from poprisk.runs._step import StepRecord
 from poprisk.runs._storage import DirectoryStorage, MemoryStorage
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from poprisk._core.store.importable import described, importable, located, resolve
+from poprisk._core.store.import_paths import described, importable, located, resolve
 from poprisk._core.store.script import where
 from poprisk.errors import DataError
 

@@ -52,7 +52,7 @@ def test_kill_in_the_middle_keeps_the_old_file(tmp_path):
     path = write_text(tmp_path / "kept.txt", "old")
     code = """
         import os, signal, sys
-        from poprisk.store.files import atomic_file
+        from poprisk._core.store.files import atomic_file
         with atomic_file(sys.argv[1]) as file:
             file.write(b"new, but not all of it")
             file.flush()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from poprisk._core.store.importable import importable, resolve
+from poprisk._core.store.import_paths import importable, resolve
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.runs._problem import Problem
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from poprisk._core.types import Scalar
 from poprisk.optim import snr_gate
+from poprisk.optim.rules._adam import adam_direction, adam_moments, moving_average
 
 States = Mapping[str, Tensor]
 Knobs = Mapping[str, Scalar]
@@ -39,8 +40,9 @@ def adamw(
     >>> adamw(torch.tensor([[2.0, -0.5]]), zero, {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}, 1)[0]
     tensor([[ 1., -1.]])
     """
-    m, v = _averaged(state["m"], g, h["beta1"]), _averaged(state["v"], g * g, h["beta2"])
-    return _ratio(m, v, h, t), {"m": m, "v": v}
+    betas = h["beta1"], h["beta2"]
+    m, v = adam_moments(g, state["m"], state["v"], betas)
+    return adam_direction(m, v, t, betas, h["eps"]), {"m": m, "v": v}
 
 
 def adabelief(
@@ -61,9 +63,9 @@ def adabelief(
     >>> u, state["s"]  # m = 1, so the deviation is 1: ŝ = 1 and m̂ = 2
     (tensor([[2.]]), tensor([[0.1000]]))
     """
-    m = _averaged(state["m"], g, h["beta1"])
-    s = _averaged(state["s"], (g - m).square(), h["beta2"]) + _cast(h["eps"], g)
-    return _ratio(m, s, h, t), {"m": m, "s": s}
+    m = moving_average(state["m"], g, h["beta1"])
+    s = moving_average(state["s"], (g - m).square(), h["beta2"]) + _cast(h["eps"], g)
+    return adam_direction(m, s, t, (h["beta1"], h["beta2"]), h["eps"]), {"m": m, "s": s}
 
 
 def msvag(
@@ -93,7 +95,7 @@ def msvag(
     tensor([[1.9379]])
     """
     beta = h["beta1"]
-    m, v = _averaged(state["m"], g, beta), _averaged(state["v"], g * g, beta)
+    m, v = adam_moments(g, state["m"], state["v"], (beta, beta))
     debias = _cast(_debias(beta, t), g)
     m_hat = m * debias
     spread = (v * debias - m_hat * m_hat).clamp(min=0)  # negative by rounding only
@@ -194,17 +196,6 @@ PEERS: dict[str, Peer] = {
     "cubed": Peer(("m", "v"), cubed, _ADAM),
 }
 """Every rule of this module by its name."""
-
-
-def _averaged(old: Tensor, new: Tensor, beta: Scalar) -> Tensor:
-    """β old + (1-β) new, the complement taken in float64."""
-    return torch.lerp(old, new, _cast(1 - _precise(beta), old))
-
-
-def _ratio(m: Tensor, v: Tensor, h: Knobs, t: Scalar) -> Tensor:
-    """m̂ / (√v̂ + ϵ)."""
-    root = _cast(_debias(h["beta2"], t) ** 0.5, v)
-    return m * _cast(_debias(h["beta1"], t), m) / (v.sqrt() * root + _cast(h["eps"], v))
 
 
 def _debias(beta: Scalar, t: Scalar) -> Scalar:

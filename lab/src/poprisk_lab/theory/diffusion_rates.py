@@ -174,10 +174,10 @@ def fluctuation_variance(
         HyperparameterError: an unknown way of sampling.
 
     >>> from poprisk.operators._gradient_descent import RecordedSteps
-    >>> from poprisk.runs._step import Step
+    >>> from poprisk.runs._step import AffineStep
     >>> model = FlatModel(torch.nn.Linear(1, 1, bias=False), "squared")
     >>> x, y, w = torch.ones(3, 1), torch.tensor([[0.0], [1.0], [2.0]]), torch.zeros(1)
-    >>> step = Step(torch.tensor([1]), torch.tensor([3.0]), torch.tensor([0.5]))
+    >>> step = AffineStep(torch.tensor([1]), torch.tensor([3.0]), torch.tensor([0.5]))
     >>> run = RecordedSteps([w, w + 0.5], [step], [w, w])
     >>> variance = fluctuation_variance(run, model, x, y, x[:1])  # L = 1/2, gradients 0, -1, -2 of variance 2/3, b = 1
     >>> round(variance.total * 6, 5)

@@ -14,11 +14,11 @@ from poprisk._core.store.files import write_bytes as write_bytes
 from poprisk._core.store.files import write_figure as write_figure
 from poprisk._core.store.files import write_json as write_json
 from poprisk._core.store.files import write_text as write_text
-from poprisk._core.store.importable import Importable as Importable
-from poprisk._core.store.importable import described as described
-from poprisk._core.store.importable import importable as importable
-from poprisk._core.store.importable import located as located
-from poprisk._core.store.importable import resolve as resolve
+from poprisk._core.store.import_paths import Importable as Importable
+from poprisk._core.store.import_paths import described as described
+from poprisk._core.store.import_paths import importable as importable
+from poprisk._core.store.import_paths import located as located
+from poprisk._core.store.import_paths import resolve as resolve
 from poprisk._core.store.packed import pack as pack
 from poprisk._core.store.packed import unpack as unpack
 from poprisk._core.store.script import where as where

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from poprisk._core.types import Scalar
 from poprisk.optim import snr_gate
-from poprisk_lab.engine.peers import Knobs, States, _averaged, _cast, _debias
+from poprisk.optim.rules._adam import moving_average
+from poprisk_lab.engine.peers import Knobs, States, _cast, _debias
 from poprisk_lab.gates.variants.shared import Direction, moments, preconditioner
 
 
@@ -20,7 +21,7 @@ def gated_momentum(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: S
     *Limits:* q = 1 throughout is AdamW; for a gate that does not change in time it is the gated step.
     """
     now = moments(g, state, h, t)
-    entered = _averaged(state["entered"], now.strict(h, t) * g, h["beta1"])
+    entered = moving_average(state["entered"], now.strict(h, t) * g, h["beta1"])
     u = entered * _cast(_debias(h["beta1"], t), g) * preconditioner(now.kept["v"], h, t)
     return u, {**now.kept, "entered": entered}
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from poprisk._core.types import Scalar
 from poprisk.optim import soft_gate
-from poprisk_lab.engine.peers import Knobs, States, _averaged, _cast, _debias
+from poprisk.optim.rules._adam import moving_average
+from poprisk_lab.engine.peers import Knobs, States, _cast, _debias
 from poprisk_lab.gates.variants.shared import (
     Direction,
     after_first,
@@ -67,11 +68,11 @@ def held_apart(g: Float[Tensor, "*members twice_d"], state: States, h: Knobs, t:
     """
     mean, a, b = halves(g)
     first = first_part(state)
-    v = _averaged(first["v"], mean * mean, h["beta2"])
+    v = moving_average(first["v"], mean * mean, h["beta2"])
     kept, hats = {"v": v}, {}
     for name, half in (("a", a), ("b", b)):
-        s = _averaged(first[f"s_{name}"], (half - first[f"m_{name}"]).square(), h["rho"])
-        m = _averaged(first[f"m_{name}"], half, h["beta1"])
+        s = moving_average(first[f"s_{name}"], (half - first[f"m_{name}"]).square(), h["rho"])
+        m = moving_average(first[f"m_{name}"], half, h["beta1"])
         kept |= {f"m_{name}": m, f"s_{name}": s}
         m_hat, s_hat = m * _cast(_debias(h["beta1"], t), m), s * _cast(_debias(h["rho"], t), s)
         q = soft_gate(m_hat, s_hat, _cast(break_even(h["beta1"], t), m), _cast(h["strength"], m))

@@ -5,7 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.types import Scalar
-from poprisk_lab.engine.peers import Knobs, States, _averaged, _cast, _debias, _precise
+from poprisk.optim.rules._adam import moving_average
+from poprisk_lab.engine.peers import Knobs, States, _cast, _debias, _precise
 from poprisk_lab.gates.variants.pooled import pooled_gate
 from poprisk_lab.gates.variants.shared import (
     STEPS_OF_EVIDENCE,
@@ -168,7 +169,7 @@ def agreement_or_calm(g: Float[Tensor, "*members d"], state: States, h: Knobs, t
     """
     now = moments(g, state, h, t)
     agreed, kept = _tolerated(now, g, state, h)
-    long = _averaged(state["long"][..., :1], (g * now.adam).sum(-1, keepdim=True), LONG)
+    long = moving_average(state["long"][..., :1], (g * now.adam).sum(-1, keepdim=True), LONG)
     short = kept["own"][..., :1] * _cast(_debias(STEPS_OF_EVIDENCE, t), g)
     falls = short < CALM * long * _cast(_debias(LONG, t), g)
     q = now.strict(h, t)
@@ -177,8 +178,8 @@ def agreement_or_calm(g: Float[Tensor, "*members d"], state: States, h: Knobs, t
 
 def _tolerated(now: Moments, g: Tensor, state: States, h: Knobs) -> tuple[Tensor, dict[str, Tensor]]:
     """How open a loss on the next batch leaves the whole training, and the averages it is judged by."""
-    other = _averaged(state["gain"][..., :1], (g * state["u"]).sum(-1, keepdim=True), STEPS_OF_EVIDENCE)
-    own = _averaged(state["own"][..., :1], (g * now.adam).sum(-1, keepdim=True), STEPS_OF_EVIDENCE)
+    other = moving_average(state["gain"][..., :1], (g * state["u"]).sum(-1, keepdim=True), STEPS_OF_EVIDENCE)
+    own = moving_average(state["own"][..., :1], (g * now.adam).sum(-1, keepdim=True), STEPS_OF_EVIDENCE)
     share = other / own.clamp(min=torch.finfo(g.dtype).tiny)
     agreed = (1 + share / _cast(1 - _precise(h["beta1"]), g)).clamp(0, 1)
     return agreed, {"gain": other.expand_as(g), "own": own.expand_as(g), "u": now.adam}

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from poprisk._core.types import Scalar
 from poprisk.optim import soft_gate
+from poprisk.optim.rules._adam import moving_average
 from poprisk.optim.rules._threshold import mean_noise
-from poprisk_lab.engine.peers import Knobs, States, _averaged, _cast, _debias, _precise
+from poprisk_lab.engine.peers import Knobs, States, _cast, _debias, _precise
 from poprisk_lab.gates.variants.shared import Direction, after_first, moments, passes, where
 
 SLOW = 0.99
@@ -25,7 +26,7 @@ def slow_evidence(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Sc
     of a third of the strength pass. *Limits:* with the slow decay equal to β1 it is the strict gate.
     """
     now = moments(g, state, h, t)
-    slow = _averaged(state["slow"], g, SLOW)
+    slow = moving_average(state["slow"], g, SLOW)
     level = _cast(mean_noise(SLOW, t) / mean_noise(h["beta1"], t), g)  # type: ignore[arg-type]
     mean = slow * _cast(_debias(SLOW, t), g)
     q = soft_gate(mean, now.s_hat, _cast(h["alpha"], g) * level, _cast(h["strength"], g) * level)
@@ -41,7 +42,7 @@ def sign_agreement(g: Float[Tensor, "*members d"], state: States, h: Knobs, t: S
     gradient of one sign, it is AdamW; the averages of white noise agree in a little more than half of the coordinates.
     """
     now = moments(g, state, h, t)
-    slow = _averaged(state["slow"], g, SLOW)
+    slow = moving_average(state["slow"], g, SLOW)
     agree = now.m_hat * slow > 0
     return now.adam * torch.where(agree, 1.0, now.strict(h, t)), {**now.kept, "slow": slow}
 

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from poprisk._core.types import Scalar
 from poprisk.optim import soft_gate
+from poprisk.optim.rules._adam import adam_direction, adam_moments, moving_average
 from poprisk.optim.rules._threshold import deviation_noise, mean_noise
-from poprisk_lab.engine.peers import Knobs, States, _averaged, _cast, _debias, _precise, _ratio
+from poprisk_lab.engine.peers import Knobs, States, _cast, _debias, _precise
 
 Direction = tuple[Float[Tensor, "*members d"], dict[str, Tensor]]
 
@@ -51,10 +52,11 @@ class Moments:
 def moments(g: Tensor, state: States, h: Knobs, t: Scalar, squared: Tensor | None = None) -> Moments:
     """m, v, s with this gradient; s from the deviation from the last average unless its square is given."""
     deviation = (g - state["m"]).square() if squared is None else squared
-    m, v = _averaged(state["m"], g, h["beta1"]), _averaged(state["v"], g * g, h["beta2"])
-    s = _averaged(state["s"], deviation, h["rho"])
+    betas = h["beta1"], h["beta2"]
+    m, v = adam_moments(g, state["m"], state["v"], betas)
+    s = moving_average(state["s"], deviation, h["rho"])
     m_hat, s_hat = m * _cast(_debias(h["beta1"], t), m), s * _cast(_debias(h["rho"], t), s)
-    return Moments({"m": m, "v": v, "s": s}, m_hat, s_hat, _ratio(m, v, h, t), h["beta1"], t)
+    return Moments({"m": m, "v": v, "s": s}, m_hat, s_hat, adam_direction(m, v, t, betas, h["eps"]), h["beta1"], t)
 
 
 def break_even(beta1: Scalar, t: Scalar) -> Scalar:
@@ -87,7 +89,7 @@ def agreement(gain: Tensor, state: States, t: Scalar, first: int = 1) -> tuple[T
     live = _at_least(_precise(t) - (first - 1), 1.0)
     mean, square = (_narrow(state[name], gain) for name in ("gain", "gain_square"))
     counts = after_first(t, gain) if first > 1 else 1.0
-    mean, square = _averaged(mean, gain, rho), _averaged(square, gain * gain, rho)
+    mean, square = moving_average(mean, gain, rho), moving_average(square, gain * gain, rho)
     mean, square = mean * counts, square * counts
     debias = _cast(_debias(rho, live), gain)
     centre = mean * debias

@@ -1,1 +1,0 @@
-"""How an analysis is shown: sentences, charts and the page. Nothing here computes."""

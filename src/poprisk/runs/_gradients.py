@@ -1,0 +1,235 @@
+r"""The gradient of one step: computed from a problem's examples, watched, and compared with the recorded examples.
+
+Between ``backward()`` and ``step()`` the gradients may stay as they are or be multiplied by one common factor, as
+clipping by norm and unscaling do; anything else (clipping by value, noise, a factor per layer) is refused. The factor
+belongs to the selection S of :class:`~poprisk.runs.AffineStep`. It is observed, so it does not matter which function
+clips: a hook on each parameter's gradient notes its version counter and some of its entries. Just before the optimizer
+moves, gradients with an unchanged version have a factor of exactly 1, at no cost; for the others the factor is the
+number c, in the gradients' own precision, for which fl(c · noted) equals the current gradient bit by bit. A dense
+recording compares every entry of every gradient. A sparse one, for which time counts, compares a few entries of a few
+parameters; what it misses is found when the run is replayed.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import functional_call
+
+from poprisk._core.autodiff import check_independence
+from poprisk.errors import DataError, RunError
+from poprisk.runs._problem import Problem
+from poprisk.runs._step import StepContext
+
+PROBED_PARAMETERS, PROBED_ENTRIES = 2, 32
+Parts = Sequence[tuple[Tensor, Tensor | None]]
+"""Micro-batches: indices, and weights of their examples' losses if these are not 1 / (their number)."""
+
+
+def randomness_of(module: nn.Module) -> str | None:
+    """Why the module does not map each example by a fixed function of the weights; None if it does."""
+    try:
+        check_independence(module)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def add_gradients(
+    problem: Problem, module: nn.Module, parts: Parts, *, generator: Generator | None, loss_scale: float = 1.0
+) -> Tensor:
+    r"""Backward of :math:`\sum_{parts} \frac1A \mathrm{mean}(\ell)` (or the weighted sum), part by part.
+
+    Returns:
+        The loss, not scaled, on the module's device.
+    """
+    first = next(module.parameters())
+    total = torch.zeros((), device=first.device, dtype=first.dtype)
+    for indices, weights in parts:
+        inputs, targets = problem.batch(indices, generator=generator, dtype=first.dtype)
+        outputs = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+        if weights is None:
+            loss = problem.batch_loss(outputs, targets)
+            loss = loss / len(parts) if len(parts) > 1 else loss
+        else:
+            loss = problem.batch_loss(outputs, targets, weights.to(first))
+        (loss if loss_scale == 1.0 else loss * loss_scale).backward()
+        total += loss.detach()
+    return total
+
+
+def check_gradient(problem: Problem, module: nn.Module, parameters: Sequence[Tensor], step: StepContext) -> None:
+    r"""Compares ``.grad`` with :math:`c \sum_i \omega_i \nabla \ell_i` at the weights as they are.
+
+    Left out where there is no such gradient: forwards that draw at random or mix examples, weights of low precision.
+
+    Raises:
+        RunError: they differ by more than the root of the machine epsilon.
+    """
+    exact = all(p.dtype in (torch.float32, torch.float64) for p in parameters)
+    if not exact or randomness_of(module) is not None:
+        return
+    expected = _gradients(problem, module, parameters, step)
+    factor = step.factor * step.loss_scale
+    pairs = [(p.grad.detach(), factor * g) for p, g in zip(parameters, expected, strict=True) if p.grad is not None]
+    difference = _norm([used - g for used, g in pairs])
+    size = max(_norm([used for used, _ in pairs]), _norm([g for _, g in pairs]))
+    tolerance = max(torch.finfo(p.dtype).eps for p in parameters) ** 0.5
+    if not difference <= tolerance * size:
+        raise RunError(
+            f"the gradient of step {step.number} is not that of the recorded examples under loss={problem.loss!r}: "
+            f"relative difference {difference / size if size else difference:.1e}. Are these the right indices, is the "
+            "loss their mean (else pass weights=), are gradients zeroed, are inputs not changed at random (else "
+            "augmentation=)? verify_steps=0 records without this check"
+        )
+
+
+def _gradients(problem: Problem, module: nn.Module, parameters: Sequence[Tensor], step: StepContext) -> list[Tensor]:
+    generator, dtype = step.generator, parameters[0].dtype
+    total = [torch.zeros_like(p) for p in parameters]
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    for indices, weights in step.parts:
+        inputs, targets = problem.batch(indices, generator=generator, dtype=dtype)
+        device = parameters[0].device
+        inputs = tuple(x.to(device) for x in inputs) if isinstance(inputs, tuple) else (inputs.to(device),)
+        mean = torch.full((len(indices),), 1 / (len(step.parts) * len(indices)), dtype=torch.float64)
+        omega = (mean if weights is None else weights).to(parameters[0])
+        with torch.enable_grad():
+            outputs = functional_call(module, buffers, inputs)
+            loss = problem.batch_loss(outputs, targets.to(device), omega)
+            gradients = torch.autograd.grad(loss, list(parameters), allow_unused=True)
+        total = [t if g is None else t + g for t, g in zip(total, gradients, strict=True)]
+    return total
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return torch.stack([x.double().norm() for x in tensors]).norm().item()
+
+
+def common_factor(before: Tensor, after: Tensor) -> float:
+    r"""The c with :math:`\mathrm{after} = c \cdot \mathrm{before}`, chosen so that the product has the same bits.
+
+    Raises:
+        RunError: there is no such number.
+
+    >>> g = torch.tensor([3.0, -4.0])
+    >>> common_factor(g, g * 0.2) == torch.tensor(0.2).item()
+    True
+    """
+    if torch.equal(before, after):
+        return 1.0
+    largest = before.abs().argmax()
+    center = after[largest] / before[largest]
+    for candidate in _neighbours(center):  # the first is nearly always it
+        if torch.equal(before * candidate, after):
+            return float(candidate)
+    if not bool(center.isfinite()) or not bool(after.isfinite().all()):
+        raise _not_one_factor()
+    # Two factors in a row (unscaled, then clipped) round twice: no single one has the same bits.
+    slack = 8 * torch.finfo(before.dtype).eps * after.abs() + torch.finfo(before.dtype).tiny
+    if bool(((before * center - after).abs() <= slack).all()):
+        return float(center)
+    raise _not_one_factor()
+
+
+class GradientWatch:
+    """Hooks behind the gradients of some parameters.
+
+    Args:
+        parameters: Whose gradients.
+        every_entry: Note all entries of all of them: what dense recording can afford.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, every_entry: bool = False) -> None:
+        chosen = list(parameters) if every_entry else _spread(parameters)
+        self._probes = [_Probe(p, p.numel() if every_entry else PROBED_ENTRIES) for p in chosen]
+        self._handles = [probe.parameter.register_post_accumulate_grad_hook(probe.note) for probe in self._probes]
+
+    def factor(self) -> float:
+        """By what the gradients were multiplied since the last ``backward()``; 1 where none has been seen.
+
+        Raises:
+            RunError: they were changed in another way.
+        """
+        seen = [probe for probe in self._probes if probe.noted is not None]
+        if not seen:
+            return 1.0
+        if len(seen) < len(self._probes):
+            raise RunError("a gradient was set by hand, others by backward(): let one backward() make them all")
+        changed = [probe.has_changed() for probe in seen]
+        if not any(changed):
+            return 1.0
+        before = torch.cat([probe.noted for probe in seen if probe.noted is not None])
+        factor = common_factor(before, torch.cat([probe.look() for probe in seen]))
+        if factor != 1.0 and not all(changed):
+            raise _not_one_factor()
+        return factor
+
+    def forget(self) -> None:
+        """To be called after each step."""
+        for probe in self._probes:
+            probe.grad = probe.noted = None
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self.forget()
+
+
+class _Probe:
+    """Entries of one parameter's gradient as the last ``backward()`` left them."""
+
+    def __init__(self, parameter: Tensor, entries: int) -> None:
+        self.parameter, self.grad, self.noted, self.version = parameter, None, None, 0
+        self.grad: Tensor | None
+        self.noted: Tensor | None
+        self._stride = max(1, parameter.numel() // max(1, entries))
+        self._count = -(-parameter.numel() // self._stride)
+
+    def note(self, parameter: Tensor) -> None:
+        """The hook."""
+        grad = parameter.grad
+        if grad is not None and grad.layout is torch.strided:
+            self.grad, self.version = grad, grad._version
+            self.noted = self._entries(grad)
+
+    def look(self) -> Tensor:
+        """The same entries now."""
+        assert self.parameter.grad is not None
+        return self._entries(self.parameter.grad)
+
+    def has_changed(self) -> bool:
+        return self.parameter.grad is not self.grad or self.grad is None or self.grad._version != self.version
+
+    def _entries(self, grad: Tensor) -> Tensor:
+        grad = grad.detach() if grad.requires_grad else grad
+        if grad.is_contiguous():  # one operation and not three: this runs in every step
+            return torch.as_strided_copy(grad, (self._count,), (self._stride,), grad.storage_offset())
+        return grad.reshape(-1)[:: self._stride].clone()
+
+
+def _spread(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """A few from the first to the last: the layers at both ends are among them."""
+    last, count = len(parameters) - 1, min(PROBED_PARAMETERS, len(parameters))
+    return [parameters[round(i * last / max(1, count - 1))] for i in range(count)]
+
+
+def _neighbours(center: Tensor) -> Iterator[Tensor]:
+    """The number, then the two next to it on each side, where its precision knows neighbours."""
+    yield center
+    if center.dtype not in (torch.float32, torch.float64):
+        return
+    for direction in (torch.inf, -torch.inf):
+        limit = torch.full_like(center, direction)
+        near = torch.nextafter(center, limit)
+        yield near
+        yield torch.nextafter(near, limit)
+
+
+def _not_one_factor() -> RunError:
+    return RunError(
+        "the gradients were changed between backward() and step() by more than one common factor (clipping by value, "
+        "noise, a factor for each layer?): such a step is not one of the recorded loss; clip by the norm of all "
+        "gradients, or not at all"
+    )
