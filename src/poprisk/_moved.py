@@ -136,7 +136,7 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.risk._fold_error": "FEWEST NestedSplit inflated_error nested_error",
     },
     "poprisk.influence.linear_step": {
-        "poprisk.risk._influence.linear_step": "LinearStep clip_direction",
+        "poprisk.risk._influence.linear_step": "LinearStep=StepJacobian clip_direction",
     },
     "poprisk.influence.metrics": {
         "poprisk_lab.paper.mnist_influence.metrics": (

@@ -39,7 +39,7 @@ from poprisk.errors import HyperparameterError
 from poprisk.risk._examples import choose_examples
 from poprisk.risk._fold_error import FEWEST
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep, excluded_outputs
-from poprisk.risk._influence.linear_step import LinearStep
+from poprisk.risk._influence.linear_step import StepJacobian
 from poprisk.risk._influence.matrix import evaluation_model
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.risk._risk_error import corrected_risk_error, example_losses_of, unseen_mistake
@@ -242,7 +242,7 @@ def _own_labels(unrolled: Unrolled, queries: Float[Tensor, "q d"], owners: Int[T
     found = queries.new_zeros(len(queries), unrolled.num_outputs)
     owners = owners.to(queries.device)
 
-    def gather(step: LinearStep, by_labels: Float[Tensor, "q b p"]) -> None:
+    def gather(step: StepJacobian, by_labels: Float[Tensor, "q b p"]) -> None:
         rows, places = (owners[:, None] == step.examples[None, :]).nonzero(as_tuple=True)
         found.index_add_(0, rows, by_labels[rows, places])
 

@@ -16,7 +16,7 @@ from poprisk.risk._audit.classes import class_view, own_and_other
 from poprisk.risk._audit.table import AuditTable
 from poprisk.risk._exclusion import exclusion
 from poprisk.risk._influence.displacement import example_scores
-from poprisk.risk._influence.linear_step import LinearStep
+from poprisk.risk._influence.linear_step import StepJacobian
 from poprisk.risk._influence.matrix import cast_inputs, self_influence
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.runs import Run
@@ -111,7 +111,7 @@ class _Shown(Unrolled):
             yield
         self._report = None
 
-    def step(self, k: int) -> LinearStep:
+    def step(self, k: int) -> StepJacobian:
         """See the base class."""
         self._taken += 1
         if self._report is not None:

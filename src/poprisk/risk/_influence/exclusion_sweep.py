@@ -25,7 +25,7 @@ from poprisk._core.autodiff import (
     take_first_way,
 )
 from poprisk.errors import DataError
-from poprisk.risk._influence.linear_step import LinearStep
+from poprisk.risk._influence.linear_step import StepJacobian
 from poprisk.risk._influence.sensitivity import Unrolled
 
 
@@ -133,7 +133,7 @@ class ExclusionSweep:
             raise DataError(f"the sweep has reached step {self.step}; the run given ends at {unrolled.stop}")
         self.unrolled = unrolled
 
-    def _advance(self, step: LinearStep) -> None:
+    def _advance(self, step: StepJacobian) -> None:
         own = step.examples[None, :] == self.examples.to(step.examples.device)[:, None]  # [m, b]
         more = step.batch.residuals.new_tensor(self.others - 1)
         change = torch.where(own, -torch.ones_like(more), more)
@@ -144,7 +144,7 @@ class ExclusionSweep:
             for block, after in zip(self._blocks, step.rule.push(part, step.clipped(dg)), strict=True):
                 block[rows] = after
 
-    def _gradient_without(self, step: LinearStep, V: Tensor, source: Tensor, own: Tensor) -> Tensor:
+    def _gradient_without(self, step: StepJacobian, V: Tensor, source: Tensor, own: Tensor) -> Tensor:
         """The change of the gradient of the batch whose own example is left out and whose others weigh more."""
         dg, _ = step.batch.push(V, source / self.others)
         columns, places = own.nonzero(as_tuple=True)

@@ -11,7 +11,7 @@ from poprisk.risk._influence.rule_jacobian import Blocks, RuleJacobian
 
 
 @dataclass(frozen=True)
-class LinearStep:
+class StepJacobian:
     r"""What step k does to small changes; blocks have one row per direction."""
 
     number: int
@@ -42,7 +42,7 @@ class LinearStep:
 
 
 def clip_direction(g: Float[Tensor, "d"], limit: float) -> Float[Tensor, "d"] | None:
-    r"""The c of :class:`LinearStep` for the gradient g after clipping to a norm.
+    r"""The c of :class:`StepJacobian` for the gradient g after clipping to a norm.
 
     With :math:`g = \hat g\, c_{max} / (\|\hat g\| + 10^{-6})` a change of the factor takes out of :math:`\dot g` its
     part :math:`g \langle g, \dot g \rangle / (c_{max} \|g\|)`.

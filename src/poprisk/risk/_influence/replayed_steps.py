@@ -13,11 +13,11 @@ from torch import Tensor
 
 from poprisk._core.autodiff import capture_graph
 from poprisk.risk._influence.linear_stack import StackBatch
-from poprisk.risk._influence.linear_step import LinearStep
+from poprisk.risk._influence.linear_step import StepJacobian
 from poprisk.risk._influence.rule_jacobian import DiagonalJacobian, Entry
 
 # What is done with a step: reads and writes tensors that stay where they are, gives what is to be looked at, if any.
-Work = Callable[[LinearStep], Tensor | None]
+Work = Callable[[StepJacobian], Tensor | None]
 
 
 class ReplayedSteps:
@@ -37,14 +37,14 @@ class ReplayedSteps:
         self.refused: str | None = None
         """Why the work could not be captured, if it was tried; it is then done as it is."""
         self._seen: set[Hashable] = set()
-        self._still: dict[Hashable, tuple[LinearStep, torch.cuda.CUDAGraph | None, Tensor | None]] = {}
+        self._still: dict[Hashable, tuple[StepJacobian, torch.cuda.CUDAGraph | None, Tensor | None]] = {}
 
     @property
     def forms(self) -> int:
         """How many forms of steps are replayed."""
         return len(self._still)
 
-    def take(self, step: LinearStep) -> Tensor | None:
+    def take(self, step: StepJacobian) -> Tensor | None:
         """The work for this step; what it gives is overwritten by the next one."""
         form = form_of(step)
         if form is None or self.refused is not None or form not in self._seen:
@@ -62,7 +62,7 @@ class ReplayedSteps:
         graph.replay()
         return given
 
-    def _captured(self, still: LinearStep) -> tuple[LinearStep, torch.cuda.CUDAGraph | None, Tensor | None]:
+    def _captured(self, still: StepJacobian) -> tuple[StepJacobian, torch.cuda.CUDAGraph | None, Tensor | None]:
         if not self._capture:
             return still, None, None
         try:
@@ -72,14 +72,14 @@ class ReplayedSteps:
             return still, None, None
 
 
-def form_of(step: LinearStep) -> Hashable | None:
+def form_of(step: StepJacobian) -> Hashable | None:
     """What two steps must share to be served by one graph; None for a step that cannot be captured."""
     if type(step.batch) is not StackBatch or type(step.rule) is not DiagonalJacobian:
         return None
     return tuple(_kind(number) for number in _numbers(step))
 
 
-def still_copy(step: LinearStep) -> LinearStep:
+def still_copy(step: StepJacobian) -> StepJacobian:
     """The step on tensors of its own; numbers of the rule's table become tensors too."""
     assert isinstance(step.batch, StackBatch)
     assert isinstance(step.rule, DiagonalJacobian)
@@ -97,14 +97,14 @@ def still_copy(step: LinearStep) -> LinearStep:
     )
 
 
-def load(still: LinearStep, step: LinearStep) -> None:
+def load(still: StepJacobian, step: StepJacobian) -> None:
     """Copies a step's numbers into a still copy of its form."""
     for target, source in zip(_numbers(still), _numbers(step), strict=True):
         if isinstance(target, Tensor):
             target.copy_(source) if isinstance(source, Tensor) else target.fill_(source or 0.0)
 
 
-def _numbers(step: LinearStep) -> list[Entry]:
+def _numbers(step: StepJacobian) -> list[Entry]:
     """Everything that differs from step to step."""
     assert isinstance(step.batch, StackBatch)
     assert isinstance(step.rule, DiagonalJacobian)

@@ -22,7 +22,7 @@ from poprisk._core.autodiff import EXACT_DTYPES, Inputs, slices, take_examples
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._influence.batch_derivatives import BatchDerivatives
 from poprisk.risk._influence.linear_stack import batch_derivatives, linear_layers
-from poprisk.risk._influence.linear_step import LinearStep, clip_direction
+from poprisk.risk._influence.linear_step import StepJacobian, clip_direction
 from poprisk.risk._influence.replayed_states import ReplayedStates
 from poprisk.risk._influence.replayed_steps import ReplayedSteps, Work
 from poprisk.risk._influence.rule_jacobian import GateMode, rule_jacobian
@@ -211,7 +211,7 @@ class Unrolled:
         x, y = take_examples(self.inputs, examples), self.targets[examples]
         return batch_derivatives(self.model, self._layers, self.weights(k), x, y, shares)
 
-    def step(self, k: int) -> LinearStep:
+    def step(self, k: int) -> StepJacobian:
         """Step k, linearized."""
         batch = self.batch(k)
         clips = self.clip_norm is not None and self._factor(k) != 1
@@ -219,7 +219,7 @@ class Unrolled:
         # SGD's step is linear: its derivative is the same whatever momentum it found.
         state = self.rule.initial(batch.w) if self._linear_rule else self._states.before(k)
         rule = rule_jacobian(self.rule, k, batch.w, batch.gradient, state, gate=self.gate)
-        return LinearStep(k, self.run.batch(k).to(self.device), batch, rule, clip)
+        return StepJacobian(k, self.run.batch(k).to(self.device), batch, rule, clip)
 
     def forward(
         self,
@@ -254,7 +254,7 @@ class Unrolled:
         covectors: Float[Tensor, "d q"],
         *,
         wrt: tuple[By, ...] = ("weights",),
-        on_step: Callable[[LinearStep, Tensor], None] | None = None,
+        on_step: Callable[[StepJacobian, Tensor], None] | None = None,
     ) -> Adjoint:
         r"""The derivatives of q functions :math:`\psi(w_T)`, given their gradients, by everything that went in.
 
@@ -308,7 +308,7 @@ class Unrolled:
         blocks = 2 + len(self.rule.state_names)
         return max(1, self.memory // 2 // (blocks * self.num_weights * self.dtype.itemsize))
 
-    def steps(self, *, backward: bool = False) -> Iterator[LinearStep]:
+    def steps(self, *, backward: bool = False) -> Iterator[StepJacobian]:
         """The window's steps, linearized, in order or from the last to the first."""
         numbers = range(self.start, self.stop)
         return (self.step(k) for k in (reversed(numbers) if backward else numbers))
@@ -329,7 +329,7 @@ class Unrolled:
         if "initial" in kinds:
             blocks[0] += kinds["initial"].T
 
-        def push(step: LinearStep) -> None:
+        def push(step: StepJacobian) -> None:
             source = _source(step, kinds)
             for rows in self.rows_at_a_time(columns):
                 part = [x[rows] for x in blocks]
@@ -351,14 +351,14 @@ class Unrolled:
         return ReplayedSteps(work, capture=self.device.type == "cuda").take if wanted and replay else work
 
     def _adjoint(
-        self, covectors: Tensor, wrt: tuple[By, ...], on_step: Callable[[LinearStep, Tensor], None] | None
+        self, covectors: Tensor, wrt: tuple[By, ...], on_step: Callable[[StepJacobian, Tensor], None] | None
     ) -> Adjoint:
         q, n = covectors.shape[1], self.num_examples
         blocks = [covectors.T.contiguous()]
         blocks += [torch.zeros_like(blocks[0]) for _ in self.rule.state_names]
         found = _Gathered(q, n, self.num_outputs, self.inputs, covectors, wrt)
 
-        def pull(step: LinearStep) -> Tensor | None:
+        def pull(step: StepJacobian) -> Tensor | None:
             seen = []
             for rows in self.rows_at_a_time(q):
                 before, a, du = step.pull([x[rows] for x in blocks])
@@ -437,7 +437,7 @@ class _Gathered:
             shapes["inputs"] = (q, *_input_shape(inputs))
         self._sums = {name: like.new_zeros(shape) for name, shape in shapes.items() if name in wrt}
 
-    def add(self, step: LinearStep, rows: slice, a: Tensor, du: Tensor) -> None:
+    def add(self, step: StepJacobian, rows: slice, a: Tensor, du: Tensor) -> None:
         shares, residuals = step.batch.shares, step.batch.residuals
         if "weights" in self._sums:
             self._sums["weights"][rows].index_add_(1, step.examples, (du * (shares[:, None] * residuals)).sum(2))
@@ -455,7 +455,7 @@ def as_unrolled(run: "Run | Unrolled", dtype: torch.dtype | None = None) -> Unro
     return run if isinstance(run, Unrolled) else Unrolled(run, dtype=dtype)
 
 
-def _source(step: LinearStep, kinds: dict[str, Tensor]) -> Tensor | None:
+def _source(step: StepJacobian, kinds: dict[str, Tensor]) -> Tensor | None:
     """What changes of weights and labels put into the batch's residuals, [k, b, p]."""
     shares, source = step.batch.shares[:, None], None
     if "weights" in kinds:
