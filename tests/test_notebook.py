@@ -21,7 +21,7 @@ from poprisk._core.linalg.matrices import diagonal, from_dense
 from poprisk._core.notebook import NotebookBar, in_notebook
 from poprisk.operators._kernels.products import kernel_operator
 from poprisk.risk._audit.run_audit import audit
-from poprisk.risk._risk import RiskEstimate
+from poprisk.risk._verdict import RiskEstimate
 from poprisk.runs import _run as run_module
 from poprisk.runs._run import Run
 

@@ -30,7 +30,7 @@ tool = load_tool()
 TABLE = tool.load()
 FUNCTIONS = sorted({name for each in (*TABLE.entries, *TABLE.symbols) for name in each.functions})
 NODES = sorted({node for entry in TABLE.entries for node in entry.tests})
-OF_OTHER_PAPERS = {"poprisk.risk._fold_error.nested_error", "poprisk._core.linalg.trace.xtrace"}
+OF_OTHER_PAPERS = {"poprisk.risk._error.nested_error", "poprisk._core.linalg.trace.xtrace"}
 
 
 def resolve(name):

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from poprisk import PopRiskAdamW, Problem, train
-from poprisk.report._page import run_report
+from poprisk import PopRiskAdamW, Problem, train, write_report
 from poprisk.runs import digits_split, replace_labels
 
 split = digits_split(seed=2, train_size=900)
@@ -53,7 +52,7 @@ run = train(problem, partial(PopRiskAdamW, lr=0.03), steps=40, batch_size=16, pr
 # page says how to get it.
 
 path = Path(tempfile.mkdtemp()) / "report.html"
-run_report(run, path, budget=2.0)
+write_report(run, path, budget=2.0)
 print(f"{path.stat().st_size / 1e6:.1f} MB in one file")
 
 

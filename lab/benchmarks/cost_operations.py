@@ -20,8 +20,7 @@ from poprisk.operators._kernels.method import Method
 from poprisk.operators._kernels.precision import Precision, float32_products
 from poprisk.operators._kernels.products import kernel_operator
 from poprisk.operators._kernels.rounded import RoundedRows, contract_rounded, panel_layout
-from poprisk.operators._kernels.rounded_tiles import prepare_rounded
-from poprisk.operators._kernels.single_tile import TileMaker
+from poprisk.operators._kernels.tiles import TileMaker, tiled_kernel
 from poprisk.operators._window import Window
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.risk._influence.sensitivity import Unrolled
@@ -90,10 +89,12 @@ def convolution_rows(sizes: Sizes, device: str) -> Prepared:
     """The rounded Jacobian rows of a ResNet-18 with one output, as tiles in float16 are made of."""
     model = FlatModel(calibrated_resnet(1, sizes["width"], device), "squared")
     x = torch.randn(sizes["examples"], 3, 32, 32, device=device)
-    job = prepare_rounded(model, model.weights, x, None, Precision.FLOAT16, None, _free(device), held_result=False)
-    whole, structure = slice(0, sizes["examples"]), job.recipe.structure
+    tiled = tiled_kernel(model, model.weights, x, precision=Precision.FLOAT16, memory=_free(device))
+    maker, recipe = tiled.maker, tiled.plan.recipe
+    assert recipe is not None
+    structure = recipe.structure
     for _ in range(3):  # graphs are captured
-        job.features(x, slice(0, min(job.plan.chunk, sizes["examples"])))
+        maker.side(x[: min(maker.chunk, sizes["examples"])])
     # The first convolution's inputs need no gradient.
     first = structure.layers[0]
     known = {
@@ -101,10 +102,10 @@ def convolution_rows(sizes: Sizes, device: str) -> Prepared:
         "forward_flops": structure.forward_flops,
         "first_flops": 2.0 * first.positions * first.inputs * first.outputs,
         "activations": structure.held,
-        "row_length": job.recipe.row_length,
-        "chunk": job.plan.chunk,
+        "row_length": recipe.row_length,
+        "chunk": maker.chunk,
     }
-    return lambda: job.features(x, whole), known
+    return lambda: maker.side(x[: sizes["examples"]]), known
 
 
 def rounded_product(sizes: Sizes, device: str) -> Prepared:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from poprisk.risk._influence import sensitivity
 from poprisk.risk._influence.matrix import influence_on
 from poprisk.risk._influence.sensitivity import Unrolled
-from poprisk.risk._resampling import k_fold
+from poprisk.risk._k_fold import k_fold
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import retrain
 from poprisk.runs._problem import Problem

@@ -2,24 +2,23 @@
 
 import statistics
 import time
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from scale_models import calibrated_resnet
 from scale_recorder import Recorder, parts, timed
-from torch import Tensor
 
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk._core.autodiff.replayed import Replayed
-from poprisk.operators._kernels import tiles
+from poprisk.operators._kernels import memory
+from poprisk.operators._kernels.plan import TilePlan
 from poprisk.operators._kernels.precision import Precision
-from poprisk.operators._kernels.rounded import adds_in_place, contract_rounded
+from poprisk.operators._kernels.rounded import adds_in_place
 from poprisk.operators._kernels.rounded_kernel import exact_sample, measured_error
-from poprisk.operators._kernels.rounded_tiles import RoundedJob, prepare_rounded
 from poprisk.operators._kernels.tangent import cross_kernel
-from poprisk.operators._kernels.tiles import Tile
-from poprisk.operators._kernels.transfer import on_host
+from poprisk.operators._kernels.tiles import Tile, TiledKernel, on_host, tiled_kernel
 
 # The kernel of the bar, and the least part of it that is measured.
 ROWS, COLUMNS, SHARE = 60_000, 50_000, 0.05
@@ -49,9 +48,9 @@ class _Scalar:
         )
         r.note(weights=self.model.size, rows=ROWS, columns=COLUMNS)
 
-    def job(self, graphs: bool, filled: float, precision: Precision = Precision.FLOAT16) -> RoundedJob:
-        arguments = (self.model, self.w, self.rows, self.columns, precision, None, _memory(self.r, filled))
-        return prepare_rounded(*arguments, held_result=False, graphs=graphs)
+    def tiled(self, graphs: bool, filled: float, precision: Precision = Precision.FLOAT16) -> TiledKernel:
+        arguments = (self.model, self.w, self.rows, self.columns)
+        return tiled_kernel(*arguments, precision=precision, memory=_memory(self.r, filled), graphs=graphs)
 
     def captured(self) -> None:
         """At least the share of the kernel that is asked for, with chunks replayed as CUDA graphs."""
@@ -65,52 +64,52 @@ class _Scalar:
     def _with_less_memory(self, name: str, *, graphs: bool, share: float) -> None:
         for filled in FILLED:
             try:
-                self._measure(name, self.job(graphs, filled), share)
+                self._measure(name, self.tiled(graphs, filled), share)
                 return
             except torch.cuda.OutOfMemoryError as error:
                 self.r.note(**{f"{name}_out_of_memory": str(error)})
-            torch.cuda.empty_cache()  # when the failed job's tensors are gone
+            torch.cuda.empty_cache()  # when the tensors of the failed attempt are gone
 
-    def _measure(self, name: str, job: RoundedJob, share: float) -> None:
-        r, plan = self.r, job.plan
-        figures: dict[str, Any] = {"plan": vars(plan), "bound": job.bound, "in_place": _in_place(r)}
+    def _measure(self, name: str, tiled: TiledKernel, share: float) -> None:
+        r, plan = self.r, tiled.plan
+        figures: dict[str, Any] = {"plan": _sizes(plan), "bound": tiled.maker.bound, "in_place": _in_place(r)}
         for _ in range(4):  # loads, and captures
-            job.features(self.rows, slice(0, min(plan.chunk, len(self.rows))))
-        left_seconds, left = timed(lambda: job.features(self.rows, slice(0, plan.held)), r.device)
-        right_seconds, right = timed(lambda: job.features(self.columns, slice(0, plan.passing)), r.device)
-        contract_rounded(left, right)
-        product_seconds, _ = timed(lambda: contract_rounded(left, right), r.device)
-        flops = 2.0 * plan.held * plan.passing * self.model.size
+            tiled.maker.side(self.rows[: plan.chunk])
+        left_seconds, left = timed(lambda: tiled.maker.side(self.rows[: plan.rows]), r.device)
+        right_seconds, right = timed(lambda: tiled.maker.side(self.columns[: plan.columns]), r.device)
+        tiled.maker.block(left, right)
+        product_seconds, _ = timed(lambda: tiled.maker.block(left, right), r.device)
+        flops = 2.0 * plan.rows * plan.columns * self.model.size
         del left, right
         figures |= {
             "held_features_seconds": left_seconds,
             "passing_features_seconds": right_seconds,
-            "seconds_per_example": right_seconds / plan.passing,
+            "seconds_per_example": right_seconds / plan.columns,
             "product_seconds": product_seconds,
             "product_tflops": flops / product_seconds / 1e12,
-            "capture_refused": job.pieces.refused if isinstance(job.pieces, Replayed) else None,
+            "capture_refused": tiled.maker.pieces.refused if isinstance(tiled.maker.pieces, Replayed) else None,
         }
         r.note(**{name: figures})
-        first, more = self._stream(job, left_seconds, share)
+        first, more = self._stream(tiled, left_seconds, share)
         figures |= more
         r.note(**{name: figures})
         figures |= self._error(first)
         r.note(**{name: figures})
 
-    def _stream(self, job: RoundedJob, left_seconds: float, share: float) -> tuple[Tile, dict[str, Any]]:
+    def _stream(self, tiled: TiledKernel, left_seconds: float, share: float) -> tuple[Tile, dict[str, Any]]:
         """Tiles to the host, by the clock; and the whole kernel foretold in two ways."""
         begin, seconds, entries, first = time.perf_counter(), [], 0, None
-        for tile in on_host(job.tiles()):
+        for tile in on_host(tiled.tiles()):
             seconds.append(time.perf_counter() - begin)
             entries += tile.block.numel()
             first = tile if first is None else first
             if entries >= share * ROWS * COLUMNS or self.r.left() < 8:
                 break
-        total, plan = time.perf_counter() - begin, job.plan
+        total, plan = time.perf_counter() - begin, tiled.plan
         assert first is not None
         # The rows' features are made once for a block of rows; a tile of columns costs its features and the product.
         steady = statistics.median(b - a for a, b in pairwise(seconds)) if seconds[1:] else total
-        whole = ROWS * COLUMNS / (plan.held * plan.passing) * steady + ROWS / plan.held * left_seconds
+        whole = ROWS * COLUMNS / (plan.rows * plan.columns) * steady + ROWS / plan.rows * left_seconds
         by_share = total * ROWS * COLUMNS / entries
         return first, {
             "measured_entries": entries,
@@ -138,25 +137,25 @@ class _Scalar:
         sample = 2 if r.smoke else 16
         exact = exact_sample(self.model, self.w, self.rows[:n], self.columns[:m], examples=sample)
         for precision in Precision:
-            job = self.job(False, FILLED[-1], precision)
-            ours, theirs = job.features(self.rows, slice(0, n)), job.features(self.columns, slice(0, m))
-            contract_rounded(ours, theirs)
-            seconds, K = timed(lambda a=ours, b=theirs: contract_rounded(a, b), r.device)
+            tiled = self.tiled(False, FILLED[-1], precision)
+            ours, theirs = tiled.maker.side(self.rows[:n]), tiled.maker.side(self.columns[:m])
+            tiled.maker.block(ours, theirs)
+            seconds, K = timed(partial(tiled.maker.block, ours, theirs), r.device)
             del ours, theirs
             error = exact.error(K)
             rate = 2.0 * n * m * self.model.size / seconds / 1e12
-            found[precision.value] = {"seconds": seconds, "tflops": rate, "error": error, "bound": job.bound}
+            found[precision.value] = {"seconds": seconds, "tflops": rate, "error": error, "bound": tiled.maker.bound}
             r.note(precisions=found, precisions_block=[n, m], precisions_sample=sample)
 
     def before(self) -> None:
         """Features an example or two at a time, as CPUs like them, and float32 tiles as they are now."""
         r, few, many = self.r, *((2, 2) if self.r.smoke else (12, 384))
-        usual, tiles._CHUNK_BYTES["cuda"] = tiles._CHUNK_BYTES["cuda"], tiles._CHUNK_BYTES["cpu"]
+        usual, memory._CHUNK_BYTES["cuda"] = memory._CHUNK_BYTES["cuda"], memory._CHUNK_BYTES["cpu"]
         try:
             cross_kernel(self.model, self.w, self.rows[:2], self.columns[:2])
             old, _ = timed(lambda: cross_kernel(self.model, self.w, self.rows[:few], self.columns[:few]), r.device)
         finally:
-            tiles._CHUNK_BYTES["cuda"] = usual
+            memory._CHUNK_BYTES["cuda"] = usual
         r.note(before={"examples": 2 * few, "seconds_per_example": old / (2 * few)})
         new, _ = timed(lambda: cross_kernel(self.model, self.w, self.rows[:many], self.columns[:many]), r.device)
         r.note(float32_tiles={"examples": 2 * many, "seconds_per_example": new / (2 * many)})
@@ -170,12 +169,12 @@ def resnet_ten_outputs(r: Recorder) -> None:
     r.note(n=n, outputs=10, weights=model.size)
 
     def whole(graphs: bool) -> None:
-        arguments = (model, model.weights, x, None, Precision.FLOAT16, None, _memory(r, FILLED[0]))
-        job = prepare_rounded(*arguments, held_result=True, graphs=graphs)
+        room = {"memory": _memory(r, FILLED[0]), "holds_result": True}
+        tiled = tiled_kernel(model, model.weights, x, precision=Precision.FLOAT16, graphs=graphs, **room)
         for _ in range(4):
-            job.features(x, slice(0, job.plan.chunk))  # loads, and captures
-        seconds, K = timed(lambda: _assembled(job, n * 10, r.device), r.device)
-        figures = {"plan": vars(job.plan), "seconds": seconds, "shape": list(K.shape), "bound": job.bound}
+            tiled.maker.side(x[: tiled.plan.chunk])  # loads, and captures
+        seconds, K = timed(tiled.assembled, r.device)
+        figures = {"plan": _sizes(tiled.plan), "seconds": seconds, "shape": list(K.shape), "bound": tiled.maker.bound}
         r.note(**{"captured" if graphs else "whole": figures})
         error = measured_error(model, model.weights, K, x, examples=sample)
         r.note(**{"captured" if graphs else "whole": figures | {"error": error, "error_sample": sample}})
@@ -185,12 +184,9 @@ def resnet_ten_outputs(r: Recorder) -> None:
         parts(r, [("whole", 8, lambda: whole(False))])
 
 
-def _assembled(job: RoundedJob, side: int, device: str) -> Tensor:
-    K = torch.empty(side, side, device=device)
-    for tile in job.tiles():
-        K[tile.rows, tile.columns] = tile.block
-        K[tile.columns, tile.rows] = tile.block.T
-    return K
+def _sizes(plan: TilePlan) -> dict[str, int]:
+    """The plan under the names that stored results have."""
+    return {"held": plan.rows, "passing": plan.columns, "chunk": plan.chunk, "bytes": plan.bytes}
 
 
 def _memory(r: Recorder, share: float) -> int:

@@ -11,10 +11,10 @@ import torch
 from cli_calls import call
 from matplotlib.figure import Figure
 
+from poprisk._core.progress import Progress
 from poprisk._core.store.envelope import save_result
 from poprisk._core.store.files import write_text
 from poprisk.errors import DataError
-from poprisk_lab import progress as job_progress
 from poprisk_lab import reproduce as command_module
 from poprisk_lab.data.cifar import cifar10, human_labels
 from poprisk_lab.data.llama_weights import load_llama
@@ -218,19 +218,14 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on_from_there
     labels = reproduction("labels")
     size = replace(labels.smoke.digits, steps=6, evaluations=2)
     toys({"labels": replace(labels, smoke=replace(labels.smoke, arms=labels.smoke.arms[:2], digits=size))})
-    usual, stop_at = job_progress._plain, "digits-0, report"
+    usual, stop_at = Progress.update, "digits-0, report"
 
-    def with_a_signal(name):
-        report = usual(name)
+    def with_a_signal(self, done, *arguments, doing="", **options):
+        usual(self, done, *arguments, doing=doing, **options)
+        if stop_at and stop_at in doing:
+            signal.raise_signal(signal.SIGINT)
 
-        def told(done, total, upcoming):
-            report(done, total, upcoming)
-            if stop_at and stop_at in upcoming:
-                signal.raise_signal(signal.SIGINT)
-
-        return told
-
-    monkeypatch.setattr(job_progress, "_plain", with_a_signal)
+    monkeypatch.setattr(Progress, "update", with_a_signal)
     command, parts = ["reproduce", "labels", "--smoke", "--output", tmp_path], tmp_path / "labels.parts"
     code, out, err = call(capsys, *command)
     assert (code, out) == (130, "")

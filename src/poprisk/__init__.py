@@ -1,7 +1,7 @@
 """Train on population risk instead of training loss, and know what a training run learned, memorized and cannot see.
 
-Public names are imported on first use (PEP 562), so that ``import poprisk`` costs nothing beyond its parts; the stub
-beside this file tells the type checker where they live.
+Public names are imported on first use (PEP 562), so that ``import poprisk`` is quick; the stub next to this file tells
+type checkers where they are defined.
 """
 
 import logging
@@ -32,7 +32,7 @@ _NAMES_BY_ROOM = {
         "RankVariance",
         "suggest_lr",
     ),
-    "poprisk.report": ("Analysis", "analyze"),
+    "poprisk.report": ("Analysis", "CleanTargets", "analyze", "write_report"),
     "poprisk.risk": (
         "AuditTable",
         "RiskEstimate",
@@ -48,7 +48,7 @@ _NAMES_BY_ROOM = {
     "poprisk.runs": ("Problem", "Recorder", "Run", "replay", "train"),
 }
 _ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
-logging.getLogger("poprisk").addHandler(logging.NullHandler())  # who listens is the application's choice
+logging.getLogger("poprisk").addHandler(logging.NullHandler())  # the application chooses the handlers
 _moved.install()
 
 

@@ -26,6 +26,9 @@ ROOT_NAMES = {
 }
 """Once at the root of the package, now in a room."""
 
+RENAMED = {"poprisk.report.run_report.run_report": "poprisk.report.write_report"}
+"""Names of old modules that have another name now."""
+
 MODULES: dict[str, dict[str, str]] = {
     "poprisk.audit": {
         "poprisk.risk": "AuditTable audit",
@@ -90,14 +93,17 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "poprisk.experiments.run_analysis": {
         "poprisk.report": "Analysis analyze",
-        "poprisk.report._analysis": "Found PARTS check_options kernel_curve loss_curves memorization neighbours",
+        "poprisk.report._analysis.analyze": "PARTS check_options",
+        "poprisk.report._analysis.curves": "kernel_curve loss_curves memorization",
+        "poprisk.report._analysis.neighbours": "neighbours",
     },
     "poprisk.experiments.run_gates": {
-        "poprisk.report._gates": "GateCurve gate_curve has_gate",
+        "poprisk.report._analysis.gates": "GateCurve gate_curve has_gate",
     },
     "poprisk.experiments.run_window": {
-        "poprisk.report._window": (
-            "CleanTargets DriftCurve MOST_OUTPUTS QUERIES WindowFacts window_facts window_seconds"
+        "poprisk.report": "CleanTargets",
+        "poprisk.report._analysis.operators": (
+            "DriftCurve MOST_OUTPUTS QUERIES WindowFacts window_facts window_seconds"
         ),
     },
     "poprisk.experiments.sobolev_slope": {
@@ -111,17 +117,18 @@ MODULES: dict[str, dict[str, str]] = {
             "exclusion_risk first_order_risk generalization_gap holdouts influence_matrix influence_on "
             "influence_operator k_fold leave_one_out population_risk self_influence subsets"
         ),
-        "poprisk.risk._exclusion": "excluded_weights exclusion_displacement label_sensitivities",
+        "poprisk.risk._exclusion": "excluded_weights exclusion_displacement",
         "poprisk.risk._first_order": "TaylorRemainder taylor_remainder",
-        "poprisk.risk._fold_error": "inflated_error nested_error",
+        "poprisk.risk._error": "inflated_error nested_error",
         "poprisk.risk._influence.displacement": (
             "ReplaceOneDisplacement example_scores gap_integrals replace_one_displacement"
         ),
         "poprisk.risk._influence.exclusion_sweep": "ExcludedOutputs ExclusionSweep",
         "poprisk.risk._influence.holdout_weights": "common_first_variation delete_direction holdout_weights",
+        "poprisk.risk._influence.label_sensitivity": "label_sensitivities",
         "poprisk.risk._influence.live_rate": "population_rates",
         "poprisk.risk._influence.sensitivity": "Adjoint SpotCheck",
-        "poprisk.risk._meter": "FoldEnsemble k_fold_curve",
+        "poprisk.risk._k_fold": "FoldEnsemble k_fold_curve",
         "poprisk.risk._resampling": "replace_one",
         "poprisk_lab.paper.mnist_influence.metrics": (
             "Brittleness LooCorrelation brittleness linear_datamodeling_score loo_correlation mislabel_auc share_found"
@@ -133,7 +140,7 @@ MODULES: dict[str, dict[str, str]] = {
         ),
     },
     "poprisk.influence.fold_error": {
-        "poprisk.risk._fold_error": "FEWEST NestedSplit inflated_error nested_error",
+        "poprisk.risk._error": "NestedSplit inflated_error nested_error",
     },
     "poprisk.influence.linear_step": {
         "poprisk.risk._influence.linear_step": "LinearStep=StepJacobian clip_direction",
@@ -145,7 +152,9 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "poprisk.influence.resampling": {
         "poprisk.risk": "cross_validation_risk holdouts k_fold leave_one_out subsets",
-        "poprisk.risk._resampling": "RetrainOptions k_fold_members k_fold_of_weights replace_one",
+        "poprisk.risk._k_fold": "k_fold_members k_fold_of_weights",
+        "poprisk.risk._resampled": "RetrainOptions",
+        "poprisk.risk._resampling": "replace_one",
     },
     "poprisk.jobs": {
         "poprisk.jobs._manifest": "Group Job",
@@ -164,9 +173,8 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.operators._kernels.method": "Cost Method",
         "poprisk.operators._kernels.rounded_kernel": "RoundedKernel measured_error",
         "poprisk.operators._kernels.tangent": "output_trace",
-        "poprisk.operators._kernels.tiles": "Tile",
+        "poprisk.operators._kernels.tiles": "Tile on_host",
         "poprisk.operators._kernels.timescales": "curvature_root scaled_kernel scaled_kernel_operator",
-        "poprisk.operators._kernels.transfer": "on_host",
     },
     "poprisk.linalg": {
         "poprisk._core.linalg.adjoint": "adjoint_mismatch",
@@ -281,7 +289,7 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.runs._problem": "Augmentation BatchLoss",
     },
     "poprisk.report.run_report": {
-        "poprisk.report._page": "report_command report_page require_template run_report training_call",
+        "poprisk.report._drawing.page": "report_command report_page require_template training_call",
     },
     "poprisk.rules": {
         "poprisk.optim": "calibrated_alpha hard_gate loo_coefficient snr_gate soft_gate",
@@ -344,7 +352,7 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.theory.bias_variance": "Risk interpolation_variance noise_covariance realized_risk risk",
         "poprisk.theory.directions": "signal_directions_of",
         "poprisk.theory.effective_rank": "effective_rank",
-        "poprisk.theory.example_groups": "DirectionExample direction_energies top_examples",
+        "poprisk.theory.groups": "DirectionExample direction_energies top_examples",
         "poprisk.theory.filters": (
             "checked_filter decayed_flow_filter gradient_flow_filter interpolation_filter predictive_basis "
             "rank_filter ridge_filter threshold_filter"
@@ -402,6 +410,10 @@ def moved_attribute(module: str, name: str) -> Any:
         AttributeError: the old module had no such name.
         ImportError: it is in the lab, which is not installed.
     """
+    if (new := RENAMED.get(f"{module}.{name}")) is not None:
+        _warn(f"{module}.{name}", new, stacklevel=4)
+        place, _, name = new.rpartition(".")
+        return getattr(_imported(place, f"{module}.{name}"), name)
     for place, names in MODULES.get(module, {}).items():
         new = renamed(names).get(name)
         if new is not None:

@@ -10,7 +10,7 @@ from poprisk import cli
 
 def start(*arguments, **options):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-    command = [sys.executable, "-W", "error", "-m", "poprisk.cli", *map(str, arguments)]
+    command = [sys.executable, "-W", "error", "-m", "poprisk", *map(str, arguments)]
     return subprocess.Popen(command, **pipes, **options)
 
 

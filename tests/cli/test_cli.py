@@ -16,8 +16,9 @@ from rich.console import Console
 from poprisk import __version__, cli
 from poprisk._core.store.envelope import load_result
 from poprisk._core.store.files import write_text
+from poprisk.cli import _demo
+from poprisk.cli._demo import demo_lines
 from poprisk.cli._demonstration.study import MAX_NOISE, DemoConfig
-from poprisk.cli._terminal import demo_lines
 from poprisk.errors import HyperparameterError, MissingExtraError
 from poprisk.runs._digits import TRAIN_SIZES
 
@@ -33,7 +34,7 @@ def test_demo_end_to_end_without_a_terminal(tmp_path):
         process.kill()
     assert process.returncode == 0, err
     assert sorted(p.name for p in output.iterdir()) == ["demo.png", "report.html", "result.json", "run"]
-    assert f"in your browser: {output / 'report.html'}" in " ".join(out.split())
+    assert f"open in your browser: {output / 'report.html'}" in " ".join(out.split())
     page = (output / "report.html").read_text(encoding="utf-8")
     assert "digits with wrong labels" in page
     assert "Population risk" in page
@@ -108,7 +109,7 @@ def test_help_needs_no_torch():
 
 
 def test_defaults_and_limits_are_the_experiments(capsys):
-    given = {name: p.default for name, p in inspect.signature(cli.demo.demo).parameters.items()}
+    given = {name: p.default for name, p in inspect.signature(_demo.demo).parameters.items()}
     assert Path("poprisk-demo") == given.pop("output")
     assert DemoConfig(given["seeds"], given["noise"], given["size"], given["steps"]) == DemoConfig()
     words = call(capsys, "demo", "--help")[1]
@@ -165,7 +166,7 @@ def test_a_demo_writes_over_no_other_run(capsys, tmp_path, monkeypatch):
         (["demo", "extra"], "extra"),
         (["demo", "--seeds"], "--seeds"),
         (["dance"], "dance"),
-        (["bench", "--device", "abacus"], "device must be cpu, or cuda where there is one, got abacus"),
+        (["bench", "--device", "abacus"], "device must be cpu, or cuda if available, got abacus"),
         (["analyze", "nowhere"], "nowhere holds no run"),
         (["train"], "TASK"),
     ],

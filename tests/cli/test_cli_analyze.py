@@ -14,10 +14,11 @@ from torch import nn
 
 from poprisk import PopRiskAdamW, Run
 from poprisk.errors import RunError
-from poprisk.report._analysis import PARTS, analyze
-from poprisk.report._analysis_parts import LossCurves
-from poprisk.report._kept_analysis import KeptAnalysis, Part
-from poprisk.report._page import report_page
+from poprisk.report import analyze
+from poprisk.report._analysis.analyze import PARTS
+from poprisk.report._analysis.curves import LossCurves
+from poprisk.report._analysis.kept import KeptAnalysis, Part
+from poprisk.report._drawing.page import report_page
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
@@ -41,14 +42,14 @@ def run(tmp_path):
 
 
 def told(err):
-    return re.findall(r"^(?:analysis|report): (\w+) \(", err, re.M)
+    return re.findall(r"^analysis: .*; next: (\w+)$", err, re.M)
 
 
 def test_an_analysis_is_kept_and_the_report_is_the_same_as_without_it(run, capsys, tmp_path, monkeypatch):
     code, out, err = call(capsys, "analyze", run, "--json")
     assert code == 0, err
     assert told(err) == list(PARTS)
-    found, fresh = json.loads(out), analyze(Run.load(run))
+    found, fresh = json.loads(out), analyze(Run.load(run), progress=False)
     assert found["risk"]["value"] == pytest.approx(float(fresh.risk.value))
     assert found["curves"]["train"] == pytest.approx(fresh.curves.train)
     assert found["memorization"]["share"] == pytest.approx(fresh.memorization.share)
@@ -66,11 +67,11 @@ def test_an_analysis_is_kept_and_the_report_is_the_same_as_without_it(run, capsy
     assert computed == []
     assert report_page(again, command="c") == report_page(fresh, command="c")  # to the last digit
 
-    monkeypatch.setattr("poprisk.report._analysis.audit", None)  # whatever is computed now fails
+    monkeypatch.setattr("poprisk.report._analysis.analyze.audit", None)  # whatever is computed now fails
     code, out, err = call(capsys, "report", run, "--output", tmp_path / "page.html", "--json")
     assert code == 0, err
     assert told(err) == []
-    assert "using what is kept" in err
+    assert "using the parts kept in" in err
     page = tmp_path / "page.html"
     assert json.loads(out)["bytes"] == page.stat().st_size
     assert "Population risk" in page.read_text()
@@ -85,7 +86,7 @@ def test_an_interrupted_analysis_goes_on_from_there(run, capsys, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr("poprisk.report._analysis.window_facts", stop)
+        patch.setattr("poprisk.report._analysis.analyze.window_facts", stop)
         code, out, err = call(capsys, "analyze", run)
     assert (code, out) == (130, "")
     assert err.splitlines()[-1] == (
@@ -96,7 +97,7 @@ def test_an_interrupted_analysis_goes_on_from_there(run, capsys, monkeypatch):
     assert code == 0, err
     assert told(err) == ["operators", "kernel", "neighbours"]
     with monkeypatch.context() as patch:
-        patch.setattr("poprisk.report._analysis.audit", stop)
+        patch.setattr("poprisk.report._analysis.analyze.audit", stop)
         code, out, err = call(capsys, "analyze", run, "--again")
     assert (code, told(err)) == (130, ["examples"])
     assert "nothing was written" in err
@@ -117,7 +118,7 @@ def test_what_no_longer_belongs_is_not_used(run, monkeypatch):
     other.test = (other.test[0], other.test[1] + 1)
     assert KeptAnalysis(Run.load(run, problem=other)).get("curves") is None
     with monkeypatch.context() as patch:
-        patch.setattr("poprisk.__version__", "0.0.1")
+        patch.setattr("poprisk.report._analysis.kept.__version__", "0.0.1")
         assert kept_of(run).finished == []
     problem = Problem.build(make_task)
     train(problem, partial(PopRiskAdamW, lr=0.1), 7, batch_size=5, path=run, resume=True, progress=False)
@@ -135,7 +136,7 @@ def test_damaged_parts_are_computed_again(run):
     assert again.get("gates") == Part(None, "why not")
     (run / "analysis" / "index.json").write_text("{")
     assert kept_of(run).finished == []
-    with pytest.raises(RunError, match=r"this run is in memory: run\.save\(path\)"):
+    with pytest.raises(RunError, match=r"this run is in memory: save it first with run\.save\(path\)"):
         KeptAnalysis(train(make_task(), torch.optim.SGD, 2, progress=False))
 
 

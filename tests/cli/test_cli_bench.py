@@ -8,7 +8,7 @@ from cli_calls import call
 from rich.console import Console
 
 from poprisk.cli import _step_time as step_time
-from poprisk.cli._bench_table import bench_lines
+from poprisk.cli._bench import bench_lines
 from poprisk.cli._step_time import interleaved
 from poprisk.errors import HyperparameterError
 
@@ -25,7 +25,7 @@ def test_bench_gives_ratios_of_both_implementations(capsys, monkeypatch):
         assert case["milliseconds"][f"PopRiskAdamW, {kind}"] > 0
     assert found["kernel_tile"]["gradients"] > 0
     console = Console(width=120, record=True, file=io.StringIO())
-    for line in bench_lines(found):
+    for line in bench_lines(found, 120):
         console.print(line)
     text = console.export_text()
     assert f"{case['ratios']['fused']:.2f} (" in text

@@ -119,7 +119,7 @@ def test_interrupted_it_goes_on_to_the_same_bits(folder, capsys, monkeypatch):
         patch.setattr("poprisk.runs._training.add_gradients", interrupted)
         code, out, err = call(capsys, *command)
     assert (code, out) == (130, "")
-    last = "11 of 20 steps are kept in poprisk-run, and the same command goes on from there"
+    last = "11 of 20 steps are kept in poprisk-run; the same command continues from there"
     assert err.splitlines()[-1] == f"poprisk: interrupted; {last}"
     assert "stopping after this step" in err
     assert "Traceback" not in err
@@ -220,19 +220,19 @@ def test_a_small_file_says_it_all_and_the_command_line_overrides_it(folder, caps
     ("text", "kind", "message"),
     [
         ("epochs = 3", DataError, "needs task ="),
-        ('task = "a:b"\nspeed = 3', DataError, "has the key 'speed', known are"),
+        ('task = "a:b"\nspeed = 3', DataError, "has the unknown key 'speed'; known keys are"),
         ('task = "a:b"\nsteps = 0', HyperparameterError, "steps: expected a whole number from 1"),
         ('task = "a:b"\nsteps = 2.5', HyperparameterError, "steps: expected a whole number"),
         ('task = "a:b"\noptimizer = "lion"', HyperparameterError, "optimizer must be one of"),
         ('task = "a:b"\narguments = 3', DataError, r"\[arguments\] must be a table"),
-        ("task = a", DataError, "should be TOML"),
+        ("task = a", DataError, "is not valid TOML"),
     ],
 )
 def test_wrong_files_are_refused(text, kind, message, tmp_path):
     (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(kind, match=message):
         read_plan(str(tmp_path / "plan.toml"), {})
-    with pytest.raises(HyperparameterError, match="sgd has no option 'rho'; it has lr, momentum"):
+    with pytest.raises(HyperparameterError, match="sgd has no option 'rho'; its options are lr, momentum"):
         read_plan("a:b", {"optimizer": "sgd"}).__class__("a:b", optimizer="sgd", options={"rho": 1}).make_optimizer()
 
 
@@ -242,7 +242,7 @@ def test_large_runs_are_recorded_sparsely(folder, capsys, monkeypatch):
     assert code == 0, err
     every = json.loads(out)["every"]
     assert every > 1
-    assert f"weights are recorded every {every} steps" in err
+    assert f"recording weights every {every} steps" in err
     run = Run.load("poprisk-run")
     assert run.checkpoints == [0, *range(every, 40, every), 40]
     assert sum(run.weights(k).nbytes for k in run.checkpoints) < 5_000

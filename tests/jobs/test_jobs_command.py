@@ -14,12 +14,12 @@ import job_problems
 import pytest
 import torch
 
-from poprisk.cli._jobs import main
+from poprisk._core.progress import Progress
+from poprisk.cli import main
 from poprisk.jobs._assemble import assemble_matrix
 from poprisk.jobs._launch import run_jobs, slurm_script
 from poprisk.jobs._manifest import Group, Manifest
 from poprisk.jobs._plan import Plan
-from poprisk.jobs._progress import job_progress
 from poprisk.jobs._status import job_status
 from poprisk.jobs._worker import worker_name
 from poprisk.runs._problem import Problem
@@ -39,7 +39,7 @@ def squares(tmp_path):
 
 def call(*arguments):
     with pytest.raises(SystemExit) as leaving:
-        main([str(each) for each in arguments])
+        main(["jobs", *map(str, arguments)])
     return leaving.value.code
 
 
@@ -49,7 +49,7 @@ def test_work_then_status(squares, capfd, monkeypatch):
     assert "squares: 0 of 20 done\nin all: 0 of 20 done, 0 claimed\n" in capfd.readouterr().out
     assert call("work", squares, "--name", "me") == 0
     out, err = capfd.readouterr()
-    assert re.search(r"me finished 20 jobs in \d+ s; all are done", out)
+    assert re.search(r"me finished 20 jobs in \d+ s; all jobs are done", out)
     assert "jobs: 20 of 20 done" in err
     assert call("status", squares) == 0
     assert "in all: 20 of 20 done, 0 claimed\nme finished 20\n" in capfd.readouterr().out
@@ -83,7 +83,7 @@ def test_assemble_prints_where_the_matrices_are(tmp_path, capfd):
 def test_a_worker_that_is_told_to_end_gives_its_job_back(tmp_path, capfd):
     """SIGTERM, as SLURM and torchrun send it: another worker goes on at once, no lease is waited for."""
     Manifest((Group("squares", "job_problems:Squares", {"seconds": 0.7}, [[i] for i in range(4)]),)).save(tmp_path)
-    process = multiprocessing.get_context("fork").Process(target=main, args=(["work", str(tmp_path)],))
+    process = multiprocessing.get_context("fork").Process(target=main, args=(["jobs", "work", str(tmp_path)],))
     process.start()
     while not job_status(tmp_path).done:
         time.sleep(0.05)
@@ -92,7 +92,7 @@ def test_a_worker_that_is_told_to_end_gives_its_job_back(tmp_path, capfd):
     os.kill(process.pid, signal.SIGTERM)
     process.join()
     assert process.exitcode == 143
-    assert "poprisk: interrupted; what is done is kept" in capfd.readouterr().err
+    assert "poprisk: interrupted; finished jobs are kept" in capfd.readouterr().err
     left = job_status(tmp_path)
     assert 0 < left.done < 4
     assert left.claimed == 0
@@ -106,7 +106,7 @@ def test_the_slurm_script_is_a_script(squares, tmp_path):
     assert "#SBATCH --cpus-per-task=1 " in script
     assert "#SBATCH --time=00:30:00\n" in script
     assert "--gpus" not in script
-    assert f"exec srun python -m poprisk.jobs work {squares} --lease 90\n" in script
+    assert f"exec srun python -m poprisk jobs work {squares} --lease 90\n" in script
     bash = shutil.which("bash")
     if bash is not None:
         file = tmp_path / "script.sh"
@@ -137,10 +137,10 @@ def test_names_come_from_the_launcher(monkeypatch, variable, start):
 
 
 def test_progress_has_the_time_left(capfd):
-    with job_progress("jobs", 10, shown=True) as report:
-        report(4, False)
-        report(5, True)
-        report(10, True)
+    with Progress("jobs", 10, counted="{done} of {total} done") as progress:
+        progress.update(4, worked=False)
+        progress.update(5)
+        progress.update(10)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "jobs: 4 of 10 done"
     assert re.fullmatch(r"jobs: 5 of 10 done, about \d+ s left", lines[1])
@@ -151,7 +151,7 @@ def test_progress_has_the_time_left(capfd):
 def test_torchrun_starts_workers(squares):
     """Two ranks, no process group: each is a worker."""
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "poprisk.jobs", "work"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "poprisk", "jobs", "work"]
     done = subprocess.run(
         [sys.executable, *command, str(squares)],
         env=environment,

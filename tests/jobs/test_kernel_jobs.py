@@ -203,7 +203,7 @@ def test_wrong_options_are_refused(tmp_path, run):
     with pytest.raises(HyperparameterError, match="device must be one of"):
         Plan(tmp_path, device="cuda:1")
     plan = Plan(tmp_path, memory_limit=100)
-    with pytest.raises(HyperparameterError, match="a memory limit of 100 bytes is too little for one tile"):
+    with pytest.raises(HyperparameterError, match="memory=100 bytes is too little"):
         plan.train_kernel(run, 0)
     with pytest.raises(HyperparameterError, match="method must be a Method"):
         plan.train_kernel(run, 0, method="magic")

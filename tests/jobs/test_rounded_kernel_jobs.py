@@ -16,10 +16,9 @@ from poprisk.jobs._plan import Plan
 from poprisk.jobs._results import read_result, write_result
 from poprisk.jobs._worker import work
 from poprisk.operators._kernels.method import Method
+from poprisk.operators._kernels.plan import plan_tiles
 from poprisk.operators._kernels.precision import Precision, check_supported, error_bound
-from poprisk.operators._kernels.rounded_features import RoundedFeatures
-from poprisk.operators._kernels.rounded_tiles import prepare_rounded
-from poprisk.operators._kernels.single_tile import TileMaker, plan_single_tiles
+from poprisk.operators._kernels.tiles import TileMaker, tiled_kernel
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
@@ -72,11 +71,11 @@ def assembled(K, tiles):
 def streamed(run, inputs, others, precision, chunk):
     """The kernel of this process alone, its tiles cut as the jobs are."""
     with pinned(1):
-        arguments = (run.model(), run.weights(STEP), inputs, others, precision, None, None)
-        job = prepare_rounded(*arguments, held_result=False)
-        maker = RoundedFeatures(*arguments[:2], job.recipe, job.precision, chunk)
-        job = replace(job, maker=maker, plan=replace(job.plan, held=SIDE, passing=SIDE))
-        return assembled(torch.empty(job.rows, job.columns), job.tiles()), job.bound
+        model, w, precision = run.model(), run.weights(STEP), Precision(precision)
+        tiled = tiled_kernel(model, w, inputs, others, precision=precision)
+        maker = TileMaker(model, w, inputs, Method.LAYER_FACTORS, chunk, precision=precision)
+        tiled = replace(tiled, maker=maker, plan=replace(tiled.plan, rows=SIDE, columns=SIDE))
+        return assembled(torch.empty(tiled.shape), tiled.tiles()), maker.bound
 
 
 def test_workers_give_the_bits_of_one_process(tmp_path, run):
@@ -162,12 +161,12 @@ def test_what_cannot_be_is_refused_before_anything_is_planned(tmp_path, run):
         plan.cross_kernel(run, STEP, dtype=torch.float64, precision="bfloat16x3")
     with pytest.raises(HyperparameterError, match=r"float64: pass dtype=torch\.float32"):
         Plan(tmp_path, device="cuda").train_kernel(run, STEP, dtype=torch.float64, precision="tf32")
-    with pytest.raises(DeviceError, match="needs the tensor cores of a GPU, and the device is 'cpu': 'float32', 'bfl"):
+    with pytest.raises(DeviceError, match="needs the tensor cores of a GPU, and the device is 'cpu': use 'float32'"):
         plan.train_kernel(run, STEP, precision="tf32")
     with pytest.raises(HyperparameterError, match=r"precision must be a Precision or one of \['float32', 'tf32'"):
         plan.train_kernel(run, STEP, precision="float8")
     assert not (tmp_path / "manifest.json").exists()
-    with pytest.raises(DeviceError, match=r"'tf32' needs a GPU of CUDA capability 8\.0 or later, here is 7\.0: take"):
+    with pytest.raises(DeviceError, match=r"'tf32' needs a GPU of CUDA capability 8\.0 or later, got 7\.0: use"):
         check_supported(Precision.TF32, "cuda", (7, 0))
     check_supported(Precision.TF32, "cuda", (9, 0))
 
@@ -175,21 +174,22 @@ def test_what_cannot_be_is_refused_before_anything_is_planned(tmp_path, run):
 def test_plans_for_a_gpu_have_chunks_of_one_size(run):
     model, x = run.model(), torch.zeros(5000, 3)
     for memory in (2**24, 2**26, 2**28):
-        options = {"precision": Precision.FLOAT16, "memory": memory, "copies": 4}
-        plan = plan_single_tiles(model, model.weights, x, **options, device=torch.device("cuda"))
+        options = {"precision": Precision.FLOAT16, "memory": memory, "copies": 4, "separate": True}
+        plan = plan_tiles(model, model.weights, x, **options, device=torch.device("cuda"))
         assert plan.bytes <= memory
-        assert plan.side % plan.chunk == 0
+        assert plan.rows == plan.columns
+        assert plan.rows % plan.chunk == 0
         assert plan.method is Method.LAYER_FACTORS
-        assert plan_single_tiles(model, model.weights, x, **options).bytes <= memory
-    assert plan.side == 1024  # 2048 outputs
+        assert plan_tiles(model, model.weights, x, **options).bytes <= memory
+    assert plan.rows == 1024  # 2048 outputs
 
 
 def test_chunks_that_are_replayed_are_so_from_the_first_on(run):
     """On a CPU what is replayed is the function itself on still copies; warm, the first side is like any other."""
     model, (_, x) = run.model(), inputs_of(run)
     maker = TileMaker(model, model.weights, x[:1], Method.LAYER_FACTORS, 4, precision=Precision.FLOAT16)
-    assert maker._rounded is not None
-    replayed = RoundedFeatures(model, model.weights, maker._rounded.recipe, Precision.FLOAT16, 4, graphs=True)
+    arguments = (model, model.weights, x[:1], Method.LAYER_FACTORS, 4)
+    replayed = TileMaker(*arguments, precision=Precision.FLOAT16, graphs=True)
     replayed.warm(x[:1])
     assert len(replayed.pieces._captured) == 1  # type: ignore[attr-defined]
     first = replayed.block(replayed.side(x[:10]), replayed.side(x[10:]))

@@ -12,7 +12,7 @@ from poprisk.jobs._launch import run_jobs
 from poprisk.jobs._operator_columns import OPERATORS, probe_columns
 from poprisk.jobs._plan import Plan
 from poprisk.operators._window import Window
-from poprisk.risk._resampling import k_fold
+from poprisk.risk._k_fold import k_fold
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 

@@ -102,11 +102,11 @@ def test_a_file_name_cannot_leave_its_place_in_the_page(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"signal": None}, "must hold K_SS, K_QS, signal, missing: signal"),
+        ({"signal": None}, "must contain K_SS, K_QS, signal; missing: signal"),
         ({"signal": np.ones(5)}, "signal must be a vector of 6 numbers, got shape [5]"),
         ({"truth": np.ones(6)}, "truth must be a vector of 4 numbers, got shape [6]"),
-        ({"K_QS": np.full((4, 6), np.nan)}, "K_QS in .* must hold finite real numbers"),
-        ({"signal": np.array(list("abcdef"))}, "signal in .* must hold finite real numbers"),
+        ({"K_QS": np.full((4, 6), np.nan)}, "K_QS in .* must contain finite real numbers"),
+        ({"signal": np.array(list("abcdef"))}, "signal in .* must contain finite real numbers"),
         ({"K_SS": -np.eye(6)}, "positive semidefinite"),
     ],
 )
@@ -121,7 +121,11 @@ def test_wrong_kernels_are_one_line_and_nothing_is_written(changes, message, cap
 def test_files_that_are_no_archive_are_refused(capsys, tmp_path):
     (tmp_path / "words.npz").write_text("not an archive")
     np.save(tmp_path / "one.npy", np.eye(2))
-    for name, message in (("words.npz", "no NumPy archive"), ("one.npy", "holds one array"), ("none.npz", "none.npz")):
+    for name, message in (
+        ("words.npz", "not a NumPy archive"),
+        ("one.npy", "holds a single array"),
+        ("none.npz", "none.npz"),
+    ):
         code, _, err = call(capsys, "explore", "--kernel", str(tmp_path / name), "--output", str(tmp_path / "x.html"))
         assert code == 2
         assert message in err
@@ -211,7 +215,7 @@ def test_the_page_shows_the_library_s_numbers(browser, tmp_path):
     ranks = range(kernel.problem.rank + 1)
     lowest = min(by_the_library(kernel, POSITIONS[-1] | {"rank": r})[0]["risk"] for r in ranks)
     assert float(best["best"]) == float(best["lowest"]) == pytest.approx(lowest, rel=1e-9)
-    assert best["title"] == "Risk along capacity"
+    assert best["title"] == "Risk as a function of capacity"
 
 
 def test_one_s_own_kernel_and_a_remembered_view(browser, tmp_path):
@@ -227,4 +231,4 @@ def test_one_s_own_kernel_and_a_remembered_view(browser, tmp_path):
         assert float(shown) == pytest.approx(parts[name], rel=1e-9)
     assert re.search(r'id="misfit-row" hidden', document)
     assert "own.npz: 6 training examples, 4 test outputs, 6 directions." in document
-    assert "Risk along noise" in document
+    assert "Risk as a function of noise" in document

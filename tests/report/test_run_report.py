@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from poprisk import PopRiskAdamW, cli
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.report._analysis import analyze
-from poprisk.report._example_contents import example_contents, png
-from poprisk.report._gates import gate_curve
-from poprisk.report._page import report_page, run_report, training_call
-from poprisk.report._window import CleanTargets
+from poprisk.report import CleanTargets, analyze, write_report
+from poprisk.report._analysis.gates import gate_curve
+from poprisk.report._drawing.example_contents import example_contents, png
+from poprisk.report._drawing.page import report_page, training_call
 from poprisk.risk._influence.matrix import influence_on
 from poprisk.risk._meter import RiskMeter
 from poprisk.runs._problem import Problem
@@ -118,17 +117,17 @@ def test_trainings_may_be_spent_on_the_risk(folder):
 
 def test_a_test_set_that_is_easier_says_nothing_about_memorization(found):
     assert found.curves.test[-1] < found.curves.train[-1]  # its labels are right
-    assert "not drawn as the training set was" in found.left_out["memorization"]
-    assert f"What share was memorized is not known: {found.left_out['memorization']}" in html.unescape(
-        report_page(found)
-    )
+    assert "not drawn from the same distribution as the training set" in found.left_out["memorization"]
+    assert f"How much was memorized is not known: {found.left_out['memorization']}" in html.unescape(report_page(found))
 
 
 def test_memorization_falls_back_on_the_test_set():
     run = train(chance(), partial(torch.optim.SGD, lr=0.5), 30, progress=False)
     found = analyze(run, budget=0.1)
     assert found.readings is None
-    assert re.search(r"about \d+ s .* budget of 0.1 s: poprisk report RUN --budget \d+$", found.left_out["risk"])
+    assert re.search(
+        r"about \d+ s .* budget of 0.1 s; use budget=\d+, or poprisk report RUN --budget \d+$", found.left_out["risk"]
+    )
     inputs, labels = run.problem.inputs, run.problem.targets
     first, last = (F.cross_entropy(outputs_at(run, k, inputs), labels).item() for k in (0, 30))
     tested = F.cross_entropy(outputs_at(run, 30, run.problem.test[0]), run.problem.test[1]).item()
@@ -137,7 +136,7 @@ def test_memorization_falls_back_on_the_test_set():
     assert found.memorization.share > 2 * found.memorization.standard_error
     page = report_page(found)
     assert "poprisk report RUN --budget" in page
-    assert "by the test set, if that is drawn like the training set" in page
+    assert "according to the test set, assuming that it is drawn from the same distribution as the training set" in page
 
 
 @pytest.mark.parametrize("every", [1, 8])
@@ -214,9 +213,12 @@ def test_every_section_has_a_chart_or_says_how_to_get_it(found):
     for key in keys:
         body = re.search(rf'id="{key}">(.*?)</section>', page, re.S).group(1)
         points = [int(n) for n in re.findall(r'data-points="(\d+)"', body)]
-        assert points or "Not here:" in body
+        assert points or "Not available:" in body
         assert all(points)
-    assert "Not here: they need the targets without noise" in re.search(r'id="cells">(.*?)</section>', page, re.S)[1]
+    assert (
+        "Not available: this needs targets without label noise"
+        in re.search(r'id="cells">(.*?)</section>', page, re.S)[1]
+    )
 
 
 def test_contents_can_be_left_out(noisy, found):
@@ -224,7 +226,7 @@ def test_contents_can_be_left_out(noisy, found):
     without = report_page(noisy, examples=False)
     assert "secret point" not in without
     assert '"given_target"' not in without
-    assert "contents were left out" in without
+    assert "the contents of the examples were left out" in without
     pictures_block = json.loads(data_of(report_page(found)))["pictures"]
     assert len(pictures_block) == len(found.run.problem)
     assert json.loads(data_of(report_page(found, examples=False)))["pictures"] == {}
@@ -260,7 +262,7 @@ def test_large_pictures_are_made_small_and_stop_where_the_page_is_full():
     shown = example_contents(problem, [5, 0, 1], most_bytes=10)
     assert list(shown.pictures) == [5]
     assert image.open(io.BytesIO(base64.b64decode(shown.pictures[5]))).size == (29, 48)
-    assert shown.note == "contents of the first 1 of 3 examples"
+    assert shown.note == "contents are shown for the first 1 of 3 examples"
 
 
 def test_the_printed_call_trains_the_same_run(folder, tmp_path, monkeypatch):
@@ -298,9 +300,9 @@ def test_a_network_with_batch_statistics_says_why_not():
     found = analyze(run)
     assert found.table is not None
     for part in ("risk", "operators", "kernel", "neighbours"):
-        assert "no exact analysis of this run is possible" in found.left_out[part]
+        assert "this run cannot be analyzed exactly" in found.left_out[part]
     assert "batch statistics were recorded at checkpoints only" in found.curves.notes[0]
-    assert report_page(found).count("Not here:") >= 4
+    assert report_page(found).count("Not available:") >= 4
 
 
 def test_command_writes_one_file(folder, capsys, tmp_path):
@@ -351,8 +353,34 @@ def test_nothing_is_left_behind_if_the_analysis_fails(tmp_path):
     problem = pictures()
     run = train(problem, PopRiskAdamW, 2, progress=False)
     with pytest.raises(HyperparameterError):
-        run_report(run, tmp_path / "page.html", budget=0.0)
+        write_report(run, tmp_path / "page.html", budget=0.0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_is_written_from_an_analysis_or_a_run(tmp_path):
+    path = tmp_path / "new" / "page.html"
+    run = train(chance(), partial(torch.optim.SGD, lr=0.5), 4, progress=False)
+    found = analyze(run, budget=0.1, progress=False)
+    assert write_report(found, path, command="c") == path
+    assert path.read_text(encoding="utf-8") == report_page(found, command="c")
+    again = write_report(run, tmp_path / "again.html", budget=0.1, progress=False, command="c")
+    assert again.read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again.html", "new"]  # no temporary files
+    with pytest.raises(TypeError, match="budget: pass these to analyze"):
+        write_report(found, path, budget=3.0)
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        "population risk: the expected loss on new data",
+        "The gate is a factor",
+        "The operators of a run are",
+        "the reservoir contains",
+    ],
+)
+def test_the_page_defines_its_terms(found, term):
+    assert term in report_page(found)
 
 
 @pytest.fixture(scope="module")

@@ -110,11 +110,12 @@ def run_study(name: str, smoke: bool, output: Path, data: Path | None) -> Path:
 
     config = _configured(name, chosen, smoke, data)
     directory = writable_directory(output)  # before anything slow
-    from poprisk_lab.progress import job_progress
+    from poprisk._core.progress import Progress
 
     parts = directory / f"{name}.parts"
     with interrupt_says(lambda: _kept(parts)):
-        with job_progress(name) as progress:
+        with Progress(name, counted="{done} of {total} runs") as bar:
+            progress = lambda done, total, upcoming: bar.update(done, total=total, doing=upcoming)  # noqa: E731
             result = chosen.run(config, progress, parts) if chosen.resumable else chosen.run(config, progress)
         stored = result.save(directory / f"{name}.json")
     shutil.rmtree(parts, ignore_errors=True)  # the result holds it all

@@ -6,12 +6,14 @@ from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import RenderableType
 
-from poprisk._core.store import Figure
 from poprisk.errors import HyperparameterError
+
+if TYPE_CHECKING:
+    from poprisk._core.store import Figure  # imports torch, which no --help needs
 
 ALL = "all"
 """Stands for every experiment in turn."""
@@ -69,7 +71,7 @@ class Reproduction:
     """One of some seconds, which shows that everything works and nothing else."""
     run: Callable[..., Result]
     """Called with a configuration, what to tell about progress and, where it is resumable, a folder for its parts."""
-    draw: Callable[[Saved], Figure]
+    draw: Callable[[Saved], "Figure"]
     lines: Callable[[Saved], Iterable[RenderableType]]
     resumable: bool = False
     """Whether what is done is kept on disk and not done again."""
@@ -81,45 +83,40 @@ class Reproduction:
 
 def _measurement(folder: str, drawn: str) -> Reproduction:
     """A measurement that trains no competing optimizers: ``paper/FOLDER/{study,figure,numbers}.py``."""
-    experiment = import_module(f"poprisk_lab.paper.{folder}.study")
+    study, figure, numbers = (_module(folder, part) for part in ("study", "figure", "numbers"))
     return Reproduction(
-        kind=experiment.KIND,
-        full=_only_config(experiment),
-        smoke=experiment.SMOKE,
-        run=experiment.run,
-        draw=_function(f"paper.{folder}.figure:{drawn}"),
-        lines=_function(f"paper.{folder}.numbers:lines"),
+        kind=study.KIND,
+        full=_only_config(study),
+        smoke=study.SMOKE,
+        run=study.run,
+        draw=getattr(figure, drawn),
+        lines=numbers.lines,
     )
 
 
 def _comparison(
     name: str,
-    drawn: str,
-    lines: str,
     full: Any = None,
     with_data: Any = None,
     files: Callable[[], Files] | None = None,
-    package: str = "",
 ) -> Reproduction:
-    """A comparison of optimizers: ``paper/NAME/study.py`` and the functions ``MODULE:function`` that show it."""
-    package = package or f"poprisk_lab.paper.{name}.study"
-    experiment = import_module(package)
+    """A comparison of optimizers, from the modules of its folder: ``study``, ``figure`` and ``numbers``."""
+    study, figure, numbers = (_module(name, part) for part in ("study", "figure", "numbers"))
     return Reproduction(
-        kind=experiment.KIND,
-        full=(full or _only_config)(experiment),
-        smoke=experiment.SMOKE,
-        run=experiment.run,
-        draw=_function(drawn),
-        lines=_function(lines),
+        kind=study.KIND,
+        full=(full or _only_config)(study),
+        smoke=study.SMOKE,
+        run=study.run,
+        draw=figure.draw,
+        lines=numbers.lines,
         resumable=True,
         with_data=with_data,
         files=None if files is None else files(),
     )
 
 
-def _function(where: str) -> Any:
-    module, name = where.split(":")
-    return getattr(import_module(f"poprisk_lab.{module}"), name)
+def _module(name: str, part: str) -> Any:
+    return import_module(f"poprisk_lab.paper.{name}.{part}")
 
 
 def _only_config(experiment: Any) -> Any:
@@ -128,13 +125,7 @@ def _only_config(experiment: Any) -> Any:
 
 
 def _labelled(name: str, files: Callable[[], Files]) -> Reproduction:
-    return _comparison(
-        name,
-        "paper.labels.figure:draw_labels",
-        "paper.labels.page:labels_lines",
-        with_data=lambda config, folder: replace(config, folder=folder),
-        files=files,
-    )
+    return _comparison(name, with_data=lambda config, folder: replace(config, folder=folder), files=files)
 
 
 def _fashion() -> Files:
@@ -162,14 +153,12 @@ def _smollm2_in(folder: str) -> dict[str, Any]:
     return {"folder": f"{folder}/smollm2", "data": (f"{folder}/smollm2/preferences.safetensors",)}
 
 
-def _fine_tuning(name: str, drawn: str, lines: str) -> Reproduction:
-    experiment = import_module(f"poprisk_lab.paper.{name}.study")
+def _fine_tuning(name: str) -> Reproduction:
+    study = _module(name, "study")
     return _comparison(
         name,
-        drawn,
-        lines,
-        full=lambda _: experiment.full_config(**_smollm2_in(DATA)),
-        with_data=lambda _, folder: experiment.full_config(**_smollm2_in(folder)),
+        full=lambda _: study.full_config(**_smollm2_in(DATA)),
+        with_data=lambda _, folder: study.full_config(**_smollm2_in(folder)),
         files=_smollm2,
     )
 
@@ -177,23 +166,26 @@ def _fine_tuning(name: str, drawn: str, lines: str) -> Reproduction:
 def _default_choice() -> Reproduction:
     return _comparison(
         "default_choice",
-        "paper.default_choice.figure:draw_default_choice",
-        "paper.default_choice.page:default_choice_lines",
         with_data=lambda config, folder: replace(config, labels=replace(config.labels, folder=folder)),
         files=_fashion,
     )
 
 
 def _gate_variants() -> Reproduction:
-    from poprisk_lab.gates.plan import images_in
+    from poprisk_lab.gates import plan
+    from poprisk_lab.gates.figure import draw_gate_variants
+    from poprisk_lab.gates.numbers import lines
 
-    return _comparison(
-        "gate_variants",
-        "gates.figure:draw_gate_variants",
-        "gates.numbers:lines",
-        package="poprisk_lab.gates.plan",
-        with_data=images_in,
-        files=_fashion,
+    return Reproduction(
+        kind=plan.KIND,
+        full=_only_config(plan),
+        smoke=plan.SMOKE,
+        run=plan.run,
+        draw=draw_gate_variants,
+        lines=lines,
+        resumable=True,
+        with_data=plan.images_in,
+        files=_fashion(),
     )
 
 
@@ -216,23 +208,23 @@ _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     ),
     "grokking": (
         "steps until a transformer generalizes on modular division",
-        partial(_comparison, "grokking", "paper.grokking.figure:draw_grokking", "paper.grokking.figure:grokking_lines"),
+        partial(_comparison, "grokking"),
     ),
     "pinn": (
         "a physics-informed network from a noisy initial condition",
-        partial(_comparison, "pinn", "paper.pinn.figure:draw_pinn", "paper.pinn.page:pinn_lines"),
+        partial(_comparison, "pinn"),
     ),
     "lorenz": (
         "chaotic dynamics from noisy states",
-        partial(_comparison, "lorenz", "paper.lorenz.figure:draw_lorenz", "paper.lorenz.figure:lorenz_lines"),
+        partial(_comparison, "lorenz"),
     ),
     "inr": (
         "denoising photographs with a coordinate network",
-        partial(_comparison, "inr", "paper.inr.figure:draw_inr", "paper.inr.page:inr_lines"),
+        partial(_comparison, "inr"),
     ),
     "dpo": (
         "preference alignment with swapped pairs (needs --data with smollm2)",
-        partial(_fine_tuning, "dpo", "paper.dpo.figure:draw_dpo", "paper.dpo.figure:dpo_lines"),
+        partial(_fine_tuning, "dpo"),
     ),
     "labels": (
         "wrong labels on digits and Fashion-MNIST (needs --data with fashion)",
@@ -244,20 +236,15 @@ _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     ),
     "teacher": (
         "a teacher network's labels, some of them replaced",
-        partial(_comparison, "teacher", "engine.figure:draw_comparison", "paper.teacher.figure:teacher_lines"),
+        partial(_comparison, "teacher"),
     ),
     "char_language": (
         "a character language model, clean and with wrong targets",
-        partial(
-            _comparison,
-            "char_language",
-            "paper.char_language.figure:draw_char_language",
-            "paper.char_language.figure:char_language_lines",
-        ),
+        partial(_comparison, "char_language"),
     ),
     "sft": (
         "fine-tuning a language model, clean and with wrong targets (needs --data with smollm2)",
-        partial(_fine_tuning, "sft", "paper.sft.figure:draw_sft", "paper.sft.figure:sft_lines"),
+        partial(_fine_tuning, "sft"),
     ),
     "gate_variants": (
         "variants of the gate: is one noise-proof and quick? (needs --data with fashion)",

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from poprisk._core.store import write_text
 from poprisk.errors import DataError
 from poprisk_lab.costs.cost import OperationCost
 from poprisk_lab.costs.kernels import lanczos
 from poprisk_lab.costs.machine import Fit, Machine, calibrate, checked_operations
 from poprisk_lab.costs.operations import OPERATION_MODELS, cost_of
-from poprisk_lab.costs.page import scaling
-from poprisk_lab.costs.page.elsewhere import compared
+from poprisk_lab.costs.page import numbers
 from poprisk_lab.costs.page.methods import choose, first_true, network_of
+from poprisk_lab.costs.page.one_gpu import compared, precisions_table, reached_table
 from poprisk_lab.costs.page.predictions import (
     LAYOUTS,
     MANY,
@@ -26,24 +27,27 @@ from poprisk_lab.costs.page.predictions import (
     optimizer_at_scale,
     whole_kernel,
 )
-from poprisk_lab.costs.page.reached import precisions_table, reached_table
-from poprisk_lab.costs.page.tables import Measured
+from poprisk_lab.costs.page.tables import Measured, misses
 from poprisk_lab.pages.marked_page import fill_marks
+from poprisk_lab.pages.registry import chosen_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine("toy", 100.0, 400.0, 10.0, memory_bytes=1e9)
 
 
 def test_the_page_is_what_the_results_say():
-    scaling.main(["--check", "--results", str(ROOT / "results"), "--page", str(ROOT / "docs/scaling.md")])
+    [page] = chosen_pages(["scaling.md"])
+    assert not page.is_stale(ROOT / "results")
 
 
 def test_a_page_with_another_number_is_told(tmp_path):
-    page = tmp_path / "scaling.md"
-    text = (ROOT / "docs/scaling.md").read_text()
-    page.write_text(text.replace("sizes are predicted within", "sizes are predicted far within"))
-    with pytest.raises(SystemExit, match="differs from the results"):
-        scaling.main(["--check", "--results", str(ROOT / "results"), "--page", str(page)])
+    [page] = chosen_pages(["scaling.md"])
+    text = page.text(ROOT / "results")
+    assert "sizes are predicted within" in " ".join(text.split())
+    write_text(tmp_path / page.target, text)
+    assert not page.is_stale(ROOT / "results", tmp_path)
+    write_text(tmp_path / page.target, text.replace("within 1.5×", "within 1.6×"))
+    assert page.is_stale(ROOT / "results", tmp_path)
 
 
 def test_places_and_blocks_must_be_the_same():
@@ -64,7 +68,7 @@ def test_another_benchmark_is_predicted_with_the_same_fits():
 
 def test_results_are_needed(tmp_path):
     with pytest.raises(DataError, match="run benchmarks"):
-        scaling.measurements(tmp_path)
+        numbers.measurements(tmp_path)
 
 
 def measured_rows(share, launch, fixed=0.0):
@@ -105,7 +109,8 @@ def test_a_machine_that_does_not_is_told():
     found = checked_operations(saved(rows))["product_tile"]
     assert found.worst == pytest.approx(3.0)
     assert found.within(1.5) == 1
-    assert "predicted" in scaling.misses(Measured("toy", saved(rows)))
+    [miss] = misses(Measured("toy", saved(rows)))
+    assert "predicted" in miss.sizes
 
 
 def test_queued_launches_are_hidden_behind_the_work():

@@ -19,7 +19,9 @@ from poprisk_lab.paper.char_language.task import HELD_OUT, TRAIN, CharLanguageTa
 
 pytest.importorskip("matplotlib")
 from poprisk_lab.pages.gate_choice import searched_gates
-from poprisk_lab.paper.char_language.figure import char_language_lines, claims_char_language, draw_char_language
+from poprisk_lab.paper.char_language.figure import draw as draw_char_language
+from poprisk_lab.paper.char_language.numbers import claims as claims_char_language
+from poprisk_lab.paper.char_language.numbers import lines as char_language_lines
 
 CPU = torch.device("cpu")
 TASK = CharLanguageTask(
@@ -142,16 +144,16 @@ def test_claims_say_how_far_behind(saved) -> None:
     study = saved["result"]["studies"]["char_clean"]
     ends = [reading.final(reading.row(study, label), HELD_OUT) for label in (PAPER_INHERITED, ADAMW_INHERITED)]
     behind = sum(ends[0]) / 2 - sum(ends[1]) / 2
-    assert f"the paper's rule ends {abs(behind):.3f} nats {'behind' if behind >= 0 else 'ahead'}" in clean.sentence
+    assert f"the paper's rule ends {abs(behind):.3f} nats {'behind' if behind >= 0 else 'ahead'}" in clean.verdict
     assert clean.paper_conditions.startswith(f"{ADAMW_INHERITED}: {sum(ends[1]) / 2:.3f}")
-    assert clean.sentence in [line.plain for line in char_language_lines(saved) if isinstance(line, Text)]
+    assert clean.verdict in [line.plain for line in char_language_lines(saved) if isinstance(line, Text)]
 
 
 def test_the_best_of_several_gates_is_said_to_be_that(saved) -> None:
     count = len(searched_gates(saved["result"]["studies"]["char_noisy"]))
     assert count > 1
     for claim in claims_char_language(saved):
-        for words in (claim.sentence, claim.equal_tuning):
+        for words in (claim.verdict, claim.equal_tuning):
             assert f"best of {count} gates, {count} times the trials" in words
             assert "fixed in advance" in words
 
@@ -166,8 +168,8 @@ def test_the_page_works_without_a_searched_gate(saved, kept) -> None:
     assert draw_char_language(changed)
     assert len(list(char_language_lines(changed))) == 5
     for claim in claims_char_language(changed):
-        assert "PopRiskAdamW, defaults ends" in claim.sentence
-        assert ("chosen in its favour" in claim.sentence) == (not kept)
+        assert "PopRiskAdamW, defaults ends" in claim.verdict
+        assert ("chosen in its favour" in claim.verdict) == (not kept)
 
 
 def test_a_diverged_run_is_named(saved) -> None:
@@ -175,7 +177,7 @@ def test_a_diverged_run_is_named(saved) -> None:
     study = changed["result"]["studies"]["char_clean"]
     row = next(row for row in study["rows"] if row["label"] == PAPER_INHERITED)
     row["curves"][HELD_OUT][0][-1] = None
-    assert "the paper's rule ends nowhere to compare: diverged (1 of 2)" in claims_char_language(changed)[0].sentence
+    assert "the paper's rule ends without a comparison (diverged (1 of 2))" in claims_char_language(changed)[0].verdict
 
 
 def test_the_figure_has_two_panels_for_each_text(saved, tmp_path) -> None:
@@ -185,8 +187,8 @@ def test_the_figure_has_two_panels_for_each_text(saved, tmp_path) -> None:
     assert titles == [
         "A  Held-out loss, clean text",
         "B  Last step, clean text",
-        "C  Held-out loss, 20% wrong answers",
-        "D  Last step, 20% wrong answers",
+        "C  Held-out loss, 20% wrong targets",
+        "D  Last step, 20% wrong targets",
     ]
 
 

@@ -14,8 +14,8 @@ from poprisk_lab.paper.cifar import study as cifar
 from poprisk_lab.paper.cifar import task as cifar_task
 from poprisk_lab.paper.cifar.stacked_convolution import CONVOLUTIONS, stacked_conv3x3
 from poprisk_lab.paper.cifar.task import CifarTask, channel_moments, cifar_data
-from poprisk_lab.paper.labels.figure import draw_labels
-from poprisk_lab.paper.labels.page import claims_labels
+from poprisk_lab.paper.labels.figure import draw as draw_labels
+from poprisk_lab.paper.labels.numbers import claims as claims_labels
 
 CPU = torch.device("cpu")
 SMALL = CifarTask(None, "worse", width=2, batch_size=6, epochs=1, evaluations=2, train_size=160)

@@ -13,13 +13,13 @@ from rich.console import Console
 from torch.testing import assert_close
 
 from poprisk import cli
+from poprisk._core.progress import Progress
 from poprisk._core.store.envelope import load_result
 from poprisk._core.store.files import write_text
 from poprisk.errors import DataError, HyperparameterError, MissingExtraError
 from poprisk.operators._kernels.tangent import cross_kernel, train_kernel
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
-from poprisk_lab import progress as job_progress
 from poprisk_lab.pages.registry import chosen_pages
 from poprisk_lab.paper.coupling import study as experiment
 from poprisk_lab.paper.coupling.measures import measure_run
@@ -243,11 +243,11 @@ def test_interrupt_writes_nothing(capsys, tmp_path, monkeypatch):
 def test_progress_on_a_terminal_is_a_bar(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(
-        job_progress, "Console", lambda file: Console(file=screen, force_terminal=True, width=90, _environ={})
+        "poprisk._core.progress._console", lambda: Console(file=screen, force_terminal=True, width=90, _environ={})
     )
-    with job_progress.job_progress("coupling") as report:
-        report(0, 3, "first")
-        report(2, 3, "last")
+    with Progress("coupling") as progress:
+        progress.update(0, total=3, doing="first")
+        progress.update(2, total=3, doing="last")
     assert "coupling: last" in screen.getvalue()
     assert "2/3" in screen.getvalue()
 

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from poprisk.optim._defaults import DEFAULTS
-from poprisk_lab.paper.default_choice import page as page
+from poprisk_lab.paper.default_choice import numbers as page
 from poprisk_lab.paper.default_choice import study as default_choice
-from poprisk_lab.paper.default_choice.figure import draw_default_choice
-from poprisk_lab.paper.default_choice.page import default_choice_lines
+from poprisk_lab.paper.default_choice.figure import draw as draw_default_choice
+from poprisk_lab.paper.default_choice.numbers import lines as default_choice_lines
 from poprisk_lab.paper.default_choice.study import (
     ADAMW_RATES,
     ALLOWED_COST,

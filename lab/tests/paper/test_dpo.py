@@ -14,11 +14,12 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk_lab.data.llama import StackedLlama
 from poprisk_lab.data.llama_weights import _NAMES, random_llama
 from poprisk_lab.engine import reading
-from poprisk_lab.paper.dpo import figure as report
+from poprisk_lab.paper.dpo import numbers as report
 from poprisk_lab.paper.dpo import study as dpo
+from poprisk_lab.paper.dpo.figure import draw as draw_dpo
 from poprisk_lab.paper.dpo.task import ACCURACY, DRIFT, LOSS, MARGIN, TINY, DpoTask, FineTuning, preference_metrics
 from poprisk_lab.paper.sft import study as sft
-from poprisk_lab.paper.sft.study import HELD_OUT, SftTask
+from poprisk_lab.paper.sft.task import HELD_OUT, SftTask
 
 CPU = torch.device("cpu")
 MODEL = FineTuning(rank=2)
@@ -281,27 +282,27 @@ def stored(paper, adamw, drift=(0.1, 0.4)):
 
 
 def test_verdicts_follow_the_numbers():
-    won = report.claims_dpo(stored(paper=0.61, adamw=0.57))
+    won = report.claims(stored(paper=0.61, adamw=0.57))
     assert len(won) == len(report.ROWS) + 1
     by_name = {claim.claim: claim for claim in won}
     final = by_name["Noisy DPO: final reward accuracy (table)"]
     assert final.paper == "AdamW 0.566, population risk 0.641 (1.13×)"
     assert "0.610" in final.paper_conditions
-    assert final.sentence.startswith("Held with shared hyper-parameters")
-    assert by_name["Noisy DPO: mean absolute reward drift (table)"].sentence.startswith("Held")
+    assert final.verdict.startswith("Held with shared hyper-parameters")
+    assert by_name["Noisy DPO: mean absolute reward drift (table)"].verdict.startswith("Held")
     held = by_name["Noisy DPO: steps to sustained accuracy ≥ 0.60 (table)"]
     assert held.paper == "AdamW not reached, population risk 175"
-    assert held.sentence.startswith("Held with shared hyper-parameters")
-    assert "25 (3 of 3 reached) against not reached (0 of 3 reached)" in held.sentence
+    assert held.verdict.startswith("Held with shared hyper-parameters")
+    assert "25 (3 of 3 reached) against not reached (0 of 3 reached)" in held.verdict
     equal = by_name["Noisy DPO: steps to sustained accuracy ≥ 0.54 (table)"]
-    assert equal.sentence.startswith("Undecided"), "both hold it at once"
-    assert "gain 0 [−25, +25]" in equal.sentence, "known to an evaluation only"
-    assert "no gate searched, against the tuned AdamW" in equal.sentence
-    lost = {claim.claim: claim for claim in report.claims_dpo(stored(paper=0.52, adamw=0.60, drift=(0.4, 0.1)))}
+    assert equal.verdict.startswith("Undecided"), "both hold it at once"
+    assert "gain 0 [−25, +25]" in equal.verdict, "known to an evaluation only"
+    assert "no gate searched, against the tuned AdamW" in equal.verdict
+    lost = {claim.claim: claim for claim in report.claims(stored(paper=0.52, adamw=0.60, drift=(0.4, 0.1)))}
     for name in ("final reward accuracy", "mean absolute reward drift", "steps to sustained accuracy ≥ 0.58"):
-        assert lost[f"Noisy DPO: {name} (table)"].sentence.startswith("Not held"), name
-    assert "100 evaluation pairs" in won[-1].sentence
-    assert "5.0 points" in won[-1].sentence
+        assert lost[f"Noisy DPO: {name} (table)"].verdict.startswith("Not held"), name
+    assert "100 evaluation pairs" in won[-1].verdict
+    assert "5.0 points" in won[-1].verdict
 
 
 def test_a_lead_of_one_evaluation_is_none_and_of_several_is_one():
@@ -312,7 +313,7 @@ def test_a_lead_of_one_evaluation_is_none_and_of_several_is_one():
         for row in saved["result"]["studies"]["dpo_30_swapped"]["rows"]:
             at = ours if row["label"] == dpo.PAPER_RULE else theirs
             row["curves"][ACCURACY] = [[0.5] * at + [0.61] * (16 - at)] * 3
-        claims = {claim.claim: claim.sentence for claim in report.claims_dpo(saved)}
+        claims = {claim.claim: claim.verdict for claim in report.claims(saved)}
         return claims["Noisy DPO: steps to sustained accuracy ≥ 0.60 (table)"]
 
     near = verdict(2, 3)
@@ -343,15 +344,17 @@ def test_a_control_with_nothing_searched_is_compared_with_the_given_adamw(smoke)
     clean = report.clean_study(smoke["dpo"])
     assert clean is not None
     assert clean["arms"] == {}
-    claim = report.claims_dpo(smoke["dpo"])[-1]
+    claim = report.claims(smoke["dpo"])[-1]
     assert claim.equal_tuning.startswith(f"nothing searched: {dpo.SHARED_ADAMW} ")
-    assert f"against {dpo.SHARED_ADAMW} (best given AdamW, chosen in its favour)" in claim.sentence
-    assert "tuned AdamW" not in claim.sentence
+    assert f"against {dpo.SHARED_ADAMW} (best given AdamW, chosen in its favour)" in claim.verdict
+    assert "tuned AdamW" not in claim.verdict
 
 
 @pytest.mark.parametrize("kept", [("adamw",), ()])
 def test_the_pages_work_without_a_searched_gate(smoke, kept):
-    from poprisk_lab.paper.sft.figure import claims_sft, draw_sft, sft_lines
+    from poprisk_lab.paper.sft.figure import draw as draw_sft
+    from poprisk_lab.paper.sft.numbers import claims as claims_sft
+    from poprisk_lab.paper.sft.numbers import lines as sft_lines
 
     changed = copy.deepcopy(smoke)
     for kind in ("dpo", "sft"):
@@ -359,13 +362,13 @@ def test_the_pages_work_without_a_searched_gate(smoke, kept):
             study["arms"] = {name: arm for name, arm in study["arms"].items() if name in kept}
             study["rows"] = [row for row in study["rows"] if not row["chosen_for"] or row["arm"] in kept]
     assert draw_sft(changed["sft"])
-    assert report.draw_dpo(changed["dpo"])
-    assert len(list(report.dpo_lines(changed["dpo"]))) > 3
+    assert draw_dpo(changed["dpo"])
+    assert len(list(report.lines(changed["dpo"]))) > 3
     assert len(list(sft_lines(changed["sft"]))) > 3
-    assert "no gate searched" in report.claims_dpo(changed["dpo"])[0].sentence
+    assert "no gate searched" in report.claims(changed["dpo"])[0].verdict
     favour = "chosen in its favour"
-    assert all((favour in claim.sentence) == (not kept) for claim in claims_sft(changed["sft"]))
-    assert (favour in report.claims_dpo(changed["dpo"])[0].sentence) == (not kept)
+    assert all((favour in claim.verdict) == (not kept) for claim in claims_sft(changed["sft"]))
+    assert (favour in report.claims(changed["dpo"])[0].verdict) == (not kept)
 
 
 def test_the_best_of_several_gates_is_said_to_be_that():
@@ -377,24 +380,26 @@ def test_the_best_of_several_gates_is_said_to_be_that():
         study["rows"].append(given | {"label": f"{name} gate", "arm": name, "chosen_for": ["last"]})
         curve = [[0.5] * 15 + [0.7 if name == "hard" else 0.6]]
         study["arms"][name] = {"trials": [{"hyper": {}, "curve": curve}], "chosen": {"last": 0}}
-    sentence = report.claims_dpo(saved)[0].sentence
+    sentence = report.claims(saved)[0].verdict
     assert "hard gate, best of 3 gates, 3 times the trials, against the tuned AdamW" in sentence
-    assert "by the gate fixed in advance (" in sentence
+    assert "with the gate fixed in advance (" in sentence
 
 
 def test_figures_and_lines_are_drawn_from_the_smoke_result(smoke):
-    from poprisk_lab.paper.sft.figure import claims_sft, draw_sft, sft_lines
+    from poprisk_lab.paper.sft.figure import draw as draw_sft
+    from poprisk_lab.paper.sft.numbers import claims as claims_sft
+    from poprisk_lab.paper.sft.numbers import lines as sft_lines
 
-    figure = report.draw_dpo(smoke["dpo"])
+    figure = draw_dpo(smoke["dpo"])
     assert [axes.get_title(loc="left")[0] for axes in figure.axes] == ["A", "B", "C"]
     assert len(figure.axes[0].lines) >= 6
     assert len(draw_sft(smoke["sft"]).axes) == 2
     console = Console(width=150, record=True, file=io.StringIO())
-    for line in [*report.dpo_lines(smoke["dpo"]), *sft_lines(smoke["sft"])]:
+    for line in [*report.lines(smoke["dpo"]), *sft_lines(smoke["sft"])]:
         console.print(line)
     text = " ".join(console.export_text().split())
-    assert "of the 9 rows of the paper's table held" in text
+    assert "of the 9 rows of the paper's table, " in text
     assert "held-out loss" in text
-    for claim in [*report.claims_dpo(smoke["dpo"]), *claims_sft(smoke["sft"])]:
-        assert all((claim.claim, claim.paper, claim.paper_conditions, claim.equal_tuning, claim.sentence)), claim
-    assert report.claims_dpo(smoke["dpo"])[-1].claim.startswith("DPO without swapped pairs")
+    for claim in [*report.claims(smoke["dpo"]), *claims_sft(smoke["sft"])]:
+        assert all((claim.claim, claim.paper, claim.paper_conditions, claim.equal_tuning, claim.verdict)), claim
+    assert report.claims(smoke["dpo"])[-1].claim.startswith("DPO without swapped pairs")

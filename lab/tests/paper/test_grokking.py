@@ -15,7 +15,10 @@ from torch.testing import assert_close
 from poprisk._core.store.files import write_figure
 from poprisk.errors import HyperparameterError
 from poprisk_lab.pages.gate_choice import searched_gates
-from poprisk_lab.paper.grokking.figure import best_gate, claims_grokking, draw_grokking, grokking_lines
+from poprisk_lab.paper.grokking.figure import draw as draw_grokking
+from poprisk_lab.paper.grokking.numbers import best_gate
+from poprisk_lab.paper.grokking.numbers import claims as claims_grokking
+from poprisk_lab.paper.grokking.numbers import lines as grokking_lines
 from poprisk_lab.paper.grokking.study import (
     ADAMW,
     PAPER_RULE,
@@ -321,9 +324,21 @@ INF = math.inf
         ((10, 10), (5, 5), "Undecided at weight decay 0.2"),
         ((40, 10, 40), (5, 10, 10), "Undecided at weight decay 0.2"),
         ((10, 10, 10), (20, 20, 20), "Not held at weight decay 0.2, where the paper's rule needs 2.0× [1.5, 4.0] more"),
-        ((40, 40, 40), (INF, INF, INF), "Not held at weight decay 0.2, where the paper's rule arrives in 0 of 3"),
-        ((INF, INF, 40), (INF, 5, 5), "Undecided at weight decay 0.2, where the paper's rule arrives in 2 of 3"),
-        ((INF, INF, INF), (INF, INF, INF), "Undecided at weight decay 0.2, where neither arrived in 40 steps"),
+        (
+            (40, 40, 40),
+            (INF, INF, INF),
+            "Not held at weight decay 0.2, where the paper's rule reaches the target in 0 of 3",
+        ),
+        (
+            (INF, INF, 40),
+            (INF, 5, 5),
+            "Undecided at weight decay 0.2, where the paper's rule reaches the target in 2 of 3",
+        ),
+        (
+            (INF, INF, INF),
+            (INF, INF, INF),
+            "Undecided at weight decay 0.2, where neither reached the target in 40 steps",
+        ),
         (
             (INF, INF, INF),
             (10, 10, 10),
@@ -336,9 +351,12 @@ def test_the_verdict_follows_the_interval_of_the_steps(saved, adamw, rule, verdi
     """At half the paper's speed-up; two seeds, and an evaluation's width, leave more open than the mean shows."""
     shown = arriving(three_seeds(saved) if len(adamw) == 3 else saved, {ADAMW: adamw, PAPER_RULE: rule}, {})
     (claim,) = claims_grokking(shown)
-    assert verdict in claim.sentence
-    assert "bar: the whole interval at 2.5× fewer steps or above, half the paper's 4.9×" in claim.sentence
-    assert ("a lower bound" in claim.sentence) == ("at least" in claim.sentence)
+    assert verdict in claim.verdict
+    assert (
+        "the claim holds if the whole interval is at 2.5× fewer steps or above, half of the paper's 4.9×"
+        in claim.verdict
+    )
+    assert ("a lower bound" in claim.verdict) == ("at least" in claim.verdict)
     assert "4.9×" in claim.paper
 
 
@@ -348,8 +366,8 @@ def test_each_weight_decay_is_judged_on_its_own(saved):
         if each["label"] in (shared_label(ADAMW, 1.0), shared_label(PAPER_RULE, 1.0)):
             each["curves"][TEST_ACCURACY.name] = [[0.0] * 8] * 3
     (claim,) = claims_grokking(shown)
-    assert "Held at weight decay 0.2" in claim.sentence
-    assert "Undecided at weight decay 1, where neither arrived" in claim.sentence
+    assert "Held at weight decay 0.2" in claim.verdict
+    assert "Undecided at weight decay 1, where neither reached the target" in claim.verdict
 
 
 def test_the_tuned_claim_takes_the_gate_that_was_best_in_tuning(saved):

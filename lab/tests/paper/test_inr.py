@@ -14,8 +14,9 @@ from torch import nn
 from poprisk.errors import DataError, HyperparameterError, MissingExtraError
 from poprisk_lab.pages.gate_choice import searched_gates
 from poprisk_lab.paper.inr import study as inr
-from poprisk_lab.paper.inr.figure import draw_inr
-from poprisk_lab.paper.inr.page import claims_inr, inr_lines
+from poprisk_lab.paper.inr.figure import draw as draw_inr
+from poprisk_lab.paper.inr.numbers import claims as claims_inr
+from poprisk_lab.paper.inr.numbers import lines as inr_lines
 from poprisk_lab.paper.inr.pixels import unpacked_pixels
 from poprisk_lab.paper.inr.task import (
     CLEAN_PSNR,
@@ -213,7 +214,7 @@ def test_the_figure_and_the_lines_are_drawn_from_the_saved_result(saved):
     console = Console(width=200, record=True, file=io.StringIO())
     for line in inr_lines(saved):
         console.print(line)
-    assert "Without noise the last PSNR is" in console.export_text()
+    assert "Without noise, the last PSNR is" in console.export_text()
 
 
 def with_values(saved, label, metric, values, spread=1e-4):
@@ -232,11 +233,11 @@ def with_values(saved, label, metric, values, spread=1e-4):
 def test_the_verdicts_follow_the_numbers(saved):
     peak = with_values(saved, inr.ADAMW, CLEAN_PSNR, [10.0, 20.0, 18.0, 16.0, 15.0, 14.0])
     beyond = claims_inr(with_values(peak, inr.SHARED, CLEAN_PSNR, [10.0, 12.0, 14.0, 16.0, 18.0, 20.5]))[0]
-    assert beyond.sentence.startswith("Held")
-    assert "2 of 2 photographs with the paper's rule" in beyond.sentence
+    assert beyond.verdict.startswith("Held")
+    assert "2 of 2 photographs with the paper's rule" in beyond.verdict
     assert "astronaut +0.50" in beyond.paper_conditions
     short = claims_inr(with_values(peak, inr.SHARED, CLEAN_PSNR, [10.0, 12.0, 14.0, 16.0, 18.0, 19.0]))[0]
-    assert short.sentence.startswith("Not held")
+    assert short.verdict.startswith("Not held")
     assert "astronaut −1.00" in short.paper_conditions
 
 
@@ -244,23 +245,23 @@ def test_a_mean_beyond_the_best_step_decides_nothing_where_its_interval_does_not
     """Seeds 0.1, 0.6 and 1.1 dB beyond: on average half a dB, and an interval that holds zero."""
     peak = with_values(saved, inr.ADAMW, CLEAN_PSNR, [10.0, 20.0, 18.0, 16.0, 15.0, 14.0])
     wide = claims_inr(with_values(peak, inr.SHARED, CLEAN_PSNR, [10.0, 12.0, 14.0, 16.0, 18.0, 20.1], spread=0.5))[0]
-    assert wide.sentence.startswith("Undecided")
-    assert "0 of 2 photographs (2 undecided) with the paper's rule" in wide.sentence
+    assert wide.verdict.startswith("Undecided")
+    assert "0 of 2 photographs (2 undecided) with the paper's rule" in wide.verdict
 
 
 @pytest.mark.parametrize(
     ("kept", "spread", "words"),
     [
-        (1.0, 1e-4, "Held at AdamW's lr at the bar of 5×, held at the paper's 8.5×"),
-        (1.5, 1e-4, "Held at AdamW's lr at the bar of 5×, not held at the paper's 8.5×"),
-        (4.0, 1e-4, "Not held at AdamW's lr at the bar of 5×, not held at the paper's 8.5×"),
-        (1.0, 0.4, "Undecided at AdamW's lr at the bar of 5×, undecided at the paper's 8.5×"),
+        (1.0, 1e-4, "Held at AdamW's lr for a limit of 5×, held for the paper's 8.5×"),
+        (1.5, 1e-4, "Held at AdamW's lr for a limit of 5×, not held for the paper's 8.5×"),
+        (4.0, 1e-4, "Not held at AdamW's lr for a limit of 5×, not held for the paper's 8.5×"),
+        (1.0, 0.4, "Undecided at AdamW's lr for a limit of 5×, undecided for the paper's 8.5×"),
     ],
 )
 def test_power_is_judged_by_the_interval_of_the_paired_ratio(saved, kept, spread, words):
     noisy = with_values(saved, inr.ADAMW, HIGH_POWER, [10.0] * 6)
     power = claims_inr(with_values(noisy, inr.SHARED, HIGH_POWER, [kept] * 6, spread))[1]
-    assert words in power.sentence
+    assert words in power.verdict
     if kept == 4.0:
         assert "2.5× [2.5, 2.5] (astronaut), 2.5× [2.5, 2.5] (coffee)" in power.paper_conditions
 
@@ -272,7 +273,7 @@ def test_a_power_that_is_not_finite_is_no_ratio(saved):
         row = next(row for row in study["rows"] if row["label"] == inr.ADAMW)
         row["curves"][HIGH_POWER][0] = [None] * 6
     power = claims_inr(failed)[1]
-    assert power.sentence.startswith("Undecided")
+    assert power.verdict.startswith("Undecided")
     assert "(AdamW diverged) (astronaut)" in power.paper_conditions
 
 
@@ -281,7 +282,7 @@ def test_the_best_of_several_gates_is_said_to_be_that(saved):
     count = len(searched_gates(study))
     assert count > 1
     for claim in claims_inr(saved):
-        for words in (claim.equal_tuning, claim.sentence):
+        for words in (claim.equal_tuning, claim.verdict):
             assert f"best of {count} gates, {count} times the trials" in words
             assert "the gate fixed in advance" in words
 
@@ -298,7 +299,7 @@ def test_the_page_works_without_a_searched_gate(saved, kept):
     draw_inr(changed)
     assert len(list(inr_lines(changed))) == 7
     for claim in claims_inr(changed):
-        assert "no gate searched" in claim.sentence
+        assert "no gate searched" in claim.verdict
         assert ("chosen in its favour" in claim.equal_tuning) == (not kept)
 
 
@@ -313,9 +314,9 @@ def test_a_diverged_run_is_said_and_drawn(saved):
             study["portraits"][inr.SHARED]["spectrum"] = [[None] * 16] * 16
     draw_inr(changed).canvas.draw()
     first, second = claims_inr(changed)
-    assert first.sentence.startswith("Not held")
+    assert first.verdict.startswith("Not held")
     assert "astronaut diverged (1 of 2)," in first.paper_conditions
-    assert second.sentence.startswith("Not held")
+    assert second.verdict.startswith("Not held")
 
 
 def test_a_diverged_network_has_a_portrait():

@@ -10,7 +10,9 @@ from rich.console import Console
 from poprisk._core.store.envelope import load_result
 from poprisk.errors import DataError, HyperparameterError
 from poprisk_lab.engine.arms import ALL_ARMS
-from poprisk_lab.paper.labels.page import ADAMW_GIVEN, PAPER_RULE, claims_labels, labels_lines, labels_table
+from poprisk_lab.paper.labels.numbers import ADAMW_GIVEN, PAPER_RULE, accuracy_table
+from poprisk_lab.paper.labels.numbers import claims as claims_labels
+from poprisk_lab.paper.labels.numbers import lines as labels_lines
 from poprisk_lab.paper.labels.study import KIND, SETTINGS, SMOKE, LabelsConfig, run, studies
 
 DEFAULTS = SETTINGS[0].label
@@ -63,7 +65,7 @@ def test_the_smoke_study_has_every_row_and_metric(saved):
 
 
 def test_the_figure_shows_each_data_set_twice(saved):
-    from poprisk_lab.paper.labels.figure import draw_labels
+    from poprisk_lab.paper.labels.figure import draw as draw_labels
 
     figure = draw_labels(saved)
     titles = [axes.get_title("left") for axes in figure.axes]
@@ -75,7 +77,7 @@ def test_the_figure_shows_each_data_set_twice(saved):
 
 
 def test_several_data_sets_stand_side_by_side():
-    from poprisk_lab.paper.labels.figure import draw_labels
+    from poprisk_lab.paper.labels.figure import draw as draw_labels
 
     made = {f"{d}-{n}": stored_study(n, ENDS, (0.9, 0.9, 0.9), d) for d in ("digits", "mnist") for n in (0, 0.2, 0.4)}
     figure = draw_labels({"result": {"studies": made}})
@@ -85,16 +87,16 @@ def test_several_data_sets_stand_side_by_side():
 
 
 def test_a_diverged_member_is_left_out_of_the_figure_and_named_in_the_table():
-    from poprisk_lab.paper.labels.figure import draw_labels
+    from poprisk_lab.paper.labels.figure import draw as draw_labels
 
     ends = ENDS | {DEFAULTS: (0.7, None, 0.75)}
     result = {"result": {"studies": {"one": stored_study(0.4, ends, (0.9, 0.9, 0.9))}}}
     draw_labels(result)
-    assert "diverged (1 of 3)" in labels_table(result)[1]
-    assert "not held: the defaults diverged in 1 of 3 seeds" in claims_labels(result)[0].sentence
+    assert "diverged (1 of 3)" in accuracy_table(result)[1]
+    assert "not held: the defaults diverged in 1 of 3 seeds" in claims_labels(result)[0].verdict
     ends = ENDS | {"AdamW": (None, 0.9, 0.9)}
     result = {"result": {"studies": {"one": stored_study(0.0, ends, (0.9, 0.9, 0.9))}}}
-    assert "undecided: AdamW diverged in 1 of 3 seeds" in claims_labels(result)[0].sentence
+    assert "undecided: AdamW diverged in 1 of 3 seeds" in claims_labels(result)[0].verdict
 
 
 def test_the_table_and_the_verdicts_are_printed(saved):
@@ -108,12 +110,12 @@ def test_the_table_and_the_verdicts_are_printed(saved):
 
 
 def test_the_table_says_what_the_best_gate_cost_and_has_the_fixed_one_beside_it(saved):
-    head, noisy, *_ = labels_table(saved)
+    head, noisy, *_ = accuracy_table(saved)
     cells = dict(zip(head, noisy, strict=True))
     assert cells["best searched gate"].endswith("(SNR gate; the only gate searched)")
     assert cells["gate fixed in advance"] == cells["best searched gate"].split(" (")[0] + " (SNR gate)"
     bare = {"result": {"studies": {"one": stored_study(0.4, ENDS, (0.9, 0.9, 0.9))}}}
-    cells = dict(zip(head, labels_table(bare)[1], strict=True))
+    cells = dict(zip(head, accuracy_table(bare)[1], strict=True))
     assert (cells["best searched gate"], cells["gate fixed in advance"]) == ("–", "–")
 
 
@@ -122,13 +124,13 @@ def test_without_a_searched_adamw_the_given_one_is_compared_with():
     study["arms"], study["rows"] = {}, study["rows"][:-1]
     result = {"result": {"studies": {"one": study}}}
     (claim,) = claims_labels(result)
-    assert f"{ADAMW_GIVEN} (best given AdamW, chosen in its favour)" in claim.sentence
-    assert any("chosen in its favour" in cell for cell in labels_table(result)[1])
+    assert f"{ADAMW_GIVEN} (best given AdamW, chosen in its favour)" in claim.verdict
+    assert any("chosen in its favour" in cell for cell in accuracy_table(result)[1])
 
 
 def test_a_last_step_beyond_the_best_checkpoint_holds():
     claim = claim_of((0.92, 0.93, 0.925), best=(0.90, 0.91, 0.905))
-    assert claim.sentence.startswith("digits, 40% wrong: held: the defaults end +2.0 [+2.0, +2.0] points")
+    assert claim.verdict.startswith("digits, 40% wrong: held: the defaults end +2.0 [+2.0, +2.0] points")
     assert claim.paper == "not in the paper"
     assert "best checkpoint 90.5% ± 0.3%" in claim.equal_tuning
     assert "gain −10.0 [" in claim.paper_conditions
@@ -136,17 +138,17 @@ def test_a_last_step_beyond_the_best_checkpoint_holds():
 
 def test_a_last_step_behind_the_best_checkpoint_does_not_hold_though_it_beats_the_last():
     claim = claim_of((0.85, 0.86, 0.87), best=(0.90, 0.91, 0.92))
-    assert claim.sentence.startswith("digits, 40% wrong: not held: the defaults end −5.0 [−5.0, −5.0] points")
+    assert claim.verdict.startswith("digits, 40% wrong: not held: the defaults end −5.0 [−5.0, −5.0] points")
 
 
 def test_clean_labels_are_held_against_the_last_step():
     claim = claim_of((0.80, 0.812, 0.82), best=(0.90, 0.91, 0.92), noise=0.0)
-    assert claim.sentence.startswith("digits, clean: held")
+    assert claim.verdict.startswith("digits, clean: held")
     assert "within a point" in claim.claim
 
 
 def test_an_interval_that_holds_the_allowed_loss_decides_nothing():
-    assert ": undecided:" in claim_of((0.95, 0.85, 0.90), best=(0.90, 0.91, 0.905)).sentence
+    assert ": undecided:" in claim_of((0.95, 0.85, 0.90), best=(0.90, 0.91, 0.905)).verdict
 
 
 def test_the_full_size_is_every_data_set_with_every_share_and_arm():

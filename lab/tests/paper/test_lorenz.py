@@ -16,7 +16,10 @@ from torch.testing import assert_close
 from poprisk._core.store.files import write_figure
 from poprisk.errors import HyperparameterError
 from poprisk_lab.pages.gate_choice import searched_gates
-from poprisk_lab.paper.lorenz.figure import claims_lorenz, draw_lorenz, lorenz_lines, noise_levels, reference_study
+from poprisk_lab.paper.lorenz.figure import draw as draw_lorenz
+from poprisk_lab.paper.lorenz.numbers import claims as claims_lorenz
+from poprisk_lab.paper.lorenz.numbers import lines as lorenz_lines
+from poprisk_lab.paper.lorenz.numbers import noise_levels, reference_study
 from poprisk_lab.paper.lorenz.study import DEFAULTS, PAPER_RULE, SHARED_ADAMW, SMOKE, LorenzConfig, studies
 from poprisk_lab.paper.lorenz.system import DEVIATIONS, LYAPUNOV_EXPONENT, MEANS, in_own_units, simulate
 from poprisk_lab.paper.lorenz.task import HELD_OUT, TRAIN_LOSS, VALID_TIME, LorenzTask, reported_states, true_states
@@ -232,12 +235,12 @@ def test_the_verdict_compares_last_steps_with_the_best_checkpoint(saved, paper, 
         values = each["curves"][HELD_OUT.name]
         each["curves"][HELD_OUT.name] = [[None if v is not None and math.isnan(v) else v for v in s] for s in values]
     checkpoint, levels, _ = claims_lorenz(shown)
-    assert all(verdict in checkpoint.sentence for verdict in verdicts)
+    assert all(verdict in checkpoint.verdict for verdict in verdicts)
     assert "best 0.26" in checkpoint.paper_conditions
     assert draw_lorenz(shown) is not None
     if paper == (0.1, 0.21):
-        assert "39% less error [-39%, -39%]" in checkpoint.sentence
-        assert "lower at noise 0.1; that of PopRiskAdamW" in levels.sentence
+        assert "39% less error [-39%, -39%]" in checkpoint.verdict
+        assert "lower at noise 0.1; compared with the tuned AdamW, that of PopRiskAdamW" in levels.verdict
 
 
 def with_nulls(saved):
@@ -251,21 +254,21 @@ def with_nulls(saved):
 def test_who_diverged_is_said_and_adamws_divergence_is_not_our_failure(saved):
     ends = {SHARED_ADAMW: (0.2, math.nan), "adamw": (0.2, math.nan), PAPER_RULE: (0.1, 0.2), DEFAULTS: (0.1, 0.2)}
     checkpoint, levels, _ = claims_lorenz(with_nulls(ending(saved, ends)))
-    assert "Not held" not in checkpoint.sentence
-    assert checkpoint.sentence.startswith("Undecided with shared")
-    assert "AdamW in 1 of 2 seeds none" in checkpoint.sentence
-    assert "not known (AdamW diverged in 1 of 2 seeds) at noise 0.1" in levels.sentence
+    assert "Not held" not in checkpoint.verdict
+    assert checkpoint.verdict.startswith("Undecided with shared")
+    assert "AdamW has none in 1 of 2 seeds" in checkpoint.verdict
+    assert "not known (AdamW diverged in 1 of 2 seeds) at noise 0.1" in levels.verdict
     ours = claims_lorenz(with_nulls(ending(saved, ends | {SHARED_ADAMW: (0.2, 0.3), PAPER_RULE: (0.1, math.nan)})))
-    assert ours[0].sentence.startswith("Not held with shared")
-    assert "not known (it diverged in 1 of 2 seeds) at noise 0.1" in ours[1].sentence
+    assert ours[0].verdict.startswith("Not held with shared")
+    assert "not known (it diverged in 1 of 2 seeds) at noise 0.1" in ours[1].verdict
     never = ends | {SHARED_ADAMW: (math.nan, math.nan)}
-    assert claims_lorenz(with_nulls(ending(saved, never)))[0].sentence.startswith("Held with shared")
+    assert claims_lorenz(with_nulls(ending(saved, never)))[0].verdict.startswith("Held with shared")
 
 
 def test_the_best_of_several_gates_is_said_to_be_that(saved):
     checkpoint, count = claims_lorenz(saved)[0], len(searched_gates(reference_study(saved)))
     assert count > 1
-    for words in (checkpoint.equal_tuning, checkpoint.sentence):
+    for words in (checkpoint.equal_tuning, checkpoint.verdict):
         assert f"best of {count} gates, {count} times the trials" in words
         assert "fixed in advance" in words
 
@@ -278,8 +281,8 @@ def test_the_page_works_without_a_searched_gate(saved, kept):
         study["rows"] = [each for each in study["rows"] if not each["chosen_for"] or each["arm"] in kept]
     assert draw_lorenz(changed) is not None
     assert len(list(lorenz_lines(changed))) > 3
-    assert "No gate was searched." in claims_lorenz(changed)[0].sentence
-    assert ("chosen in its favour" in claims_lorenz(changed)[0].sentence) == (not kept)
+    assert "No gate was searched." in claims_lorenz(changed)[0].verdict
+    assert ("chosen in its favour" in claims_lorenz(changed)[0].verdict) == (not kept)
 
 
 def test_only_the_reference_level_is_pictured():

@@ -14,8 +14,9 @@ from torch import nn
 from poprisk.errors import HyperparameterError
 from poprisk_lab.pages.gate_choice import searched_gates
 from poprisk_lab.paper.pinn import study as pinn
-from poprisk_lab.paper.pinn.figure import draw_pinn
-from poprisk_lab.paper.pinn.page import claims_pinn, pinn_lines
+from poprisk_lab.paper.pinn.figure import draw as draw_pinn
+from poprisk_lab.paper.pinn.numbers import claims as claims_pinn
+from poprisk_lab.paper.pinn.numbers import lines as pinn_lines
 from poprisk_lab.paper.pinn.task import (
     ERROR,
     PERIOD,
@@ -240,7 +241,7 @@ def test_the_figure_and_the_lines_are_drawn_from_the_saved_result(saved):
     text = console.export_text()
     assert "Pop. risk training (full)" in text
     assert "0.249" in text
-    assert "Without noise the last ℓ2 is" in text
+    assert "Without noise, the last ℓ2 is" in text
 
 
 def with_errors(saved, errors, seeds=3):
@@ -264,42 +265,44 @@ def falls(saved):
 def test_the_verdict_follows_the_numbers(saved, falls):
     quick = with_errors(saved, {pinn.FULL: falls[1], pinn.NO_WARMUP: falls[5], pinn.adamw_label(1e-3): falls[7]})
     speed, best, warmup = claims_pinn(quick)
-    assert "takes 4.0× [3.5, 8.0] fewer iterations than AdamW (lr 1e-3)" in speed.sentence
-    assert speed.sentence.startswith("Held with AdamW's settings (bar: the whole interval at 2× fewer iterations")
+    assert "takes 4.0× [3.5, 8.0] fewer iterations than AdamW (lr 1e-3)" in speed.verdict
+    assert speed.verdict.startswith(
+        "Held with AdamW's settings (the claim holds if the whole interval is at 2× fewer iterations"
+    )
     assert "3 of 3" in speed.paper_conditions
-    assert "not told apart" in best.sentence
-    assert warmup.sentence.startswith("Held")
-    assert "3.0× [2.5, 6.0] fewer" in warmup.sentence
+    assert "not distinguishable" in best.verdict
+    assert warmup.verdict.startswith("Held")
+    assert "3.0× [2.5, 6.0] fewer" in warmup.verdict
     slow = with_errors(saved, {pinn.FULL: falls[3], pinn.adamw_label(5e-5): falls[1]})
-    assert claims_pinn(slow)[0].sentence.startswith("Not held")
-    assert "2.0× [1.5, 4.0] the iterations of AdamW (lr 5e-5)" in claims_pinn(slow)[0].sentence
+    assert claims_pinn(slow)[0].verdict.startswith("Not held")
+    assert "2.0× [1.5, 4.0] the iterations of AdamW (lr 5e-5)" in claims_pinn(slow)[0].verdict
     missed = with_errors(saved, {pinn.adamw_label(5e-5): falls[1]})
-    assert claims_pinn(missed)[0].sentence.startswith("Not held")
+    assert claims_pinn(missed)[0].verdict.startswith("Not held")
     never = claims_pinn(with_errors(saved, {}))
-    assert "neither" in never[0].sentence
-    assert never[2].sentence.startswith("Undecided")
+    assert "neither" in never[0].verdict
+    assert never[2].verdict.startswith("Undecided")
 
 
 def test_what_an_evaluation_or_two_seeds_leave_open_is_undecided(saved, falls):
     """Twice as quick by the evaluations seen, which may be three times or one and a half."""
     rows = {pinn.FULL: falls[1], pinn.NO_WARMUP: falls[2], pinn.adamw_label(1e-3): falls[3]}
     speed, _, warmup = claims_pinn(with_errors(saved, rows))
-    assert speed.sentence.startswith("Undecided")
-    assert "2.0× [1.5, 4.0] fewer" in speed.sentence
-    assert warmup.sentence.startswith("Undecided"), "an evaluation later may be a moment later"
+    assert speed.verdict.startswith("Undecided")
+    assert "2.0× [1.5, 4.0] fewer" in speed.verdict
+    assert warmup.verdict.startswith("Undecided"), "an evaluation later may be a moment later"
     level = claims_pinn(with_errors(saved, {pinn.FULL: falls[2], pinn.NO_WARMUP: falls[2]}))[2]
-    assert level.sentence.startswith("Undecided")
+    assert level.verdict.startswith("Undecided")
     far = {pinn.FULL: falls[0], pinn.NO_WARMUP: falls[6], pinn.adamw_label(1e-3): falls[7]}
-    assert all(claim.sentence.startswith("Undecided") for claim in claims_pinn(with_errors(saved, far, 2))[::2])
-    assert claims_pinn(with_errors(saved, far))[2].sentence.startswith("Held")
+    assert all(claim.verdict.startswith("Undecided") for claim in claims_pinn(with_errors(saved, far, 2))[::2])
+    assert claims_pinn(with_errors(saved, far))[2].verdict.startswith("Held")
 
 
 def test_a_gate_picked_on_the_report_seeds_is_exploratory(saved, falls):
     rows = {"SNR gate, strength 1, lr 1e-3": falls[0], pinn.adamw_label(1e-4): falls[7]}
     speed = claims_pinn(with_errors(saved, rows))[0]
-    assert speed.sentence.startswith("Not held")
-    assert "picked on these seeds and so exploratory: SNR gate, strength 1, lr 1e-3 takes 8.0×" in speed.sentence
-    assert "Held by another gate" not in speed.sentence
+    assert speed.verdict.startswith("Not held")
+    assert "picked on these seeds and therefore exploratory: SNR gate, strength 1, lr 1e-3 takes 8.0×" in speed.verdict
+    assert "Held by another gate" not in speed.verdict
 
 
 def test_the_best_of_several_gates_is_said_to_be_that(saved, falls):
@@ -314,10 +317,10 @@ def test_the_best_of_several_gates_is_said_to_be_that(saved, falls):
         study["arms"][name]["trials"][0]["curve"] = [falls[place]]
     speed, best, _ = claims_pinn(changed)
     count = len(searched_gates(study))
-    for words in (speed.sentence, speed.equal_tuning, best.sentence, best.equal_tuning):
+    for words in (speed.verdict, speed.equal_tuning, best.verdict, best.equal_tuning):
         assert f"(best of {count} gates, {count} times the trials" in words
-    assert "held for SNR gate" in speed.sentence
-    assert "fixed in advance" in speed.sentence
+    assert "held for SNR gate" in speed.verdict
+    assert "fixed in advance" in speed.verdict
 
 
 @pytest.mark.parametrize("kept", [("adamw",), ()])
@@ -339,4 +342,4 @@ def test_a_diverged_run_is_said_and_drawn(saved):
     row["failures"] = 1
     study["portraits"][pinn.FULL] = {"error_field": [[None] * 21] * 21}
     draw_pinn(changed).canvas.draw()
-    assert "since a run diverged" in claims_pinn(with_errors(changed, {pinn.FULL: [None] * 8}))[1].sentence
+    assert "because a run diverged" in claims_pinn(with_errors(changed, {pinn.FULL: [None] * 8}))[1].verdict

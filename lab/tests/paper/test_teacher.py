@@ -10,15 +10,10 @@ from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.arms import ALL_ARMS
-from poprisk_lab.paper.teacher.figure import claims_teacher, teacher_lines
-from poprisk_lab.paper.teacher.study import (
-    MEMORIZED,
-    SETTINGS,
-    TEST_ACCURACY,
-    TRAIN_ACCURACY,
-    TeacherConfig,
-    TeacherTask,
-)
+from poprisk_lab.paper.teacher.numbers import claims as claims_teacher
+from poprisk_lab.paper.teacher.numbers import lines as teacher_lines
+from poprisk_lab.paper.teacher.study import SETTINGS, TeacherConfig
+from poprisk_lab.paper.teacher.task import MEMORIZED, TEST_ACCURACY, TRAIN_ACCURACY, TeacherTask
 
 CPU = torch.device("cpu")
 TASK = TeacherTask(
@@ -77,7 +72,7 @@ def test_measures(monkeypatch) -> None:
         assert_close(measured[TEST_ACCURACY][k], right.float().mean())
         assert_close(measured[TRAIN_ACCURACY][k], fitted.float().mean())
         assert_close(measured[MEMORIZED][k], fitted[data.wrong].float().mean())
-    monkeypatch.setattr("poprisk_lab.paper.teacher.study._EXAMPLES_AT_ONCE", 30)
+    monkeypatch.setattr("poprisk_lab.paper.teacher.task._EXAMPLES_AT_ONCE", 30)
     for name, values in cohort.measure(weights).items():
         assert torch.equal(values, measured[name])
 
@@ -121,7 +116,7 @@ def test_the_smoke_study_runs_and_is_shown(smoke_result) -> None:
     assert len(list(teacher_lines(saved))) == 2 * len(studies) + 1
     for study in studies.values():  # a page without any search: the given AdamW is compared with, and it is said
         study["arms"], study["rows"] = {}, [row for row in study["rows"] if not row["chosen_for"]]
-    assert all("chosen in its favour" in claim.sentence for claim in claims_teacher(saved))
+    assert all("chosen in its favour" in claim.verdict for claim in claims_teacher(saved))
     assert len(list(teacher_lines(saved))) == 2 * len(studies) + 1
 
 

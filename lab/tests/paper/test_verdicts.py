@@ -12,7 +12,7 @@ from rich.console import Console
 from poprisk._core.store.envelope import load_result, save_result
 from poprisk._core.store.files import write_figure
 from poprisk.errors import DataError
-from poprisk_lab.pages.claims import Claim
+from poprisk_lab.pages.claims import VerdictRow
 from poprisk_lab.pages.comparison import (
     Diverged,
     Gain,
@@ -30,9 +30,10 @@ from poprisk_lab.pages.comparison import (
     table_note,
 )
 from poprisk_lab.pages.gate_choice import budget_words, fixed_gate, library_gate, tuned_gates
-from poprisk_lab.pages.verdicts import CLAIMS, TITLES, claims_table, is_clean, main, stored_results, verdicts
-from poprisk_lab.paper.default_choice.tasks import default_tasks
-from poprisk_lab.paper.teacher.figure import claims_teacher, verdict
+from poprisk_lab.pages.verdicts import TITLES, claims_table, is_clean, stored_results, verdicts
+from poprisk_lab.paper.default_choice.task import default_tasks
+from poprisk_lab.paper.teacher.numbers import claims as claims_teacher
+from poprisk_lab.paper.teacher.numbers import verdict
 from poprisk_lab.paper.teacher.study import SETTINGS
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -105,7 +106,7 @@ def test_the_page_has_every_experiment_and_computes_its_numbers(folder: Path) ->
     lines = page.splitlines()
     assert "## Wrong labels of a teacher network" in lines
     missing = [line for line in lines if line.startswith("- ") and "poprisk reproduce" in line]
-    assert len(missing) == len(CLAIMS) - 1
+    assert len(missing) == len(TITLES) - 1
     assert "`poprisk reproduce dpo --output results`" in page
     # Defaults 0.71 on average; AdamW 0.61 at the last step and 0.66 at its best, all with the same pairing.
     noisy = next(line for line in lines if line.startswith("| teacher_0.4 "))
@@ -129,11 +130,10 @@ def test_every_row_of_a_table_has_the_columns_of_its_head(folder: Path) -> None:
         width = cells
 
 
-@pytest.mark.parametrize("kind", CLAIMS)
+@pytest.mark.parametrize("kind", TITLES)
 def test_every_kind_of_result_has_its_claims(kind: str) -> None:
-    module, function = CLAIMS[kind].split(":")
-    assert callable(getattr(import_module(module), function))
-    assert kind in TITLES
+    assert callable(import_module(f"poprisk_lab.paper.{kind}.numbers").claims)
+    assert callable(import_module(f"poprisk_lab.paper.{kind}.figure").draw)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +157,10 @@ def test_a_figure_is_shown_where_it_is_stored(folder: Path) -> None:
     assert f"![{TITLES['teacher']}](teacher.png)" in verdicts(folder)
 
 
-def test_the_command_writes_the_page(folder: Path, capsys) -> None:
-    main([str(folder), "-o", str(folder / "page.md")])
-    assert (folder / "page.md").read_text(encoding="utf-8") == verdicts(folder)
-    assert "page.md" in capsys.readouterr().out
-
-
 def test_an_empty_folder_lists_what_to_run_and_a_missing_one_is_refused(tmp_path: Path) -> None:
     page = verdicts(tmp_path)
-    assert page.count("poprisk reproduce ") == len(CLAIMS) + 1
-    assert "## How it was made" in page
+    assert page.count("poprisk reproduce ") == len(TITLES)
+    assert "## How this page is made" in page
     with pytest.raises(DataError, match="should be a folder with stored results"):
         verdicts(tmp_path / "nowhere")
 
@@ -175,22 +169,22 @@ def test_the_stored_page_is_what_the_stored_results_give() -> None:
     if not stored_results(ROOT / "results"):
         pytest.skip("no result of these kinds is stored yet")
     page = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-    assert page == verdicts(ROOT / "results"), "write it again: python -m poprisk_lab.pages.verdicts results"
+    assert page == verdicts(ROOT / "results"), "write it again: make pages"
 
 
 def test_claims_become_one_line_each_and_bars_are_escaped() -> None:
-    table = claims_table([Claim("a | b", "2\n× faster", "1", "0.9", "Not held.")])
+    table = claims_table([VerdictRow("a | b", "2\n× faster", "1", "0.9", "Not held.")])
     assert table.splitlines()[-1] == "| a \\| b | 2 × faster | 1 | 0.9 | Not held. |"
 
 
 def test_claims_of_the_teacher(folder: Path) -> None:
     noisy, clean = claims_teacher(load_result(folder / "teacher.json", "teacher"))
     assert noisy.claim.startswith("Teacher labels, 40% wrong")
-    assert "held: the defaults end +5.0 [+5.0, +5.0] points" in noisy.sentence
+    assert "held: the defaults end +5.0 [+5.0, +5.0] points" in noisy.verdict
     assert noisy.equal_tuning.startswith(
         "AdamW: last 61.0% ± 0.6%, best 66.0% ± 0.6%; PopRiskAdamW, defaults: last 71.0%"
     )
-    assert "undecided: the defaults end −1.0 [−3.5, +1.5] points" in clean.sentence
+    assert "undecided: the defaults end −1.0 [−3.5, +1.5] points" in clean.verdict
 
 
 def test_a_loss_is_held_against_what_is_allowed() -> None:
@@ -211,7 +205,7 @@ def test_a_verdict_says_who_diverged() -> None:
     assert said(once, fine) == "not held: the defaults diverged in 1 of 3 seeds, against AdamW's last step."
     assert said(fine, once).startswith("undecided: AdamW diverged in 1 of 3 seeds, the defaults in none")
     assert said(fine, never).startswith("held: AdamW diverged in 3 of 3 seeds")
-    assert said(once, never).startswith("undecided: the defaults diverged in 1 of 3 seeds, and AdamW in 3 of 3")
+    assert said(once, never).startswith("undecided: the defaults diverged in 1 of 3 seeds and AdamW in 3 of 3")
 
 
 def test_gains_point_the_same_way_for_both_kinds_of_metric() -> None:

@@ -1,4 +1,4 @@
-"""A progress bar in a notebook: one output that is replaced, not a line for each look."""
+"""A progress bar in a notebook: one output that is replaced, rather than a line for each update."""
 
 import sys
 import time
@@ -9,13 +9,13 @@ from poprisk._core.html import bar
 from poprisk._core.progress import time_left
 
 _PERIOD = 0.25
-"""Seconds between two updates: more would only fill the connection to the browser."""
+"""Seconds between two updates; more frequent ones would only fill the connection to the browser."""
 
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook: Jupyter, VS Code, Colab and others that speak its protocol.
 
-    IPython in a terminal is none, and where IPython was never imported there is no kernel.
+    IPython in a terminal is not a notebook, and if IPython was never imported there is no kernel.
 
     >>> in_notebook()
     False
@@ -26,13 +26,13 @@ def in_notebook() -> bool:
 
 
 class NotebookBar:
-    """One display that shows how far something is, updated at most four times a second and at the end.
+    """One output that shows how far some work is, updated at most four times a second and at the end.
 
     Args:
         name: What is under way.
-        start: Where it begins.
-        total: Where it ends.
-        clock: Seconds, for the speed.
+        start: Units that were done before.
+        total: Units of work in all.
+        clock: Seconds, to measure the speed.
     """
 
     def __init__(self, name: str, start: int, total: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -43,27 +43,29 @@ class NotebookBar:
         self._handle = display(self._picture(""), display_id=True)
 
     def is_due(self, done: int) -> bool:
-        """Whether an update now would be shown; ask before computing what it says."""
+        """Whether an update is due; ask before computing what it would say."""
         return done >= self._total or self._clock() - self._shown_at >= _PERIOD
 
-    def update(self, done: int, words: str = "") -> None:
-        """So much is done, and something to say about it."""
+    def update(self, done: int, words: str = "", *, total: int | None = None, skipped: int | None = None) -> None:
+        """Show how much is done, with a few words; ``skipped`` units took no work and do not count as speed."""
         self._done, self._shown_at = done, self._clock()
+        self._total = self._total if total is None else max(total, 1)
+        self._start = self._start if skipped is None else skipped
         self._handle.update(self._picture(words))
 
     def finish(self) -> None:
-        """All of it is done, also where the last updates said less."""
+        """Show that all is done, even if the last update said less."""
         if self._done < self._total:
             self.update(self._total)
 
     def stop(self) -> None:
-        """Leave the bar where it is, and say that it goes no further."""
+        """Leave the bar where it is, and say that the work stopped."""
         self._handle.update(self._picture("stopped"))
 
     def _picture(self, words: str) -> Any:
         from IPython.display import HTML  # type: ignore[import-not-found]
 
         taken, made = self._clock() - self._began, self._done - self._start
-        ahead = time_left(taken / made * (self._total - self._done)) if made and self._done < self._total else ""
+        ahead = time_left(taken / made * (self._total - self._done)) if made > 0 and self._done < self._total else ""
         said = [f"{self._name}: {self._done} of {self._total}", words, "" if words == "stopped" else ahead]
         return HTML(bar(self._done / self._total, ", ".join(part for part in said if part)))

@@ -1,92 +1,232 @@
-"""How far a training is, and how long it still takes: a bar on a terminal or in a notebook, else ten lines."""
+"""How far some work is, and how long it will still take: on a terminal, in a notebook, or as lines in a log."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Report = Callable[[int, Tensor], None]
+Report = Callable[[int, "Tensor"], None]
+_NARROW = 72
+
+
+@dataclass
+class _Row:
+    """One line of progress."""
+
+    name: str
+    total: int
+    done: int
+    skipped: int
+    """Part of ``done`` that took no work here: it was done before, or found done."""
+    began: float
+    words: str = ""
+    doing: str = ""
+
+    def time_left(self, now: float) -> str:
+        """Time left at the speed so far; empty if it is unknown, or if nothing is left."""
+        worked = self.done - self.skipped
+        if worked <= 0 or self.done >= self.total:
+            return ""
+        return time_left((now - self.began) / worked * (self.total - self.done))
+
+
+class Progress:
+    """Shows how far some work is: a bar on a terminal, one output in a notebook, otherwise lines of text on stderr.
+
+    Args:
+        name: What is under way; several names give several bars.
+        total: Units of work in all.
+        start: Units that were done before.
+        counted: How lines of text say how much is done.
+        shown: Whether to show anything; None shows bars, but no lines of text.
+        clock: Seconds, to measure the speed.
+
+    >>> with Progress("jobs", 4, shown=False) as progress:
+    ...     progress.update(2, "loss 0.5")
+    """
+
+    def __init__(
+        self,
+        name: str | Iterable[str],
+        total: int = 1,
+        *,
+        start: int = 0,
+        counted: str = "{done} of {total}",
+        shown: bool | None = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        names = [name] if isinstance(name, str) else list(name)
+        self._rows = {each: _Row(each, total, start, start, clock()) for each in names}
+        self._first, self._counted, self._shown, self._clock = names[0], counted, shown, clock
+        self._face: Any = None
+
+    def __enter__(self) -> "Progress":
+        if self._shown is not False:
+            face = _face(list(self._rows.values()), self._counted, self._clock)
+            self._face = None if self._shown is None and isinstance(face, _Lines) else face
+        return self
+
+    def update(
+        self,
+        done: int,
+        words: str | Callable[[], str] = "",
+        *,
+        doing: str = "",
+        total: int | None = None,
+        worked: bool = True,
+        name: str | None = None,
+    ) -> None:
+        """Tell how much is done.
+
+        Args:
+            done: Units done so far.
+            words: What to say about it; a function is called only if its answer will be shown.
+            doing: What begins now.
+            total: Units in all, if that has changed.
+            worked: False if what is new since the last update took no work, so that it does not count as speed.
+            name: Which of the bars, if there are several.
+        """
+        if self._face is None:
+            return
+        row = self._rows[self._first if name is None else name]
+        if not worked:
+            row.skipped += done - row.done
+        row.done, row.doing, row.total = done, doing, row.total if total is None else total
+        if self._face.is_due(row):
+            row.words = words if isinstance(words, str) else words()
+            self._face.show(row)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._face is not None:
+            self._face.close(finished=kind is None)
+            self._face = None
+
+
+def _face(rows: list[_Row], counted: str, clock: Callable[[], float]) -> Any:
+    from poprisk._core.notebook import in_notebook
+
+    if in_notebook():
+        return _Notebook(rows, clock)
+    console = _console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return _Terminal(rows, console, clock)
+    return _Lines(rows, counted, clock)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(file=sys.stderr)
+
+
+class _Terminal:
+    """A bar for each row; on a narrow terminal without words."""
+
+    def __init__(self, rows: list[_Row], console: Any, clock: Callable[[], float]) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        narrow = console.width < _NARROW
+        bar = BarColumn(bar_width=None if narrow else 40)
+        more = (
+            [TextColumn("{task.percentage:>3.0f}%")]
+            if narrow
+            else [MofNCompleteColumn(), TextColumn("{task.fields[said]}")]
+        )
+        self._clock = clock
+        self._progress = Progress(TextColumn("{task.description}"), bar, *more, console=console, expand=narrow)
+        self._tasks = {r.name: self._progress.add_task(r.name, total=r.total, completed=r.done, said="") for r in rows}
+        self._progress.start()
+
+    def is_due(self, row: _Row) -> bool:
+        return bool(row.doing) or row.done % max(1, row.total // 200) == 0 or row.done >= row.total
+
+    def show(self, row: _Row) -> None:
+        said = ", ".join(part for part in (row.words, row.time_left(self._clock())) if part)
+        name = f"{row.name}: {row.doing}" if row.doing else row.name
+        task = self._tasks[row.name]
+        self._progress.update(
+            task, completed=row.done, total=row.total, description=name, said=said, refresh=bool(row.doing)
+        )
+
+    def close(self, finished: bool) -> None:
+        for name, task in self._tasks.items() if finished else ():
+            self._progress.update(task, completed=self._progress.tasks[task].total, description=name, said="")
+        self._progress.stop()
+
+
+class _Notebook:
+    """One output for each row, which is replaced."""
+
+    def __init__(self, rows: list[_Row], clock: Callable[[], float]) -> None:
+        from poprisk._core.notebook import NotebookBar
+
+        self._bars = {row.name: NotebookBar(row.name, row.done, row.total, clock=clock) for row in rows}
+
+    def is_due(self, row: _Row) -> bool:
+        return bool(row.doing) or self._bars[row.name].is_due(row.done)
+
+    def show(self, row: _Row) -> None:
+        words = ", ".join(part for part in (row.doing, row.words) if part)
+        self._bars[row.name].update(row.done, words, total=row.total, skipped=row.skipped)
+
+    def close(self, finished: bool) -> None:
+        for bar in self._bars.values():
+            bar.finish() if finished else bar.stop()
+
+
+class _Lines:
+    """A line when something begins, otherwise at each tenth of the way."""
+
+    def __init__(self, rows: list[_Row], counted: str, clock: Callable[[], float]) -> None:
+        self._counted, self._clock = counted, clock
+        self._told = {row.name: 10 * row.done // max(row.total, 1) for row in rows}
+
+    def is_due(self, row: _Row) -> bool:
+        return bool(row.doing) or 10 * row.done // max(row.total, 1) > self._told[row.name]
+
+    def show(self, row: _Row) -> None:
+        self._told[row.name] = 10 * row.done // max(row.total, 1)
+        counted = self._counted.format(done=row.done, total=row.total)
+        line = ", ".join(part for part in (counted, row.words, row.time_left(self._clock())) if part)
+        write_line(f"{row.name}: {line}; next: {row.doing}" if row.doing else f"{row.name}: {line}")
+
+    def close(self, finished: bool) -> None:
+        pass
 
 
 @contextmanager
 def training_progress(name: str, start: int, steps: int, shown: bool = True) -> Iterator[Report]:
-    """What to call with (steps so far, loss) after each step; reads the loss only to show it.
-
-    In a notebook one output is replaced again and again, elsewhere stderr is written to.
-    """
-    from poprisk._core.notebook import in_notebook
-
-    if not shown:
-        yield lambda step, loss: None
-    elif in_notebook():
-        yield from _display(name, start, steps)
-    elif sys.stderr.isatty():
-        yield from _bar(name, start, steps)
-    else:
-        yield _lines(name, start, steps)
-
-
-def _bar(name: str, start: int, steps: int) -> Iterator[Report]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    loss_column = TextColumn("loss {task.fields[loss]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss_column, TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
-        task = progress.add_task(name, total=steps, completed=start, loss="")
-        often = max(1, steps // 200)
-
-        def report(step: int, loss: Tensor) -> None:
-            if step % often == 0 or step == steps:
-                progress.update(task, completed=step, loss=f"{float(loss):.3g}")
-
-        yield report
-
-
-def _display(name: str, start: int, steps: int) -> Iterator[Report]:
-    from poprisk._core.notebook import NotebookBar
-
-    bar = NotebookBar(name, start, steps)
-
-    def report(step: int, loss: Tensor) -> None:
-        if bar.is_due(step):
-            bar.update(step, f"loss {float(loss):.3g}")
-
-    try:
-        yield report
-    except BaseException:
-        bar.stop()
-        raise
-    bar.finish()
-
-
-def _lines(name: str, start: int, steps: int) -> Report:
-    told, began = 10 * start // steps, time.perf_counter()
-
-    def report(step: int, loss: Tensor) -> None:
-        nonlocal told
-        tenth = 10 * step // steps
-        if tenth > told:
-            told = tenth
-            left = (time.perf_counter() - began) / max(step - start, 1) * (steps - step)
-            ahead = f", {time_left(left)}" if step < steps else ""
-            write_line(f"{name}: step {step} of {steps}, loss {float(loss):.3g}{ahead}")
-
-    return report
+    """A function to call with (number of steps done, loss) after each step; it reads the loss only to show it."""
+    with Progress(name, steps, start=start, counted="step {done} of {total}", shown=shown) as progress:
+        yield lambda step, loss: progress.update(step, lambda: f"loss {float(loss):.3g}")
 
 
 def write_line(text: str) -> None:
-    """A line of progress that was asked for; what the library has to say unasked goes to the logger ``poprisk``."""
+    """Write a line of progress to stderr; messages that nobody asked for go to the logger ``poprisk`` instead."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
+def duration(seconds: float) -> str:
+    """A duration in words.
+
+    >>> duration(45), duration(600), duration(36000)
+    ('45 s', '10 min', '10 h')
+    """
+    if seconds >= 6000:
+        return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"
+
+
 def time_left(seconds: float) -> str:
-    """In words.
+    """The time left in words.
 
     >>> time_left(7.2), time_left(400.0)
     ('about 7 s left', 'about 7 min left')
     """
-    return f"about {seconds / 60:.0f} min left" if seconds >= 100 else f"about {seconds:.0f} s left"
+    return f"about {duration(seconds)} left"

@@ -1,4 +1,4 @@
-"""The command line: parse, run, save, show; whatever goes wrong is one line and an exit code."""
+"""The command line: parse, run, save, show. Every error is one line and an exit code."""
 
 import sys
 from typing import Annotated, NoReturn
@@ -30,10 +30,10 @@ def _print_version(wanted: bool) -> bool:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train on population risk instead of training loss, and see what a training run learned and memorized."""
+    """Train on population risk (the expected loss on new data), and see what a training run learned and memorized."""
 
 
 app.command(epilog=_demo.EXAMPLES)(_demo.demo)

@@ -1,40 +1,65 @@
 """``poprisk audit``: which labels of a recorded run are probably wrong."""
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poprisk.cli._opening import opened
-from poprisk.cli._options import AsJson, ProblemReference, RunDirectory, examples, number
+from poprisk.cli._options import AsJson, ProblemReference, RunDirectory, examples, number, opened
 from poprisk.cli._outcome import user_code
-from poprisk.cli._output import show
+from poprisk.cli._output import show, stdout, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from poprisk.risk import AuditTable
 
 EXAMPLES = examples(
     "poprisk audit poprisk-run", "poprisk audit poprisk-run --top 5 --output audit.csv", "poprisk audit RUN --json"
 )
+_SHOWN = {
+    "classes": ("example", "given_label", "suggested_label", "suspicion", "is_suspect", "mean_loss", "confidence"),
+    "regression": ("example", "given_target", "suggested_target", "suspicion", "is_suspect", "residual_z"),
+    "loss": ("example", "suspicion", "loss", "mean_loss"),
+}
+_HEADINGS = {
+    "given_label": "given",
+    "given_target": "given",
+    "suggested_label": "suggested",
+    "suggested_target": "suggested",
+    "is_suspect": "suspect",
+    "mean_loss": "mean loss",
+    "residual_z": "residual z",
+    "self_influence": "self-influence",
+    "loo_loss": "left-out loss",
+}
 
 
 def audit(
     run: RunDirectory,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the whole table here: a .csv or .parquet file.", show_default=False),
+        typer.Option(
+            "--output", "-o", help="Also write the whole table to this .csv or .parquet file.", show_default=False
+        ),
     ] = None,
-    top: Annotated[int, number(0, 100_000, "How many of the most suspicious examples to print.")] = 20,
-    moments: Annotated[int, number(1, 10_000, "At how many moments of the training to evaluate the network.")] = 20,
-    tier: Annotated[str, typer.Option(help="any, exact (self-influence and more, where possible) or auto.")] = "auto",
+    top: Annotated[int, number(0, 100_000, "Number of most suspicious examples to print.")] = 20,
+    moments: Annotated[
+        int, number(1, 10_000, "Number of moments of the training at which to evaluate the network.")
+    ] = 20,
+    tier: Annotated[
+        str,
+        typer.Option(help="any: what every run allows; exact: also self-influence and more; auto: exact if possible."),
+    ] = "auto",
     problem: ProblemReference = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which training labels of a recorded run are probably wrong, and what they should be.
+    """List the training labels of a recorded run that are probably wrong, and what they should be.
 
-    Works on any run whose problem is known; what is approximate is said in notes. Nothing is trained again.
+    Works on any run whose problem is available; notes say what is approximate. Nothing is trained again.
     """
     from poprisk._core.store import writable_directory
-    from poprisk.cli._progress import stdout
-    from poprisk.report import audit_json, audit_lines
     from poprisk.risk import audit as audit_run
     from poprisk.risk import check_format
 
@@ -43,9 +68,39 @@ def audit(
         writable_directory(output.parent)  # before anything slow
     found = opened(run, problem, needs_problem=True)
     with user_code("the audit"):
-        table = audit_run(found, tier=tier, moments=moments)  # type: ignore[arg-type]  # checked there
+        audited = audit_run(found, tier=tier, moments=moments)  # type: ignore[arg-type]  # checked there
     if output is not None:
-        table.save(output)
-    lines = [*audit_lines(table, top, stdout().width), *([f"Wrote {output}"] if output is not None else [])]
-    written = {} if output is None else {"output": output.as_posix()}
-    show(lines, {**json.loads(audit_json(table, top)), **written}, as_json)
+        audited.save(output)
+    written = [] if output is None else [f"Wrote {output}"]
+    outcome = _found(audited, top) | ({} if output is None else {"output": output.as_posix()})
+    show([*audit_lines(audited, top, stdout().width), *written], outcome, as_json)
+
+
+def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[RenderableType]":
+    """The estimated number of wrong labels, the most suspicious examples, and notes on what is approximate."""
+    from rich.text import Text
+
+    from poprisk._core.html import short
+    from poprisk.report import headline
+
+    yield Text(headline(audited), style="bold")
+    if top:
+        wanted = (*_SHOWN[audited.kind], "self_influence", "loo_loss")
+        names = [name for name in wanted if name in audited.columns]
+        rows = [[short(row[name]) for name in names] for row in audited.worst(top)]
+        title = f"The {min(top, len(audited))} most suspicious examples"
+        yield from table(title, [_HEADINGS.get(name, name) for name in names], rows, width, named=False)
+    for note in audited.notes:
+        yield Text(f"Note: {note}.")
+
+
+def _found(audited: "AuditTable", top: int) -> dict[str, Any]:
+    return {
+        "examples": len(audited),
+        "kind": audited.kind,
+        "wrong_labels": audited.wrong_labels.to_dict(),
+        "suspects": int(audited.is_suspect.sum()),
+        "moments": list(audited.moments),
+        "notes": list(audited.notes),
+        "worst": audited.worst(top),
+    }

@@ -1,62 +1,72 @@
-"""``poprisk demo``: both optimizers on wrongly labelled digits, and the report of one of the runs."""
+"""``poprisk demo``: train both optimizers on digits with wrong labels, and write the report of one of the runs."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from poprisk.cli._analyze import analyzed
 from poprisk.cli._options import AsJson, examples, number
 from poprisk.cli._outcome import interrupt_says
-from poprisk.cli._output import show
+from poprisk.cli._output import show, stdout, table
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from poprisk.cli._demonstration.study import DemoConfig
 
+_NARROW = 64
+_COLUMNS = {"last": "last step", "best": "best step", "memorized": "wrong labels memorized"}
 EXAMPLES = examples("poprisk demo", "poprisk demo --noise 0.2 --seeds 3 --output easier", "poprisk demo --no-report")
 
 
 def demo(
     seeds: Annotated[
-        int, number(1, 100, "How often to repeat everything, each time with other images, wrong labels and weights.")
+        int, number(1, 100, "Number of repetitions, each with other images, wrong labels and initial weights.")
     ] = 5,
     noise: Annotated[
-        float, number(0.0, 0.9, "Noise level: the share of training labels replaced by a wrong one; 0.9 is chance.")
+        float,
+        number(0.0, 0.9, "Noise level: share of training labels that are replaced by a wrong one; 0.9 is chance."),
     ] = 0.4,
     size: Annotated[
-        int, number(100, 1697, "How many of the 1797 digits to train on; the others are the test, their labels right.")
+        int,
+        number(100, 1697, "Number of training images out of 1797; the others, correctly labelled, are the test set."),
     ] = 1000,
-    steps: Annotated[int, number(1, 1_000_000, "Optimizer steps of each training.")] = 500,
+    steps: Annotated[int, number(1, 1_000_000, "Number of optimizer steps in each training.")] = 500,
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="Directory for result.json, demo.png, run and report.html; made if missing."
+            "--output", "-o", help="Directory for result.json, demo.png, run and report.html; created if needed."
         ),
     ] = Path("poprisk-demo"),
     report: Annotated[
         bool,
-        typer.Option("--report/--no-report", help="Record PopRiskAdamW's first run and write its report, or do not."),
+        typer.Option(
+            "--report/--no-report", help="Whether to record the first run of PopRiskAdamW and write its report."
+        ),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Train on wrongly labelled digits: PopRiskAdamW at its defaults beside AdamW over a grid of learning rates.
+    """Compare PopRiskAdamW with its defaults to AdamW over a grid of learning rates, on digits with wrong labels.
 
-    Shows accuracy on clean test images at the last step and at the best one, and how many wrong labels were memorized;
-    then writes the report of PopRiskAdamW's first run. Needs no download; the defaults take about two minutes on two
-    cores.
+    Prints the accuracy on correctly labelled test images at the last and at the best step, and how many wrong labels
+    were memorized; then writes the report of the first run of PopRiskAdamW. Needs no download, and takes about two
+    minutes on two cores.
     """
+    from poprisk._core.progress import Progress
     from poprisk._core.store import load_result, writable_directory, write_figure
 
     directory = writable_directory(output)  # before anything slow
     from poprisk.cli._demonstration.figure import draw_demo
     from poprisk.cli._demonstration.study import KIND, OPTIMIZERS, DemoConfig, run_demo
-    from poprisk.cli._progress import demo_progress, stdout
-    from poprisk.cli._terminal import demo_lines
 
     config = DemoConfig(seeds=seeds, noise=noise, train_size=size, steps=steps)
     if report:
         _check_report(directory / "run")
-    with demo_progress(OPTIMIZERS, config.steps) as progress:
-        result = run_demo(config, progress)
+    with Progress(OPTIMIZERS, config.steps, counted="step {done} of {total}") as progress:
+        told = lambda name, step, accuracy: progress.update(step, f"test accuracy {accuracy:.1%}", name=name)  # noqa: E731
+        result = run_demo(config, told)
     saved_at = result.save(directory / "result.json")
     saved = load_result(saved_at, KIND)
     files = [saved_at, write_figure(directory / "demo.png", draw_demo(saved))]
@@ -66,14 +76,14 @@ def demo(
     summary = saved["result"]["summary"]
     lines = [*demo_lines(saved, stdout().width), f"\nWrote {directory}: {', '.join(file.name for file in files)}"]
     if report:
-        lines.append(f"What that run learned and memorized, in your browser: {files[-1]}")
+        lines.append(f"To see what that run learned and memorized, open in your browser: {files[-1]}")
     found = {key: summary[key] for key in ("headline", "sensitivity_line", "difference")}
     rows = [{k: v for k, v in row.items() if k != "curve"} for row in summary["rows"]]
     show(lines, {**found, "rows": rows, "files": [file.as_posix() for file in files]}, as_json)
 
 
 def _check_report(run: Path) -> None:
-    """What would stop the report is said before anything slow."""
+    """Fail before anything slow if the report could not be written."""
     from poprisk.cli._demonstration.recorded import check_place
     from poprisk.report import require_template
 
@@ -83,19 +93,32 @@ def _check_report(run: Path) -> None:
 
 def _write_report(config: "DemoConfig", directory: Path) -> Path:
     from poprisk.cli._demonstration.recorded import REPORT_TRAININGS, record_demo, report_budget
-    from poprisk.cli._progress import part_progress
-    from poprisk.report import PARTS, KeptAnalysis, report_command, run_report
+    from poprisk.report import KeptAnalysis, report_command, write_report
 
     page, place = directory / "report.html", directory / "run"
     budget, retrain = report_budget(config), REPORT_TRAININGS
     run = record_demo(config, place)
-    with part_progress("report", PARTS) as progress:
-        return run_report(
-            run,
-            page,
-            budget=budget,
-            retrain=retrain,
-            kept=KeptAnalysis(run, budget, retrain),
-            command=report_command(place, page, budget, retrain, True, None, None),
-            progress=progress,
-        )
+    command = report_command(place, page, budget, retrain, True, None, None)
+    return write_report(analyzed(run, KeptAnalysis(run, budget, retrain)), page, command=command)
+
+
+def demo_lines(saved: Mapping[str, Any], width: int) -> "Iterator[RenderableType]":
+    """The table of results, the headline, and how much the learning rate matters."""
+    from rich.text import Text
+
+    summary, seeds = saved["result"]["summary"], saved["config"]["seeds"]
+    error = f"mean ± standard error over {seeds} seeds" if seeds > 1 else "one seed"
+    title = f"Digits with {saved['result']['wrong_share']:.0%} of the labels wrong: test accuracy in % ({error})"
+    rows = [(row["label"], *(_percent(row[key]) for key in _COLUMNS)) for row in summary["rows"]]
+    yield from table(title, ("optimizer", *_COLUMNS.values()), rows, width, narrow=_NARROW)
+    yield ""
+    yield Text(summary["headline"], style="bold")
+    if summary["sensitivity_line"]:
+        yield Text(summary["sensitivity_line"])
+
+
+def _percent(mean: Mapping[str, Any] | None) -> str:
+    if mean is None:
+        return "–"
+    value = f"{100 * mean['value']:.1f}"
+    return value if mean["standard_error"] is None else f"{value} ± {100 * mean['standard_error']:.1f}"

@@ -1,4 +1,4 @@
-"""``poprisk explore``: a page with sliders over a kernel's risk."""
+"""``poprisk explore``: write an interactive page on the risk of a kernel method."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,27 +12,25 @@ EXAMPLES = examples("poprisk explore", "poprisk explore --kernel mine.npz --outp
 
 
 def explore(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write, one HTML file.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
         "poprisk-explore.html"
     ),
     kernel: Annotated[
         Path | None,
         typer.Option(
-            help="Your own kernel: a .npz file with K_SS, K_QS and signal (the clean targets), perhaps truth (at the "
-            "test inputs). Default: a built-in one.",
+            help="Your own kernel: a .npz file with K_SS, K_QS, signal (the clean targets) and, optionally, truth (the "
+            "true values at the test inputs). Default: a built-in kernel.",
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a page to play with: sliders for noise, capacity, ridge and time move the filter and the risk of a kernel.
+    """Write an interactive page: sliders for noise, capacity, ridge and time show how they change a kernel's risk.
 
     One HTML file that needs no server and no network; open it in a browser.
     """
-    from poprisk._core.store import write_text
-    from poprisk.report import builtin_kernel, explore_page, kernel_from_file
+    from poprisk.report import explore as write_page
 
-    chosen = builtin_kernel() if kernel is None else kernel_from_file(kernel)
-    page = write_text(output, explore_page(chosen))
+    page = write_page(output, kernel)
     found = {"page": page.as_posix(), "bytes": page.stat().st_size}
     show([f"Wrote {page}: open it in a browser"], found, as_json)

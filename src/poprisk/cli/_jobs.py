@@ -1,58 +1,58 @@
-"""``python -m poprisk.jobs``: a worker, a look at how far the jobs are, a SLURM script, and assembly."""
+"""``poprisk jobs``: start a worker, show how many jobs are done, write a SLURM script, assemble the results."""
 
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from poprisk.errors import PopRiskError
+from poprisk.cli._outcome import interrupt_says, note
 
-EXIT_WRONG, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143
-
-app = typer.Typer(
-    name="python -m poprisk.jobs",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-_CommandLineError: type[Exception] = next(b for b in typer.BadParameter.__mro__ if b.__name__ == "ClickException")
-
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that Plan wrote.", show_default=False)]
+_KEPT = "finished jobs are kept; start a worker again to go on"
 
 
 @app.callback()
 def _root() -> None:
-    """Kernels, operators and retrainings as jobs that any number of processes may do."""
+    """Compute kernels, operators and retrainings as jobs that any number of processes can share.
+
+    A jobs directory is planned in Python with poprisk.jobs.Plan; workers may join, leave and die at any time.
+    """
 
 
 @app.command()
 def work(
     folder: _Folder,
-    name: Annotated[str | None, typer.Option(help="Of this worker, in logs; made unique if not given.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of this worker in the logs. Default: a unique one.", show_default=False)
+    ] = None,
     lease: Annotated[
-        float, typer.Option(help="Seconds without a sign of life after which a worker is dead; the same for all.")
+        float,
+        typer.Option(help="Seconds without a sign of life after which a worker counts as dead; the same for all."),
     ] = 90.0,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Check the bytes of results that are there already.")
-    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the contents of existing results.")] = False,
     tolerate: Annotated[
-        bool, typer.Option("--tolerate", help="Work although this machine rounds differently from the first worker's.")
+        bool,
+        typer.Option("--tolerate", help="Work even if this machine rounds differently from the first worker's."),
     ] = False,
 ) -> None:
-    """Do jobs until all are done. Start as many workers as you like, when and where you like; kill any of them."""
+    """Do jobs until all are done. You can start and kill any number of workers, at any time and on any machine."""
     from poprisk.jobs import work as do_work
 
     signal.signal(signal.SIGTERM, _leave)
-    done = do_work(folder, name=name, lease=lease, verify=verify, tolerate=tolerate, progress=True)
-    typer.echo(f"{done.worker} finished {done.computed} jobs in {done.seconds:.0f} s; all are done")
+    try:
+        with interrupt_says(lambda: _KEPT):
+            done = do_work(folder, name=name, lease=lease, verify=verify, tolerate=tolerate, progress=True)
+    except SystemExit:
+        note(f"interrupted; {_KEPT}")
+        raise
+    typer.echo(f"{done.worker} finished {done.computed} jobs in {done.seconds:.0f} s; all jobs are done")
 
 
 @app.command()
 def status(folder: _Folder) -> None:
-    """How many jobs are done, claimed and failed, and about how long the rest will take."""
+    """Show how many jobs are done, in progress and failed, and about how long the rest will take."""
     from poprisk.jobs import job_status
 
     for line in job_status(folder).lines():
@@ -62,11 +62,11 @@ def status(folder: _Folder) -> None:
 @app.command()
 def slurm(
     folder: _Folder,
-    tasks: Annotated[int, typer.Option(help="Workers of the array.")] = 10,
-    time_limit: Annotated[str, typer.Option("--time", help="Of one worker.")] = "04:00:00",
-    lease: Annotated[float, typer.Option(help="As of work.")] = 90.0,
+    tasks: Annotated[int, typer.Option(help="Number of workers in the array.")] = 10,
+    time_limit: Annotated[str, typer.Option("--time", help="Time limit of each worker.")] = "04:00:00",
+    lease: Annotated[float, typer.Option(help="Lease of each worker, in seconds; see poprisk jobs work.")] = 90.0,
 ) -> None:
-    """Print a commented sbatch script that starts workers as an array: redirect it to a file, look at it, submit it."""
+    """Print a commented sbatch script that starts an array of workers. Save it to a file, check it, submit it."""
     from poprisk.jobs import slurm_script
 
     typer.echo(slurm_script(folder, tasks=tasks, time_limit=time_limit, lease=lease), nl=False)
@@ -74,7 +74,7 @@ def slurm(
 
 @app.command()
 def assemble(folder: _Folder) -> None:
-    """Put every finished matrix together into a .npy file that numpy maps, and print where, with error bounds."""
+    """Assemble every finished matrix into a .npy file, and print its path and error bound."""
     from poprisk.jobs import Manifest, assemble_matrix
 
     for group in Manifest.load(folder).groups:
@@ -85,36 +85,5 @@ def assemble(folder: _Folder) -> None:
 
 
 def _leave(number: int, _: Any) -> NoReturn:
-    """SLURM's and torchrun's way to say goodbye: an exit that lets the worker give its job back."""
+    """On SIGTERM, as SLURM and torchrun send it: exit in a way that lets the worker give its job back."""
     raise SystemExit(128 + number)
-
-
-def main(arguments: list[str] | None = None) -> NoReturn:
-    """Entry point; whatever goes wrong is one line and an exit code."""
-    sys.exit(_run(arguments))
-
-
-def _run(arguments: list[str] | None) -> int:
-    try:
-        code: Any = app(arguments, standalone_mode=False)
-    except _CommandLineError as error:
-        return _fail(error.format_message())  # type: ignore[attr-defined]
-    except (PopRiskError, OSError) as error:
-        return _fail(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        code = EXIT_INTERRUPTED
-    except SystemExit as leaving:
-        code = leaving.code
-    if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-        typer.echo("poprisk: interrupted; what is done is kept, start a worker again to go on", err=True)
-    return code if isinstance(code, int) else 0
-
-
-def _fail(message: str) -> int:
-    if message.strip():
-        typer.echo(f"poprisk: error: {' '.join(message.split())}", err=True)
-    return EXIT_WRONG
-
-
-if __name__ == "__main__":
-    main()

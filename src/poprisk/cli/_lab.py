@@ -1,4 +1,4 @@
-"""Commands that other installed projects add, ``poprisk reproduce`` of the lab among them, by entry point."""
+"""Commands that other installed projects add by entry point, such as ``poprisk reproduce`` of the lab."""
 
 from contextlib import suppress
 from importlib.metadata import entry_points
@@ -8,13 +8,13 @@ import typer
 from poprisk.errors import MissingLabError
 
 GROUP = "poprisk_commands"
-"""Entry points of this group name a function that takes the command line's ``typer.Typer`` and adds to it."""
+"""Group of entry points; each is a function that takes the ``typer.Typer`` app and adds commands to it."""
 
 
 def add_lab_commands(app: typer.Typer) -> None:
-    """Add what is installed; without the lab, ``reproduce`` says how to get it.
+    """Add the commands that are installed; without the lab, ``reproduce`` says how to install it.
 
-    An entry point whose package can no longer be imported is skipped: it must not take the other commands along.
+    An entry point whose package cannot be imported is skipped, so that it does not break the other commands.
     """
     added = set()
     for each in entry_points(group=GROUP):
@@ -28,5 +28,5 @@ def add_lab_commands(app: typer.Typer) -> None:
 
 
 def _reproduce(context: typer.Context) -> None:
-    """Run the paper's experiments again; needs the lab, which is installed from a checkout: pip install ./lab."""
+    """Reproduce the experiments of the paper. Needs the lab: pip install ./lab in a checkout of the repository."""
     raise MissingLabError("poprisk reproduce")

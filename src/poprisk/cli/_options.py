@@ -1,15 +1,21 @@
-"""What commands have in common on their way in: numbers within limits, options of one name, examples in the help."""
+"""Input of the commands: numbers within limits, options that several commands share, recorded runs and problems."""
 
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from poprisk.cli._outcome import user_code
+from poprisk.errors import RunError
+
+if TYPE_CHECKING:
+    from poprisk.runs import Problem, Run
+
 
 def between(low: Any, high: Any) -> Callable[[Any], Any]:
-    """Parses a number of the kind of ``low``; a wrong one is answered with what was expected and what came.
+    """A parser for numbers of the type of ``low``; a wrong one gives an error with the expected range.
 
     >>> between(1, 9)("7")
     7
@@ -34,7 +40,7 @@ def number(low: Any, high: Any, explanation: str, **shown: Any) -> Any:
 
 
 def examples(*lines: str) -> str:
-    r"""The end of a command's help: what to type.
+    r"""The examples at the end of a command's help.
 
     >>> examples("poprisk demo")
     'Examples:\n\n$ poprisk demo'
@@ -42,15 +48,15 @@ def examples(*lines: str) -> str:
     return "\n\n".join(["Examples:", *(f"$ {line}" for line in lines)])
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of words.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a recorded run.")]
-HOW_PROBLEM = "--problem package.module:function or --problem script.py:function"
 ProblemReference = Annotated[
     str | None,
     typer.Option(
         "--problem",
         metavar="FUNCTION",
-        help="script.py:function or package.module:function that makes the problem, where the run cannot rebuild it.",
+        help="Function that makes the problem, as script.py:function or package.module:function; needed if the run "
+        "cannot rebuild its problem.",
         show_default=False,
     ),
 ]
@@ -59,8 +65,8 @@ Budget = Annotated[
     number(
         0.1,
         1e6,
-        "Seconds on one CPU core, about, that each part may take; dearer ones are left out. Default: as in the "
-        "analysis kept with the run, else 30.",
+        "Approximate time per section, in seconds on one CPU core; more expensive sections are skipped. Default: that "
+        "of the analysis kept with the run, otherwise 30.",
         show_default=False,
     ),
 ]
@@ -69,15 +75,44 @@ Retrain = Annotated[
     number(
         0,
         100,
-        "Trainings that may be spent on the risk where the run alone cannot tell it: 0, or at least 3. Default: as in "
-        "the analysis kept with the run, else 0.",
+        "Number of trainings that may be spent on the risk if the run alone does not determine it: 0, or at least 3. "
+        "Default: that of the analysis kept with the run, otherwise 0.",
         show_default=False,
     ),
 ]
 Clean = Annotated[
     Path | None,
     typer.Option(
-        help="The targets without noise, for the four cells of test error: a .npz file with train and test.",
+        help="Targets without label noise, to split the test error into its terms: a .npz file with the arrays train "
+        "and test.",
         show_default=False,
     ),
 ]
+
+
+def built(reference: str, **arguments: Any) -> "Problem":
+    """The problem that a function makes, given as ``script.py:function`` or ``package.module:function``."""
+    from poprisk.runs import Problem
+
+    with user_code(reference):
+        return Problem.build(reference, **arguments)
+
+
+def opened(path: Path, problem: str | None, *, needs_problem: bool = False) -> "Run":
+    """A recorded run, with the given problem or the one that it rebuilds.
+
+    Raises:
+        DataError: There is no run, or it is damaged.
+        RunError: The problem is needed but not available.
+    """
+    from poprisk.runs import Run
+
+    run = Run.load(path, problem=None if problem is None else built(problem))
+    try:
+        with user_code("rebuilding the run's problem"):
+            _ = run.problem
+    except RunError as error:
+        if needs_problem:
+            how = "--problem package.module:function or --problem script.py:function"
+            raise RunError(f"{error}; on the command line: {how}") from None
+    return run

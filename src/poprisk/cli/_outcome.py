@@ -1,4 +1,4 @@
-"""How a command ends: 0, 2 for what the user can mend, 130 for an interrupt; each of the latter with one line."""
+"""Exit codes of the commands: 0, 2 for errors that the user can fix, 130 for an interrupt, the latter with one line."""
 
 import signal
 import traceback
@@ -15,12 +15,12 @@ from poprisk.errors import DataError, PopRiskError, PopRiskWarning
 EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
 _HERE = str(Path(__file__).resolve().parents[1])
 
-# typer brings click along or inside, depending on its version; its errors have this base in either case.
+# Depending on its version, typer depends on click or contains it; its errors have this base class in both cases.
 _CommandLineError: type[Exception] = next(b for b in typer.BadParameter.__mro__ if b.__name__ == "ClickException")
 
 
 class Interrupted(Exception):
-    """The user stopped the command; the message says what is on disk."""
+    """The user stopped the command; the message says what is kept on disk."""
 
 
 def run(app: typer.Typer, arguments: list[str] | None) -> int:
@@ -42,20 +42,20 @@ def run(app: typer.Typer, arguments: list[str] | None) -> int:
 
 
 def fail(message: str) -> int:
-    """One line, whatever the message was made of; none where the help was the answer."""
+    """Print an error on one line; nothing if the help was printed instead."""
     if message.strip():
         typer.echo(f"poprisk: error: {_line(message)}", err=True)
     return EXIT_WRONG
 
 
 def note(message: str) -> None:
-    """A line beside the results."""
+    """Print a line to stderr, beside the results."""
     typer.echo(f"poprisk: {_line(message)}", err=True)
 
 
 @contextmanager
 def interrupt_says(kept: Callable[[], str]) -> Iterator[None]:
-    """An interrupt inside is told with what is on disk; nothing more is said where that is nothing."""
+    """On an interrupt, say what is kept on disk, if anything."""
     try:
         yield
     except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def interrupt_says(kept: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def interrupt_waits(until: str) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C only sets a flag, which is asked for between steps; a second one interrupts at once."""
+    """Let Ctrl-C set a flag that is checked between steps; a second one interrupts immediately."""
     asked = False
 
     def answer(*_: Any) -> None:
@@ -74,7 +74,7 @@ def interrupt_waits(until: str) -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        note(f"stopping after {until}; Ctrl-C again stops at once")
+        note(f"stopping after {until}; press Ctrl-C again to stop immediately")
 
     before = signal.signal(signal.SIGINT, answer)
     try:
@@ -85,7 +85,7 @@ def interrupt_waits(until: str) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def user_code(doing: str) -> Iterator[None]:
-    """What goes wrong inside code that is not ours is the user's to mend, so it is told with its place in a line."""
+    """Report errors in the user's code on one line, with their place."""
     try:
         yield
     except (PopRiskError, OSError, _CommandLineError, typer.Exit, typer.Abort, Interrupted):
@@ -95,12 +95,12 @@ def user_code(doing: str) -> Iterator[None]:
 
         frames = traceback.extract_tb(error.__traceback__)
         if frames and str(Path(frames[-1].filename).resolve()).startswith(_HERE):
-            raise  # a mistake of ours, whose traceback is wanted
+            raise  # a bug in this library: show its traceback
         raise DataError(f"{doing} failed: {where(error)}") from error
 
 
 def _say_warnings() -> None:
-    """Warnings of this library in the command line's voice; others as Python shows them."""
+    """Print warnings of this library as notes of the command line; others as Python does."""
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:

@@ -1,7 +1,6 @@
-"""Time of an optimizer step beside another's: interleaved rounds in one process, so that their ratio means something.
+"""Time optimizer steps against each other, in interleaved rounds in one process.
 
-A single time depends on the machine and on what else runs there; the median of ratios taken one after the other hardly
-does.
+A single time depends on the machine and on what else is running; the median of interleaved ratios hardly does.
 """
 
 import statistics
@@ -20,11 +19,11 @@ from poprisk.optim import PopRiskAdamW
 
 Shapes = Sequence[tuple[int, ...]]
 CASES: dict[str, Shapes] = {"1M, 20 tensors": [(50_000,)] * 20, "10M, 1 tensor": [(10_000_000,)]}
-"""What ``poprisk bench`` steps: many small tensors, where calls cost most, and a large one, where memory does."""
+"""Cases of ``poprisk bench``: many small tensors, limited by calls, and a large one, limited by memory."""
 
 
 def timed(function: Callable[[], object], repeats: int, device: str) -> float:
-    """Seconds for each of several calls, on the device's own clock where it has one.
+    """Seconds per call, averaged over several calls; on a GPU, by its own clock.
 
     >>> timed(lambda: None, 3, "cpu") < 1.0
     True
@@ -59,17 +58,17 @@ def step_parameters(shapes: Shapes, device: str) -> list[Tensor]:
 def interleaved(
     functions: Mapping[str, Callable[[], object]], rounds: int, repeats: int, device: str, seconds: float | None = None
 ) -> list[dict[str, float]]:
-    """Seconds of each function in each round, one after the other within a round.
+    """Seconds per call of each function in each round; within a round, the functions take turns.
 
     Args:
-        functions: By name.
-        rounds: How many, at most.
-        repeats: Calls for each timing.
+        functions: The functions, by name.
+        rounds: Maximum number of rounds.
+        repeats: Calls per timing.
         device: "cpu" or "cuda".
-        seconds: After this time no further round begins, once there are three.
+        seconds: No further round begins after this time, once there are three.
 
     Raises:
-        HyperparameterError: fewer than one round or call.
+        HyperparameterError: ``rounds`` or ``repeats`` is less than 1.
 
     >>> rows = interleaved({"a": lambda: None, "b": lambda: None}, 4, 1, "cpu")
     >>> len(rows), sorted(rows[0])
@@ -88,26 +87,26 @@ def interleaved(
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One case: median milliseconds of a step, and median ratios of PopRiskAdamW to AdamW, round by round."""
+    """Results of one case: median milliseconds per step, and median ratios of PopRiskAdamW to AdamW over the rounds."""
 
     milliseconds: dict[str, float]
-    """By optimizer and implementation."""
+    """Milliseconds by optimizer and implementation."""
     ratios: dict[str, float]
-    """PopRiskAdamW over AdamW in the same implementation."""
+    """Ratio of PopRiskAdamW to AdamW with the same implementation."""
     spread: dict[str, tuple[float, float]]
-    """The quarter and three-quarter points of these ratios over the rounds."""
+    """First and third quartile of these ratios over the rounds."""
     rounds: int
     notes: tuple[str, ...] = ()
 
 
 def step_times(shapes: Shapes, device: str, *, rounds: int = 15, seconds: float = 10.0) -> StepTimes:
-    """Both optimizers in every implementation that both have, on the same weights and gradients.
+    """Time both optimizers with every implementation that both have, on the same weights and gradients.
 
     Args:
-        shapes: Of the parameters.
+        shapes: Shapes of the parameters.
         device: "cpu" or "cuda".
-        rounds: Of interleaved timings, at most.
-        seconds: That they may take, about.
+        rounds: Maximum number of rounds.
+        seconds: Approximate time limit.
 
     >>> sorted(step_times([(1000,)], "cpu", rounds=3).ratios)
     ['foreach', 'fused']
@@ -122,11 +121,11 @@ def step_times(shapes: Shapes, device: str, *, rounds: int = 15, seconds: float 
             optimizers[f"AdamW, {kind}"] = AdamW(params, **chosen)
             optimizers[f"PopRiskAdamW, {kind}"] = PopRiskAdamW(params, **chosen)
             for name in (f"AdamW, {kind}", f"PopRiskAdamW, {kind}"):
-                _ = [optimizers[name].step() for _ in range(2)]  # states are made, kernels compiled
+                _ = [optimizers[name].step() for _ in range(2)]  # creates the state and compiles kernels
         notes += [str(w.message) for w in said if issubclass(w.category, BackendWarning)]
     steps = {name: optimizer.step for name, optimizer in optimizers.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # gradients that never change keep the gate closed
+        warnings.simplefilter("ignore")  # constant gradients keep the gate closed
         rows = interleaved(steps, rounds, 3, device, seconds)
     ratios = {k: sorted(row[f"PopRiskAdamW, {k}"] / row[f"AdamW, {k}"] for row in rows) for k in ("foreach", "fused")}
     return StepTimes(
@@ -140,18 +139,18 @@ def step_times(shapes: Shapes, device: str, *, rounds: int = 15, seconds: float 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """A tile of a tangent kernel beside the gradient of the same examples' mean loss."""
+    """Time of a tile of a tangent kernel, compared with the gradient of the mean loss of the same examples."""
 
     examples: int
     outputs: int
     weights: int
     milliseconds: float
     gradients: float
-    """How many such gradients the tile takes the time of, the median over interleaved rounds."""
+    """Time of the tile in units of such gradients: median over interleaved rounds."""
 
 
 def kernel_time(device: str, *, examples: int = 64, rounds: int = 7, seconds: float = 10.0) -> KernelTime:
-    """The tangent kernel of some examples of a small network, all pairs of outputs.
+    """Time the tangent kernel of a small network for some examples, all pairs of outputs.
 
     >>> kernel_time("cpu", examples=4, rounds=1).outputs
     10

@@ -1,4 +1,4 @@
-"""``poprisk train``: record the training of a user's own model."""
+"""``poprisk train``: train the user's own model and record the run."""
 
 import math
 import time
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poprisk.cli._opening import built
-from poprisk.cli._options import AsJson, examples, number
+from poprisk.cli._options import AsJson, built, examples, number
 from poprisk.cli._outcome import interrupt_says, interrupt_waits, note, user_code
 from poprisk.cli._output import show
 from poprisk.cli._train_plan import LIMITS, OPTIMIZERS, TrainPlan, read_plan
@@ -27,7 +26,7 @@ EXAMPLES = examples(
     "poprisk train first.toml",
 )
 _DENSE = 2**30
-"""Bytes up to which every step's weights are recorded unless said otherwise."""
+"""Default maximum size of a run, in bytes, with the weights of every step."""
 _MOST_CHECKPOINTS = 50
 
 
@@ -36,35 +35,36 @@ def train(
         str,
         typer.Argument(
             metavar="TASK",
-            help="script.py:function or package.module:function, which takes no arguments and returns a "
-            "poprisk.Problem; or a .toml file.",
+            help="Function without required arguments that returns a poprisk.Problem, as script.py:function or "
+            "package.module:function; or a .toml file.",
         ),
     ],
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help=f"One of {', '.join(OPTIMIZERS)}, at its own defaults. Default: poprisk.", show_default=False
+            help=f"One of {', '.join(OPTIMIZERS)}, with its own defaults. Default: poprisk (PopRiskAdamW).",
+            show_default=False,
         ),
     ] = None,
     lr: Annotated[
         float | None,
-        number(1e-12, 1e6, "Learning rate. Default: the optimizer's own.", show_default=False),
+        number(1e-12, 1e6, "Learning rate. Default: the optimizer's.", show_default=False),
     ] = None,
-    steps: Annotated[int | None, number(*LIMITS["steps"], "How many steps.", show_default=False)] = None,
+    steps: Annotated[int | None, number(*LIMITS["steps"], "Number of steps.", show_default=False)] = None,
     epochs: Annotated[
-        int | None, number(*LIMITS["epochs"], "How often to go over the data. Default: 20.", show_default=False)
+        int | None, number(*LIMITS["epochs"], "Number of passes over the data. Default: 20.", show_default=False)
     ] = None,
     batch_size: Annotated[
         int | None,
         number(
             *LIMITS["batch_size"],
-            "Examples in a step. Default: 32, at most a sixth of the data.",
+            "Examples per step. Default: 32, but at most a sixth of the data.",
             show_default=False,
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        number(*LIMITS["seed"], "Of batches, augmentation and dropout. Default: 0.", show_default=False),
+        number(*LIMITS["seed"], "Seed for batches, augmentation and dropout. Default: 0.", show_default=False),
     ] = None,
     output: Annotated[
         Path | None,
@@ -74,21 +74,21 @@ def train(
         int | None,
         number(
             *LIMITS["every"],
-            "Steps between recorded weights; what lies between is computed again when it is needed. Default: 1, or "
-            "more where that would take over a gibibyte.",
+            "Interval, in steps, between recorded weights; those in between are recomputed when needed. Default: 1, or "
+            "more if that would take more than 1 GiB.",
             show_default=False,
         ),
     ] = None,
     clip_norm: Annotated[
-        float | None, number(*LIMITS["clip_norm"], "Scale gradients down to this norm.", show_default=False)
+        float | None, number(*LIMITS["clip_norm"], "Clip the gradient to this norm.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train your own model and record the run, for poprisk report, analyze and audit.
 
-    TASK names a function that returns a poprisk.Problem: a model factory, a loss, inputs and targets. Interrupted, or
-    killed, the same command goes on where the run stopped. A .toml file has task = "script.py:function", any of the
-    options, and the tables arguments (of the function) and optimizer (name and any option of it).
+    TASK names a function that returns a poprisk.Problem: a model factory, a loss, inputs and targets. If the training
+    is interrupted or killed, the same command continues it. A .toml file contains task = "script.py:function", any of
+    the options, and the tables arguments (for the function) and optimizer (its name and options).
     """
     given = {"steps": steps, "epochs": epochs, "batch_size": batch_size, "seed": seed, "every": every}
     given |= {"optimizer": optimizer, "lr": lr, "output": output, "clip_norm": clip_norm}
@@ -102,7 +102,7 @@ def train(
 
 
 def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., Optimizer]") -> "tuple[int, Run]":
-    """The number of steps that were there already, and the whole run."""
+    """The number of steps already recorded, and the finished run."""
     from poprisk._core.progress import training_progress
     from poprisk.runs import MANIFEST, DirectoryStorage
     from poprisk.runs import train as train_run
@@ -110,7 +110,7 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
     steps, n, output = plan.steps_of(len(problem)), len(problem), plan.output
     manifest = DirectoryStorage(output).read_manifest()
     if manifest is not None and not manifest["num_steps"]:
-        (output / MANIFEST).unlink()  # of a training that failed before its first step: nothing is lost
+        (output / MANIFEST).unlink()  # left by a training that failed before its first step
         manifest = None
     start = 0 if manifest is None else manifest["num_steps"]
     with user_code("making the model"):
@@ -118,15 +118,15 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
         made = make_optimizer([p for p in module.parameters() if p.requires_grad])
     if manifest is not None:
         _check_same(manifest, made, output)
-        note(f"{output} has {start} steps already; " + (f"going on to {steps}" if start < steps else "nothing to do"))
+        note(f"{output} already has {start} steps; " + (f"continuing to {steps}" if start < steps else "nothing to do"))
     every = plan.every or (manifest["every"] if manifest is not None else _every(module, made, steps))
     if manifest is None and plan.every is None and every > 1:
-        note(f"weights are recorded every {every} steps, because all of them would take more than 1 GiB (--every)")
+        note(f"recording weights every {every} steps, as every step would take over 1 GiB; change it with --every")
 
     def kept() -> str:
         there = DirectoryStorage(output).read_manifest()
         done = 0 if there is None else there["num_steps"]
-        return f"{done} of {steps} steps are kept in {output}, and the same command goes on from there" if done else ""
+        return f"{done} of {steps} steps are kept in {output}; the same command continues from there" if done else ""
 
     shown = training_progress(problem.name, min(start, steps), steps)
     with interrupt_says(kept), interrupt_waits("this step") as asked, user_code("the training"), shown as report:
@@ -152,7 +152,7 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
 
 
 def _check_same(manifest: dict[str, Any], made: "Optimizer", output: Path) -> None:
-    """The recorder compares the rest; options of the optimizer it would take from the run without a word."""
+    """Check the optimizer's options against the recorded ones; the recorder checks everything else."""
     from poprisk.runs import plain, plain_options
 
     for there, group in zip(manifest["optimizer"]["groups"], made.param_groups, strict=False):
@@ -160,13 +160,13 @@ def _check_same(manifest: dict[str, Any], made: "Optimizer", output: Path) -> No
         name = next((name for name in here if name in there and there[name] != here[name]), None)
         if name is not None:
             raise RunError(
-                f"{output} holds a run with {name}={there[name]}, got {name}={here[name]}: name another directory with "
-                "--output"
+                f"{output} holds a run with {name}={there[name]}, got {name}={here[name]}: choose another "
+                "directory with --output"
             )
 
 
 def _every(module: Any, optimizer: "Optimizer", steps: int) -> int:
-    """1 where all weights take little, else so that about as much is taken."""
+    """1 if the weights of all steps fit into the default size, otherwise the interval that fits."""
     from poprisk.runs import bytes_per_step, layout_of, usual_segment
 
     layout, _ = layout_of(module, optimizer)
@@ -202,9 +202,9 @@ def _lines(problem: "Problem", run: "Run", found: dict[str, Any]) -> list[str]:
     size = readable_size(sum(file.stat().st_size for file in Path(found["run"]).glob("*") if file.is_file()))
     name = found["optimizer"].rpartition(".")[2]
     return [
-        f"{problem.name}: {run.num_steps} steps of {name} at lr {found['lr']:g} in batches of {found['batch_size']} of "
-        f"{run.num_examples} examples; loss of a batch {found['first_loss']:.3g} at first, {found['last_loss']:.3g} at "
-        "last.",
+        f"{problem.name}: {run.num_steps} steps of {name} at lr {found['lr']:g} with batches of {found['batch_size']} "
+        f"from {run.num_examples} examples; batch loss {found['first_loss']:.3g} at the first step, "
+        f"{found['last_loss']:.3g} at the last.",
         f"Recorded in {found['run']} ({size}).",
         f"Next: {found['next']}",
     ]

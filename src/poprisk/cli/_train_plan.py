@@ -1,4 +1,4 @@
-"""What ``poprisk train`` is asked to do: from the command line, from a TOML file, or from both."""
+"""The settings of ``poprisk train``: from the command line, from a TOML file, or from both."""
 
 import inspect
 import tomllib
@@ -25,21 +25,21 @@ LIMITS: dict[str, tuple[Any, Any]] = {
     "every": (1, 100_000_000),
     "clip_norm": (1e-12, 1e12),
 }
-"""Numbers a plan may have, with their limits."""
+"""Numeric settings, with their limits."""
 _EPOCHS, _BATCH = 20, 32
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """A training; numbers that are None follow from the problem."""
+    """Settings of a training; numbers that are None follow from the problem."""
 
     task: str
     """``script.py:function`` or ``package.module:function``."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of that function."""
+    """Arguments for that function."""
     optimizer: str = "poprisk"
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the optimizer, lr among them; the others at its defaults."""
+    """Options of the optimizer, such as lr; the others keep their defaults."""
     steps: int | None = None
     epochs: int | None = None
     batch_size: int | None = None
@@ -52,10 +52,12 @@ class TrainPlan:
         if self.optimizer not in OPTIMIZERS:
             raise HyperparameterError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
         if self.steps is not None and self.epochs is not None:
-            raise HyperparameterError(f"give steps or epochs, got steps={self.steps} and epochs={self.epochs}")
+            raise HyperparameterError(
+                f"give steps or epochs, not both: got steps={self.steps} and epochs={self.epochs}"
+            )
 
     def batch_of(self, examples: int) -> int:
-        """The batch size: 32 unless said, at most a sixth of the data, because the gate measures noise between batches.
+        """The batch size; by default 32, but at most a sixth of the data, because the gate needs noise between batches.
 
         >>> TrainPlan("a:b").batch_of(60), TrainPlan("a:b", batch_size=20).batch_of(60)
         (10, 20)
@@ -63,7 +65,7 @@ class TrainPlan:
         return self.batch_size or max(1, min(_BATCH, examples // 6))
 
     def steps_of(self, examples: int) -> int:
-        """The number of steps: as said, or that of the epochs, 20 unless said.
+        """The number of steps: as given, or that of the epochs, by default 20.
 
         >>> TrainPlan("a:b", epochs=3).steps_of(60), TrainPlan("a:b").steps_of(60)
         (18, 120)
@@ -71,10 +73,10 @@ class TrainPlan:
         return self.steps or (self.epochs or _EPOCHS) * max(1, examples // self.batch_of(examples))
 
     def make_optimizer(self) -> Callable[..., "Optimizer"]:
-        """What makes the optimizer of some parameters.
+        """A function that makes the optimizer for given parameters.
 
         Raises:
-            HyperparameterError: an option that this optimizer does not have.
+            HyperparameterError: The optimizer does not have one of the options.
         """
         from torch.optim import SGD, AdamW
 
@@ -84,21 +86,21 @@ class TrainPlan:
         known = [name for name in inspect.signature(made.__init__).parameters if name not in ("self", "params")]
         unknown = next((name for name in self.options if name not in known), None)
         if unknown is not None:
-            raise HyperparameterError(f"{self.optimizer} has no option {unknown!r}; it has {', '.join(known)}")
+            raise HyperparameterError(f"{self.optimizer} has no option {unknown!r}; its options are {', '.join(known)}")
         plain = {name: tuple(v) if isinstance(v, list) else v for name, v in self.options.items()}
         return partial(made, **plain)
 
 
 def read_plan(task: str, given: Mapping[str, Any]) -> TrainPlan:
-    """A plan from the command line; what it does not say is taken from the file, where TASK is a ``.toml`` file.
+    """Settings from the command line; if TASK is a ``.toml`` file, whatever is not typed comes from the file.
 
     Args:
         task: TASK as typed.
-        given: Options as typed: ``optimizer``, ``lr``, ``output`` and those of :data:`LIMITS`; None where not typed.
+        given: Options as typed: ``optimizer``, ``lr``, ``output`` and those of :data:`LIMITS`; None if not typed.
 
     Raises:
-        DataError: the file is no such file, or has a key that it should not have.
-        HyperparameterError: a value is out of its range.
+        DataError: The file cannot be read, or has an unknown key.
+        HyperparameterError: A value is out of range.
     """
     typed = {name: value for name, value in given.items() if value is not None}
     lr = typed.pop("lr", None)
@@ -106,7 +108,7 @@ def read_plan(task: str, given: Mapping[str, Any]) -> TrainPlan:
     if {"steps", "epochs"} & typed.keys():
         plan = {name: value for name, value in plan.items() if name not in ("steps", "epochs")}
     if typed.get("optimizer", plan.get("optimizer")) != plan.get("optimizer"):
-        plan["options"] = {}  # those of another optimizer
+        plan["options"] = {}  # they belong to another optimizer
     plan |= typed
     if lr is not None:
         plan["options"] = {**plan.get("options", {}), "lr": lr}
@@ -117,13 +119,13 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}): name a file that is there") from None
+        raise DataError(f"{path} cannot be read ({error.strerror or error}): name an existing file") from None
     except ValueError as error:
-        raise DataError(f"{path} should be TOML, but is not ({error})") from None
+        raise DataError(f"{path} is not valid TOML ({error})") from None
     known = {"task", "arguments", "optimizer", "output", *LIMITS}
     strange = next((name for name in content if name not in known), None)
     if strange is not None:
-        raise DataError(f"{path} has the key {strange!r}, known are {', '.join(sorted(known))}")
+        raise DataError(f"{path} has the unknown key {strange!r}; known keys are {', '.join(sorted(known))}")
     if not isinstance(content.get("task"), str):
         raise DataError(f'{path} needs task = "script.py:function" or "package.module:function"')
     tables = {name: _table(path, name, content.pop(name, {})) for name in ("arguments", "optimizer")}
@@ -152,5 +154,5 @@ def _within(path: Path, name: str, value: Any) -> Any:
 
 
 def _beside(config: Path, task: str) -> str:
-    """A script is looked for beside the file that names it."""
+    """The path of a script relative to the file that names it."""
     return (config.parent / task).as_posix() if task.rpartition(":")[0].endswith(".py") else task

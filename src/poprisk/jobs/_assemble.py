@@ -87,7 +87,7 @@ def _check_complete(group: Group, folder: Path) -> None:
     if missing:
         raise JobError(
             f"{missing} of {len(group.keys)} jobs of {group.name!r} are not done: run_jobs({str(folder)!r}), or python "
-            f"-m poprisk.jobs work {folder}"
+            f"-m poprisk jobs work {folder}"
         )
     if len(kinds) > 1:
         warnings.warn(
@@ -103,7 +103,7 @@ def _read(folder: Path, group: Group, key: str) -> dict[str, Tensor]:
         return read_result(folder, key)
     except DataError as error:
         raise JobError(
-            f"a result of {group.name!r} cannot be used, {error}: python -m poprisk.jobs work {folder} --verify"
+            f"a result of {group.name!r} cannot be used, {error}: python -m poprisk jobs work {folder} --verify"
         ) from None
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from poprisk._core.autodiff import Inputs, slices, take_examples
+from poprisk._core.autodiff import Inputs, take_examples
 from poprisk.errors import HyperparameterError
 from poprisk.jobs._manifest import Group
 from poprisk.jobs._sources import (
-    aligned,
     dtype_name,
     dtype_named,
     examples_of,
@@ -26,9 +25,10 @@ from poprisk.operators import (
     Precision,
     Side,
     TileMaker,
+    aligned,
     check_supported,
-    plan_single_tiles,
-    whole_slices,
+    cut,
+    plan_tiles,
 )
 from poprisk.runs import Run, check_first_steps
 
@@ -56,6 +56,7 @@ class KernelTiles:
         self._symmetric = content["rows"] == content["columns"]
         first = take_examples(self._rows, slice(0, 1))
         self._maker = TileMaker(model, w, first, Method(content["method"]), content["chunk"], M, precision)
+        self._maker.warm(first)
         self._sides: dict[tuple[str, int, int], Side] = {}
 
     def compute(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
@@ -104,7 +105,7 @@ def kernel_group(
     left, right = examples_of(run, rows, exact), examples_of(run, "train", exact)
     symmetric = rows == "train"
     M = preconditioner.detach().cpu() if isinstance(preconditioner, Tensor) else preconditioner
-    plan = plan_single_tiles(
+    plan = plan_tiles(
         model,
         w,
         left,
@@ -113,6 +114,7 @@ def kernel_group(
         method=method,
         precision=precision,
         memory=memory_limit,
+        separate=True,
         side=side,
         copies=_COPIES,
         device=torch.device(device),
@@ -141,8 +143,7 @@ def kernel_group(
         "memory_limit": memory_limit,
         "tile_bytes": plan.bytes,
     }
-    cut = slices if precision is None else whole_slices
-    sides = [list(cut(count, plan.side)) for count in counts]
+    sides = [list(cut(count, plan.rows, precision)) for count in counts]
     return Group(name, KIND, content, _tiles(sides[0], None if symmetric else sides[1]), where)
 
 

@@ -1,4 +1,4 @@
-"""Starting workers: in this process, and as a SLURM array; torchrun starts ``python -m poprisk.jobs work`` itself."""
+"""Starting workers: in this process, and as a SLURM array; torchrun starts ``python -m poprisk jobs work`` itself."""
 
 import shlex
 from pathlib import Path
@@ -77,7 +77,7 @@ def slurm_script(
     gpu = any(group.content.get("device") == "cuda" for group in groups)
     count = sum(len(group.jobs) for group in groups)
     memory = memory or f"{-(-(limit + _AT_REST) // 2**20)}M"
-    command = f"{python} -m poprisk.jobs work {shlex.quote(str(folder))} --lease {lease:g}"
+    command = f"{python} -m poprisk jobs work {shlex.quote(str(folder))} --lease {lease:g}"
     gpu_line = "#SBATCH --gpus-per-task=1             # the jobs were planned for GPUs\n" if gpu else ""
     return f"""#!/bin/bash
 # {count} jobs. Tasks of the array are workers, not jobs: each takes what nobody has until all is done, so any number

@@ -14,7 +14,7 @@ from poprisk.jobs._manifest import MANIFEST, Group, Manifest
 from poprisk.jobs._numerics import check_device
 from poprisk.jobs._operator_columns import Columns, operator_group
 from poprisk.jobs._sources import open_run
-from poprisk.operators import Diagonal, Method, Precision, checked_precision
+from poprisk.operators import Diagonal, Method, Precision
 from poprisk.runs import Run
 
 
@@ -82,7 +82,11 @@ class Plan:
                 unknown, or goes with another method or dtype only.
             DeviceError: the device has no products of that precision.
         """
-        kind = {"method": _method(method), "dtype": dtype, "precision": _precision(precision)}
+        kind = {
+            "method": Method.checked(method),
+            "dtype": dtype,
+            "precision": None if precision is None else Precision.checked(precision),
+        }
         return self._kernels("train", run, steps, name, side=side, preconditioner=preconditioner, **kind)
 
     def cross_kernel(
@@ -106,7 +110,11 @@ class Plan:
                 unknown, or goes with another method or dtype only.
             DeviceError: the device has no products of that precision.
         """
-        kind = {"method": _method(method), "dtype": dtype, "precision": _precision(precision)}
+        kind = {
+            "method": Method.checked(method),
+            "dtype": dtype,
+            "precision": None if precision is None else Precision.checked(precision),
+        }
         return self._kernels("test", run, steps, name, side=side, preconditioner=preconditioner, **kind)
 
     def operator_columns(
@@ -244,15 +252,3 @@ class Plan:
         if wider is not there:
             wider.save(self.folder)
         return group.name
-
-
-def _precision(precision: Precision | str | None) -> Precision | None:
-    return None if precision is None else checked_precision(precision)
-
-
-def _method(method: Method | str) -> Method:
-    try:
-        return Method(method)
-    except ValueError:
-        names = [each.value for each in Method]
-        raise HyperparameterError(f"method must be a Method or one of {names}, got {method!r}") from None

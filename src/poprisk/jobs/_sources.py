@@ -13,6 +13,7 @@ from poprisk.errors import DataError, JobError, RunError
 from poprisk.jobs._keys import code_digest, content_key
 from poprisk.jobs._manifest import Group
 from poprisk.jobs._results import read_result, write_result
+from poprisk.operators import aligned
 from poprisk.risk import cast, moved
 from poprisk.runs import Run, file_records
 
@@ -101,11 +102,6 @@ def take_vector(folder: Path, name: str, device: torch.device) -> Tensor:
     if content_key(["vector", fingerprint({"vector": vector})]) != name:
         raise DataError(f"the vector {name[:12]} of {folder} is another one: plan the jobs again")
     return aligned(vector.to(device))
-
-
-def aligned(x: Tensor) -> Tensor:
-    """A copy in memory of torch's own: some products round by how their operands lie, and files lie anyhow."""
-    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def examples_of(run: Run, which: str, dtype: torch.dtype) -> Inputs:

@@ -11,13 +11,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from poprisk._core.progress import Progress
 from poprisk._core.store import resolve
 from poprisk.errors import DataError, HyperparameterError, JobError
 from poprisk.jobs._claims import Claim, Mark, Watch, beating, try_claim
 from poprisk.jobs._log import WorkerLog
 from poprisk.jobs._manifest import Group, Job, Manifest
 from poprisk.jobs._numerics import check_numerics, chosen_device, pinned
-from poprisk.jobs._progress import job_progress
 from poprisk.jobs._results import read_result, result_notes, result_path, write_result
 
 LEASE = 90.0
@@ -122,17 +122,17 @@ class _Worker:
         began = time.perf_counter()
         jobs = _rotated(self.manifest.jobs(), self.name)
         self.log.add("joined")
-        with job_progress("jobs", len(jobs), shown=progress) as report:
+        with Progress("jobs", len(jobs), counted="{done} of {total} done", shown=progress) as bar:
             waiting = []
             for place, job in enumerate(jobs):
                 before = self.computed
                 if not self._first_attempt(job):
                     waiting.append(job)
-                report(place + 1 - len(waiting), self.computed > before)
+                bar.update(place + 1 - len(waiting), worked=self.computed > before)
             while waiting:
                 left = [job for job in waiting if not self._next_attempt(job)]
                 if len(left) < len(waiting):
-                    report(len(jobs) - len(left), True)
+                    bar.update(len(jobs) - len(left))
                 elif left:
                     self._check_hope(left)
                     time.sleep(min(self.lease / _LOOKS_IN_A_LEASE, _LONGEST_SLEEP))

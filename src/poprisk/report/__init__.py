@@ -1,20 +1,31 @@
-"""See: analyze a recorded run and write the report a person reads. Draws what the other rooms compute."""
+"""See: analyze a recorded run, and write the report that a person reads.
 
-from poprisk.report._analysis import Analysis, analyze
+>>> import tempfile, torch
+>>> from poprisk import Problem, analyze, train, write_report
+>>> problem = Problem(torch.nn.Linear, "squared", torch.eye(4).repeat(4, 1), torch.ones(16, 1),
+...                   arguments={"in_features": 4, "out_features": 1})
+>>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.2), steps=9, progress=False)
+>>> analysis = analyze(run, progress=False)
+>>> with tempfile.TemporaryDirectory() as folder:
+...     write_report(analysis, f"{folder}/report.html").name
+'report.html'
+"""
+
+from poprisk.report._analysis.analyze import Analysis, analyze
+from poprisk.report._analysis.operators import CleanTargets
+from poprisk.report._drawing.page import write_report
+from poprisk.report._explore import explore
 
 # isort: split
 # For the rooms above: not public, and not in __all__.
-from poprisk.report._analysis import PARTS
-from poprisk.report._analysis_json import analysis_json, finite
-from poprisk.report._audit import audit_json, audit_lines
-from poprisk.report._explorable import builtin_kernel, kernel_from_file
-from poprisk.report._explore import explore_page
-from poprisk.report._kept_analysis import KeptAnalysis
-from poprisk.report._page import report_command, require_template, run_report
-from poprisk.report._sections import summary_lines
-from poprisk.report._window import CleanTargets
+from poprisk.report._analysis.kept import KeptAnalysis
+from poprisk.report._drawing.page import report_command, require_template
+from poprisk.report._drawing.summary import analysis_json, finite, headline, summary_lines
 
 __all__ = [
     "Analysis",
+    "CleanTargets",
     "analyze",
+    "explore",
+    "write_report",
 ]

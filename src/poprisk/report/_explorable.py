@@ -1,10 +1,10 @@
-r"""A kernel to play with: the built-in one, or one's own from a file, checked at the door.
+r"""A kernel to explore: the built-in one, or the user's own from a file.
 
-What is explored is the filter that joins the room's axes, over the first r singular directions of the kernel:
+The page explores the filter over the first r singular directions of the kernel
 
 .. math:: M_j = 1[j \le r]\, \frac{\sigma_j^2}{\sigma_j^2 + n\eta} \bigl(1 - e^{-(\sigma_j^2 + n\eta)\, t/n}\bigr)
 
-with capacity r, ridge η and time t; :math:`r = \operatorname{rank}, \eta = 0, t = \infty` interpolates.
+with capacity r, ridge η and time t; :math:`r = \operatorname{rank}, \eta = 0, t = \infty` interpolates the targets.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.theory import FrozenProblem, decayed_flow_filter, frozen_problem, random_feature_task
 
 MOST_DIRECTIONS = 512
-"""More would make the page slow and its file large."""
+"""Maximum rank of the kernel; a larger one would make the page slow and its file large."""
 _NEEDED, _OPTIONAL = ("K_SS", "K_QS", "signal"), ("truth",)
 
 
 @dataclass(frozen=True, eq=False)
 class ExplorableKernel:
-    """A frozen problem with its clean targets and, where known, the truth at the test inputs."""
+    """A frozen problem with its clean targets and, if known, the true values at the test inputs."""
 
     name: str
     problem: FrozenProblem
@@ -35,10 +35,10 @@ class ExplorableKernel:
 
 
 def explored_filter(problem: FrozenProblem, rank: int, eta: float, t: float) -> Float[Tensor, "r"]:
-    """The filter of this module, as its diagonal.
+    """The diagonal of the filter of this module.
 
     Raises:
-        HyperparameterError: a rank outside of 0 to the problem's, or a negative penalty or time.
+        HyperparameterError: The rank is not between 0 and the problem's rank, or the ridge or time is negative.
 
     >>> problem = frozen_problem(torch.diag(torch.tensor([4.0, 1.0])), torch.ones(1, 2))
     >>> explored_filter(problem, rank=1, eta=0.0, t=float("inf"))
@@ -51,7 +51,7 @@ def explored_filter(problem: FrozenProblem, rank: int, eta: float, t: float) -> 
 
 
 def builtin_kernel() -> ExplorableKernel:
-    """Random cosine features of inputs with six entries, and a smooth truth.
+    """Random cosine features of inputs with six entries, and a smooth true function.
 
     >>> builtin_kernel().problem.rank
     40
@@ -61,19 +61,19 @@ def builtin_kernel() -> ExplorableKernel:
 
 
 def kernel_from_file(path: str | Path) -> ExplorableKernel:
-    """One's own kernel: a NumPy archive with ``K_SS`` [N, N], ``K_QS`` [M, N], ``signal`` [N], perhaps ``truth`` [M].
+    """Load a kernel from a NumPy archive with ``K_SS`` [N, N], ``K_QS`` [M, N], ``signal`` [N], maybe ``truth`` [M].
 
     Raises:
-        DataError: no such archive, arrays missing, not finite or of sizes that do not fit, no kernel, or one with more
-            directions than a page can hold.
-        OSError: the file cannot be read.
+        DataError: The file is not such an archive, arrays are missing, not finite or of the wrong size, or the kernel
+            has too many directions.
+        OSError: The file cannot be read.
     """
     arrays = _arrays(Path(path))
     problem = frozen_problem(arrays["K_SS"], arrays["K_QS"])
     if problem.rank > MOST_DIRECTIONS:
         raise DataError(
-            f"the page holds at most {MOST_DIRECTIONS} directions, got a kernel of rank {problem.rank}: take a part of "
-            "the training examples"
+            f"the page holds at most {MOST_DIRECTIONS} directions, got a kernel of rank {problem.rank}: use a subset "
+            "of the training examples"
         )
     for name, size in (("signal", len(problem.start_train)), ("truth", len(problem.start_test))):
         if name in arrays and tuple(arrays[name].shape) != (size,):
@@ -85,15 +85,19 @@ def _arrays(path: Path) -> dict[str, Tensor]:
     try:
         archive: Any = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise DataError(f"{path} is no NumPy archive: numpy.savez(file, K_SS=…, K_QS=…, signal=…) ({error})") from None
+        raise DataError(
+            f"{path} is not a NumPy archive ({error}): write one with numpy.savez(file, K_SS=…, K_QS=…, signal=…)"
+        ) from None
     if not hasattr(archive, "files"):
-        raise DataError(f"{path} holds one array, expected an archive: numpy.savez(file, K_SS=…, K_QS=…, signal=…)")
+        raise DataError(
+            f"{path} holds a single array: write an archive with numpy.savez(file, K_SS=…, K_QS=…, signal=…)"
+        )
     with archive:
         missing = [name for name in _NEEDED if name not in archive.files]
         if missing:
-            raise DataError(f"{path} must hold {', '.join(_NEEDED)}, missing: {', '.join(missing)}")
+            raise DataError(f"{path} must contain {', '.join(_NEEDED)}; missing: {', '.join(missing)}")
         found = {name: archive[name] for name in (*_NEEDED, *_OPTIONAL) if name in archive.files}
     for name, array in found.items():
         if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
-            raise DataError(f"{name} in {path} must hold finite real numbers, got {array.dtype}")
+            raise DataError(f"{name} in {path} must contain finite real numbers, got {array.dtype}")
     return {name: torch.from_numpy(array.astype(np.float64)) for name, array in found.items()}

@@ -1,37 +1,58 @@
-"""The page to play with: one HTML file in which sliders move the filter and the risk over a kernel."""
+"""An interactive page: sliders change the filter of a kernel method, and charts show its risk."""
 
 import base64
 import html
 import json
 import math
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from poprisk.report._explorable import ExplorableKernel
+from poprisk._core.store import write_text
+from poprisk.report._explorable import ExplorableKernel, builtin_kernel, kernel_from_file
 
-_DECADES = 12.0  # that a slider of penalties or times spans at most
+_DECADES = 12.0
+"""Maximum range of the sliders for ridge and time."""
+
+
+def explore(path: str | Path, kernel: str | Path | None = None) -> Path:
+    """Write an interactive page on how noise, capacity, ridge and training time change the risk of a kernel method.
+
+    Args:
+        path: The HTML file to write; it needs no server and no network.
+        kernel: A NumPy archive with your own kernel: ``K_SS`` [N, N] between the training outputs, ``K_QS`` [M, N]
+            between test and training outputs, the clean targets ``signal`` [N] and, if known, the true values
+            ``truth`` [M] at the test inputs. None uses a built-in kernel.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        DataError: The archive does not hold such arrays, or the kernel has too many directions.
+        OSError: A file cannot be read or written.
+    """
+    return write_text(path, explore_page(builtin_kernel() if kernel is None else kernel_from_file(kernel)))
 
 
 def explore_page(kernel: ExplorableKernel) -> str:
-    """The whole page, with everything it needs inside: no server, no network, no other file.
+    """The page as HTML text, self-contained.
 
-    >>> from poprisk.report._explorable import builtin_kernel
     >>> page = explore_page(builtin_kernel())
     >>> page.startswith("<!doctype html>"), "http" in page
     (True, False)
     """
     template = files("poprisk.report").joinpath("explore.html").read_text(encoding="utf-8")
-    data = json.dumps(page_data(kernel)).replace("<", "\\u003c")  # a name must not end the script
+    data = json.dumps(page_data(kernel)).replace("<", "\\u003c")  # no name may close the script element
     return template.replace("__TITLE__", html.escape(kernel.name)).replace("__DATA__", data)
 
 
 def page_data(kernel: ExplorableKernel) -> dict[str, Any]:
-    r"""What the page computes with: the spectrum, the signal, :math:`\Gamma_0`, and the ranges of its sliders.
+    r"""The data of the page: the spectrum, the signal, :math:`\Gamma_0`, and the ranges of the sliders.
 
-    Arrays are little-endian float64 in base64, so that the page starts from the same bits as the library.
+    Arrays are little-endian float64 in base64, so that the page computes with the same bits as the library.
     """
     problem, signal = kernel.problem, kernel.signal
     gap = None if kernel.truth is None else problem.interpolant(signal) - kernel.truth

@@ -20,11 +20,13 @@ from poprisk.risk._exclusion import Exclusion, exclusion, exclusion_risk
 from poprisk.risk._first_order import first_order_risk, generalization_gap
 from poprisk.risk._influence.matrix import influence_matrix, influence_on, influence_operator, self_influence
 from poprisk.risk._influence.sensitivity import Unrolled
+from poprisk.risk._k_fold import k_fold
 from poprisk.risk._meter import Reading, RiskMeter
 from poprisk.risk._resampled import Resampled
-from poprisk.risk._resampling import cross_validation_risk, holdouts, k_fold, leave_one_out, subsets
+from poprisk.risk._resampling import cross_validation_risk, holdouts, leave_one_out, subsets
 from poprisk.risk._retraining.retrain import retrain
-from poprisk.risk._risk import RiskEstimate, population_risk
+from poprisk.risk._risk import population_risk
+from poprisk.risk._verdict import RiskEstimate
 
 # isort: split
 # For the rooms above: not public, and not in __all__.
@@ -33,9 +35,9 @@ from poprisk.risk._audit.moments import choose_moments, evaluate, has_changing_b
 from poprisk.risk._audit.run_audit import example_losses
 from poprisk.risk._audit.table import DESCRIPTIONS, check_format
 from poprisk.risk._influence.matrix import cast_inputs
-from poprisk.risk._resampling import k_fold_members, k_fold_of_weights
+from poprisk.risk._k_fold import k_fold_members, k_fold_of_weights
 from poprisk.risk._retraining.members import Members, cast, moved
-from poprisk.risk._risk import FEWEST_FOLDS
+from poprisk.risk._verdict import FEWEST_FOLDS
 
 __all__ = [
     "AuditTable",

@@ -1,31 +1,20 @@
-r"""What each example's prediction would be had the run not seen it: without training again.
+r"""Exclusion: what each example's prediction would be had the run not seen it, without training again.
 
-Three predictions of the exclusion displacement :math:`\Delta_i^{ex} = U_{Q_i}^{S_{-i}}(T) - U_{Q_i}^S(T)` from one run:
-
-*First order* in the example's weight (:mod:`poprisk.risk._first_order`): proportional to the residuals that the
-example had along the run, so it vanishes when the example is fitted.
-
-*Corrected*, from label sensitivities :math:`H_i = \partial u_i / \partial y_i` through the run: removing the example is
-taken to be the label change that leaves it no residual at the end. With :math:`\Lambda_i` the loss curvature,
-
-.. math:: u_{-i} = u_i + H_i r(u_{-i}), \quad r(u_{-i}) \approx r_i + \Lambda_i (u_{-i} - u_i)
-   \quad\Rightarrow\quad u_{-i} = u_i + (I - H_i \Lambda_i)^{-1} H_i r_i
-
-which is :math:`e_i/(1-h_i)` for squared loss. Exact for ridge regression at its minimum. Along a run the example's
-residual changes from step to step, and one label cannot cancel them all: right early, and it blows up as h → 1.
-
-*Linearized*: the run without the example, each of its steps linearized about the recorded one,
+The run without the example, each of its steps linearized about the recorded one, is carried forward for many examples:
 
 .. math:: \dot g = \textstyle\sum_{j \in B} \sigma_j \nabla^2\ell_j\, \dot w
    - \sigma_i \big(\nabla\ell_i + \nabla^2\ell_i\, \dot w\big)
 
-The example's own curvature goes with it, so the response of its residual to its absence is followed step by step. This
-is exact for linear models under squared loss, at every stopping time and for every batch order, and needs no inverse:
-nothing blows up. It costs one forward direction per example (the corrected form: p adjoint queries), and its error is
-of second order in :math:`w_{-i} - w`, not in the example's weight.
+The example's own curvature is removed with it, so that the response of its residual to its absence is followed step by
+step. This is exact for linear models under squared loss, at every stopping time and for every batch order. It takes one
+forward direction per example, and its error is of second order in :math:`w_{-i} - w`, not in the example's weight: the
+first order in that weight (:mod:`poprisk.risk._first_order`) is proportional to the residuals that the example had
+along the run, and vanishes when the example is fitted.
+
+``method="corrected"`` predicts the displacement by label sensitivities instead
+(:mod:`poprisk.risk._influence.label_sensitivity`).
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,26 +22,29 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from poprisk._core.autodiff import ExampleLoss, loss_hessians, slices, take_examples
-from poprisk._core.estimate import Estimate
-from poprisk.errors import HyperparameterError
-from poprisk.risk._examples import choose_examples
-from poprisk.risk._fold_error import FEWEST
-from poprisk.risk._influence.exclusion_sweep import ExclusionSweep, excluded_outputs
-from poprisk.risk._influence.linear_step import StepJacobian
+from poprisk._core.autodiff import ExampleLoss, slices
+from poprisk.errors import DataError, HyperparameterError
+from poprisk.risk._error import corrected_risk_error, example_losses_of, unseen_mistake
+from poprisk.risk._influence.exclusion_sweep import ExcludedOutputs, ExclusionSweep, excluded_outputs
+from poprisk.risk._influence.label_sensitivity import corrected_displacement
 from poprisk.risk._influence.matrix import evaluation_model
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
-from poprisk.risk._risk_error import corrected_risk_error, example_losses_of, unseen_mistake
+from poprisk.risk._verdict import (
+    DOUBTFUL_BEND,
+    DOUBTFUL_SENSITIVITY,
+    LOST_BEND,
+    Found,
+    RiskEstimate,
+    judge_corrected,
+    judge_exclusion,
+    trained_on,
+)
 from poprisk.runs import Run
 
 ExclusionMethod = Literal["linearized", "corrected"]
 
-# A sensitivity beyond which one label change no longer stands for a removal, and a bend of the network over the
-# displacement (as a share of it) beyond which its linearization no longer does.
-_LARGEST_SENSITIVITY = 0.5
-_LARGEST_BEND = 0.25
-# The share of examples beyond these at which the mean is no longer believed.
-_TOLERATED = 0.05
+MOST_EXAMPLES = 256
+"""Number of examples that a risk by exclusion or to first order uses by default, where there are more."""
 
 
 @dataclass(frozen=True)
@@ -61,78 +53,76 @@ class Exclusion:
 
     examples: Int[Tensor, "m"]
     outputs: Float[Tensor, "m p"]
-    """With it."""
+    """By the model of the run."""
     displacement: Float[Tensor, "m p"]
-    r""":math:`\\Delta_i^{ex}`, as predicted."""
+    r""":math:`\Delta_i^{ex}`, as predicted."""
     doubt: Float[Tensor, "m"]
-    """How far the prediction is from where its derivation holds: spectral radius of HΛ, or bend of the network."""
+    """How far the prediction is from where its derivation holds: bend of the network, or spectral radius of HΛ."""
     doubtful: Bool[Tensor, "m"]
     losses: Float[Tensor, "m"]
     """Each example's loss at its own excluded prediction."""
+    actual_losses: Float[Tensor, "m"] | None
+    """The same by the network at the displaced weights instead of its linearization; None for "corrected"."""
     own_losses: Float[Tensor, "m"]
     """By the model of the run."""
+    training_losses: Float[Tensor, "n"]
+    """Of all training examples, by the model of the run."""
     mistake: float
-    """What one more mistake would add to the mean; see :func:`poprisk.risk._risk_error.unseen_mistake`."""
+    """What one unseen mistake would add to the mean; see :func:`poprisk.risk._error.unseen_mistake`."""
     method: ExclusionMethod
     cost: float
-    """In directions or queries through the run."""
+    """Directions or queries through the run."""
+    note: str = ""
+    """What was held fixed in the run."""
 
     @property
     def excluded_outputs(self) -> Float[Tensor, "m p"]:
-        """Without it."""
+        """Outputs without the example."""
         return self.outputs + self.displacement
 
+    @property
+    def risk(self) -> RiskEstimate:
+        r"""Leave-one-out risk: the training loss, corrected by what the sampled examples lose without themselves.
 
-def label_sensitivities(run: Run | Unrolled, examples: Int[Tensor, "m"] | None = None) -> Float[Tensor, "m p p"]:
-    r""":math:`H_i = \partial u_i(w_T) / \partial y_i`: how much of its own label each example takes over.
+        .. math:: \frac1n \sum_i \ell_i(u_i) + \frac1m \sum_{i \in M} \bigl(\ell_i(u_i + \Delta_i) - \ell_i(u_i)\bigr)
+        """
+        n, m = len(self.training_losses), len(self.examples)
+        training = self.training_losses.mean().item()
+        value = training + (self.losses - self.own_losses).mean().item()
+        error = corrected_risk_error(self.training_losses, self.own_losses, self.losses, self.mistake)
+        notes = (self.note,) if self.note else ()
+        found = Found(value, error, "exclusion", trained_on(n - 1, n), training, self.cost, m, n, notes)
+        if self.actual_losses is None:
+            return judge_corrected(found, self.doubtful.double().mean().item())
+        actual = training + (self.actual_losses - self.own_losses).mean().item()
+        return judge_exclusion(found, actual, (self.doubt > LOST_BEND).double().mean().item())
 
-    The labels of all steps change together; for losses other than squared, cross-entropy and logistic a label change is
-    a shift of the residual. Costs p adjoint queries per example.
 
-    Args:
-        run: Or the run made differentiable, with options of your own.
-        examples: Which; default: all.
+def choose_examples(
+    n: int, examples: int | Int[Tensor, "m"] | None, seed: int, *, most: int | None = None
+) -> Int[Tensor, "m"]:
+    """Examples by index, or a number of them drawn at random; by default all of them, up to ``most``.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
-    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(3), torch.ones(3, 1),
-    ...                   arguments={"in_features": 3, "out_features": 1, "bias": False})
-    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=1.5), steps=2, progress=False)
-    >>> label_sensitivities(run).flatten()  # 1 - (1 - lr/3)²
-    tensor([0.7500, 0.7500, 0.7500])
+    Raises:
+        DataError: an example that does not exist or comes twice, or a number out of range.
+
+    >>> choose_examples(3, None, seed=0), len(choose_examples(300, None, seed=0, most=20))
+    (tensor([0, 1, 2]), 20)
     """
-    unrolled = as_unrolled(run)
-    chosen = torch.arange(unrolled.num_examples) if examples is None else examples
-    p, w = unrolled.num_outputs, unrolled.last_weights
-    # Every query passes each step with the outputs of its whole batch.
-    by_batch = 4 * len(unrolled.run.batch(unrolled.start)) * p * unrolled.dtype.itemsize
-    width = max(1, min(unrolled.columns_at_a_time(), unrolled.memory // 2 // by_batch))
-    blocks = []
-    for rows in slices(len(chosen), max(1, width // p)):
-        own = chosen[rows]
-        queries = unrolled.model.output_jacobian(w, take_examples(unrolled.inputs, own)).flatten(0, 1)  # [m p, d]
-        owners = own.repeat_interleave(p)
-        parts = [_own_labels(unrolled, queries[part], owners[part]) for part in slices(len(owners), width)]
-        blocks.append(torch.cat(parts).view(len(own), p, p))
-    return torch.cat(blocks)
-
-
-def excluded_weights(
-    run: Run | Unrolled, examples: Int[Tensor, "m"], *, mass_preserving: bool = True
-) -> Float[Tensor, "d m"]:
-    r"""The predicted change of the last weights when each example, alone, is left out of the run.
-
-    Args:
-        run: Or the run made differentiable, with options of your own.
-        examples: Which.
-        mass_preserving: Whether the others' weights grow by n/(n - 1), as in a mean over n - 1 examples.
-    """
-    unrolled = as_unrolled(run)
-    parts = []
-    for rows in slices(len(examples), unrolled.columns_at_a_time()):
-        sweep = ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving)
-        parts.append(sweep.at(unrolled.stop))
-    return torch.cat(parts).T
+    if isinstance(examples, Tensor):
+        chosen = examples.cpu()
+        whole = chosen.dim() == 1 and len(chosen) and not chosen.is_floating_point() and chosen.dtype != torch.bool
+        if not whole or int(chosen.min()) < 0 or int(chosen.max()) >= n or len(chosen.unique()) != len(chosen):
+            raise DataError(
+                f"examples must be different indices from 0 to {n - 1}, at least one, got {chosen.tolist()[:8]}"
+            )
+        return chosen
+    count = min(n, most or n) if examples is None else examples
+    if not 1 <= count <= n:
+        raise DataError(f"examples must be between 1 and the {n} training examples, got {count}")
+    if count == n:
+        return torch.arange(n)
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:count]
 
 
 def exclusion(
@@ -147,12 +137,12 @@ def exclusion(
     """The predictions of a run for its own examples, had it not seen them.
 
     Args:
-        run: Or the run made differentiable, with options of your own.
-        examples: Which, or how many, drawn at random; default: all.
-        method: How; see the module.
+        run: The recorded run, or an :class:`Unrolled` of it.
+        examples: Indices of the examples, or a number of them to draw at random; default: all.
+        method: "linearized" carries the absence through the run; "corrected" uses label sensitivities.
         loss: Ψ, for ``losses``; default: the loss that was trained.
-        mass_preserving: Of the linearized way; the corrected one lets the total weight fall.
-        seed: Of the draw.
+        mass_preserving: Whether the weights of the other examples grow to n/(n - 1); for "linearized" only.
+        seed: Seed for the random draw.
 
     Raises:
         RunError: the run allows no exact analysis.
@@ -161,37 +151,48 @@ def exclusion(
     if method not in ("linearized", "corrected"):
         raise HyperparameterError(f'method must be "linearized" or "corrected", got {method!r}')
     unrolled = as_unrolled(run)
-    n = unrolled.num_examples
-    chosen = choose_examples(n, examples, seed)
-    x, y = take_examples(unrolled.inputs, chosen), unrolled.targets[chosen]
-    raw = unrolled.model.batch_outputs(unrolled.last_weights, x)
-    u = raw.flatten(1) if raw.dim() > 1 else raw.unsqueeze(1)
-    if method == "corrected":
-        moved, doubt = _corrected(unrolled, chosen, raw, y)
-        limit, cost = _LARGEST_SENSITIVITY, u.numel()
-    else:
-        found = excluded_outputs(unrolled, chosen, mass_preserving=mass_preserving)
-        moved, doubt = found.tangent, found.bend
-        limit, cost = _LARGEST_BEND, len(chosen)
+    chosen = choose_examples(unrolled.num_examples, examples, seed)
+    if method == "linearized":
+        return exclusion_at(
+            unrolled, excluded_outputs(unrolled, chosen, mass_preserving=mass_preserving), unrolled.stop, loss=loss
+        )
+    outputs, moved, radius = corrected_displacement(unrolled, chosen)
+    flat = outputs.reshape(len(outputs), -1)
+    found = ExcludedOutputs(chosen, flat, moved, moved, tuple(outputs.shape[1:]))
+    return _evaluated(unrolled, found, unrolled.stop, loss, radius)
+
+
+def exclusion_at(
+    unrolled: Unrolled, excluded: ExcludedOutputs, k: int, *, loss: str | ExampleLoss | None = None
+) -> Exclusion:
+    """Linearized exclusion at the weights before step k, from the outputs of a sweep there."""
+    return _evaluated(unrolled, excluded, k, loss, None)
+
+
+def _evaluated(
+    unrolled: Unrolled, found: ExcludedOutputs, k: int, loss: str | ExampleLoss | None, radius: Tensor | None
+) -> Exclusion:
+    n, targets = unrolled.num_examples, unrolled.targets[found.examples]
     model = evaluation_model(unrolled, loss)
-    at = (u + moved).view(raw.shape)
-    losses, own = (example_losses_of(model.loss, outputs, y) for outputs in (at, raw))
-    doubtful = ~((doubt <= limit) & losses.isfinite())
-    mistake = unseen_mistake(model.loss, at, y, n)
-    return Exclusion(chosen, u, moved, doubt, doubtful, losses, own, mistake, method, float(cost))
-
-
-def exclusion_displacement(
-    run: Run | Unrolled, examples: int | Int[Tensor, "m"] | None = None, *, method: ExclusionMethod = "linearized"
-) -> Float[Tensor, "m p"]:
-    r"""The predicted :math:`\Delta_i^{ex} = U_{Q_i}^{S_{-i}}(T) - U_{Q_i}^S(T)` of each example, training nothing.
-
-    Args:
-        run: Or the run made differentiable, with options of your own.
-        examples: Which, or how many, drawn at random; default: all.
-        method: How; see the module.
-    """
-    return exclusion(run, examples, method=method).displacement
+    displaced = [found.outputs, found.outputs + found.tangent, found.outputs + found.displaced]
+    own, losses, actual = (example_losses_of(model.loss, found.shaped(u), targets) for u in displaced)
+    training = model.per_example_losses(unrolled.weights(k), unrolled.inputs, unrolled.targets).double()
+    doubt, limit = (found.bend, DOUBTFUL_BEND) if radius is None else (radius, DOUBTFUL_SENSITIVITY)
+    return Exclusion(
+        examples=found.examples,
+        outputs=found.outputs,
+        displacement=found.tangent,
+        doubt=doubt,
+        doubtful=~((doubt <= limit) & losses.isfinite()),
+        losses=losses,
+        actual_losses=actual if radius is None else None,
+        own_losses=own,
+        training_losses=training,
+        mistake=unseen_mistake(model.loss, found.shaped(displaced[1]), targets, n),
+        method="linearized" if radius is None else "corrected",
+        cost=float(len(own) if radius is None else found.outputs.numel()),
+        note=unrolled.note,
+    )
 
 
 def exclusion_risk(
@@ -201,61 +202,54 @@ def exclusion_risk(
     method: ExclusionMethod = "linearized",
     loss: str | ExampleLoss | None = None,
     seed: int = 0,
-) -> Estimate:
-    r"""The leave-one-out risk :math:`\mathcal L_{ex}` predicted from one run: that of the learner on n - 1 points.
+) -> RiskEstimate:
+    r"""The leave-one-out risk :math:`\mathcal L_{ex}` of a model trained on n - 1 examples, predicted from one run.
 
     .. math:: \mathcal L_{ex}^\Psi = \frac1n \sum_i \Psi_{Z_i}\big(e_i(T) + \Delta_i^{ex}(T)\big)
 
+    :func:`~poprisk.risk.population_risk` with ``method="exclusion"`` returns the same estimate.
+
     Args:
-        run: Or the run made differentiable, with options of your own.
-        examples: Which, or how many, drawn at random; default: all.
-        method: How the displacement is predicted; see the module.
+        run: The recorded run, or an :class:`Unrolled` of it.
+        examples: Indices of the examples, or a number of them to draw at random; default: all, up to 256.
+        method: How the displacement is predicted; see :func:`exclusion`.
         loss: Ψ; default: the loss that was trained.
-        seed: Of the draw.
+        seed: Seed for the random draw.
 
     Returns:
-        The mean over the examples and its standard error; not valid where more than 1 in 20 examples is where the
-        prediction's derivation does not hold. Cost in directions through the run.
+        The risk with its standard error and verdict; the cost is in directions through the run.
     """
-    return risk_of(exclusion(run, examples, method=method, loss=loss, seed=seed))
+    unrolled = as_unrolled(run)
+    chosen = choose_examples(unrolled.num_examples, examples, seed, most=MOST_EXAMPLES)
+    return exclusion(unrolled, chosen, method=method, loss=loss).risk
 
 
-def risk_of(found: Exclusion) -> Estimate:
-    """The mean loss of excluded predictions, with a verdict."""
-    m = len(found.examples)
-    value, share = float(found.losses.mean()), float(found.doubtful.double().mean())
-    what = "the network bends over their displacement" if found.method == "linearized" else "h is too near 1"
-    if not math.isfinite(value):
-        return Estimate(value, math.nan, False, "excluded losses are not finite", found.cost)
-    error = corrected_risk_error(found.own_losses, found.own_losses, found.losses, found.mistake)
-    if m < FEWEST:
-        why = f"{m} examples are too few to tell a standard error, {FEWEST} are needed"
-        return Estimate(value, error, False, why, found.cost)
-    if share > _TOLERATED:
-        why = f"{found.method}: {what} for {100 * share:.0f}% of the examples"
-        return Estimate(value, error, False, why, found.cost)
-    return Estimate(value, error, True, f"{found.method} leave-one-out", found.cost)
+def exclusion_displacement(
+    run: Run | Unrolled, examples: int | Int[Tensor, "m"] | None = None, *, method: ExclusionMethod = "linearized"
+) -> Float[Tensor, "m p"]:
+    r"""The predicted :math:`\Delta_i^{ex} = U_{Q_i}^{S_{-i}}(T) - U_{Q_i}^S(T)` of each example, training nothing.
+
+    Args:
+        run: The recorded run, or an :class:`Unrolled` of it.
+        examples: Indices of the examples, or a number of them to draw at random; default: all.
+        method: How it is predicted; see :func:`exclusion`.
+    """
+    return exclusion(run, examples, method=method).displacement
 
 
-def _own_labels(unrolled: Unrolled, queries: Float[Tensor, "q d"], owners: Int[Tensor, "q"]) -> Float[Tensor, "q p"]:
-    """The derivative of each query by its owner's label alone: those by all labels, n times as many, are not kept."""
-    found = queries.new_zeros(len(queries), unrolled.num_outputs)
-    owners = owners.to(queries.device)
+def excluded_weights(
+    run: Run | Unrolled, examples: Int[Tensor, "m"], *, mass_preserving: bool = True
+) -> Float[Tensor, "d m"]:
+    r"""The predicted change of the last weights when each example, alone, is left out of the run.
 
-    def gather(step: StepJacobian, by_labels: Float[Tensor, "q b p"]) -> None:
-        rows, places = (owners[:, None] == step.examples[None, :]).nonzero(as_tuple=True)
-        found.index_add_(0, rows, by_labels[rows, places])
-
-    unrolled.adjoint(queries.T, wrt=("initial",), on_step=gather)
-    return found
-
-
-def _corrected(unrolled: Unrolled, chosen: Tensor, raw: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    H = label_sensitivities(unrolled, chosen)
-    x = take_examples(unrolled.inputs, chosen)
-    r = unrolled.model.output_gradient(unrolled.last_weights, x, y)
-    HL = H @ loss_hessians(unrolled.model.loss, raw, y)
-    eye = torch.eye(HL.shape[1], dtype=HL.dtype, device=HL.device)
-    doubt = torch.linalg.eigvals(HL).abs().amax(1).to(HL.dtype)
-    solved = torch.linalg.solve_ex(eye - HL, (H @ r.unsqueeze(2))).result.squeeze(2)
-    return solved, doubt
+    Args:
+        run: The recorded run, or an :class:`Unrolled` of it.
+        examples: Indices of the examples.
+        mass_preserving: Whether the weights of the others grow by n/(n - 1), as in a mean over n - 1 examples.
+    """
+    unrolled = as_unrolled(run)
+    parts = []
+    for rows in slices(len(examples), unrolled.columns_at_a_time()):
+        sweep = ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving)
+        parts.append(sweep.at(unrolled.stop))
+    return torch.cat(parts).T

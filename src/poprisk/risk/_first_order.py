@@ -2,9 +2,9 @@ r"""The first-order estimate of population risk from one run, and what checks it
 
 .. math:: \mathcal L_{pop} = \widehat{\mathcal L}_S + \frac{1}{n-1} \operatorname{tr}(\mathsf J_\Psi C_n)
 
-Every derivative by an example's weight is proportional to its residual along the run, so at interpolation the estimate
-tends to the training loss whatever the truth is. Nothing in J itself says so: that takes a few real trainings, the
-remainder of Cor. ``self_influence_diagonal``.
+Every derivative by an example's weight is proportional to its residual along the run, so that at interpolation the
+estimate tends to the training loss, whatever the risk is. J itself does not show it; exclusion does, which keeps higher
+orders, and so do a few real trainings, the remainder of Cor. ``self_influence_diagonal``.
 """
 
 import math
@@ -19,20 +19,28 @@ from poprisk._core.autodiff import ExampleLoss, take_examples
 from poprisk._core.estimate import Estimate
 from poprisk._core.linalg import LowRank, hutchinson_trace, hutchpp_trace, identity, xtrace
 from poprisk.errors import HyperparameterError
-from poprisk.risk._examples import choose_examples
-from poprisk.risk._influence.matrix import evaluation_model, exact_estimate, influence_matrix, influence_operator
+from poprisk.risk._exclusion import MOST_EXAMPLES, Exclusion, choose_examples, exclusion
+from poprisk.risk._influence.matrix import (
+    evaluation_model,
+    exact_estimate,
+    influence_matrix,
+    influence_on,
+    influence_operator,
+)
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import retrain
-from poprisk.risk._risk_error import corrected_risk_error, unseen_mistake
+from poprisk.risk._verdict import (
+    FEWEST_TRAINED,
+    LARGEST_REMAINDER,
+    Found,
+    RiskEstimate,
+    judge_first_order,
+    judge_trained_first_order,
+)
 from poprisk.runs import Run
 
 TraceMethod = Literal["xtrace", "hutchpp", "hutchinson"]
-
-# Beyond this share of the change that trainings show, the first-order value is not to be believed.
-TOLERANCE = 0.2
-# Examples below which trainings say too little.
-FEWEST_TRIED = 5
 
 
 def generalization_gap(
@@ -48,21 +56,21 @@ def generalization_gap(
 
     .. math:: \frac{1}{n-1}\operatorname{tr}(\mathsf J C_n) \quad\text{or}\quad \frac1n \operatorname{tr}\mathsf J
 
-    The centred form removes an example and gives its weight to the others (:math:`\nu^{(i)}`); the other one
-    (Cor. ``self_influence_diagonal``) lets the total weight fall. They differ by what a common rescaling of the loss
-    does to training, of order 1/n.
+    The centred form removes an example and gives its weight to the others (:math:`\nu^{(i)}`); the other form
+    (Cor. ``self_influence_diagonal``) lets the total weight fall. They differ by the effect of a common rescaling of
+    the loss on training, of order 1/n.
 
     Args:
-        run: Or the run made differentiable, with options of your own.
+        run: The recorded run, or an :class:`Unrolled` of it.
         loss: Ψ; default: the loss that was trained.
-        centred: Which of the two.
-        products: Estimate the trace from so many products; default: exactly, from n.
-        method: Of estimation.
-        seed: Of the probes.
+        centred: Whether to use the centred form.
+        products: Number of products to estimate the trace from; default: the exact trace, from n products.
+        method: The trace estimator, "xtrace", "hutchpp" or "hutchinson".
+        seed: Seed for the probes.
 
     Returns:
-        The trace with the standard error of its estimation, 0 where it is exact; not an error of what it stands for.
-        Cost in directions through the run.
+        The trace with the standard error of its estimation, 0 where it is exact. This is not the error of the gap as an
+        estimate of the generalization gap. The cost is in directions through the run.
     """
     unrolled = as_unrolled(run)
     n = unrolled.num_examples
@@ -85,7 +93,7 @@ def generalization_gap(
 
 @dataclass(frozen=True)
 class TaylorRemainder:
-    r"""What removal really does to an example's own loss, beside what the derivative says.
+    r"""The change of an example's own loss when it is removed, in real trainings and to first order.
 
     :math:`q_i(\lambda)` is the loss at i of the run trained with weights :math:`1 - \lambda\nu^{(i)}`.
     """
@@ -107,23 +115,23 @@ class TaylorRemainder:
 
     @property
     def relative(self) -> float:
-        """How far the mean of the first-order changes is from the mean change, as a share of the latter."""
+        """Difference between the mean first-order change and the mean change, as a share of the latter."""
         scale = max(abs(float(self.full.mean())), torch.finfo(self.full.dtype).tiny)
         return abs(float(self.remainder.mean())) / scale
 
     @property
     def valid(self) -> bool:
-        """Whether the first-order estimate may be believed: enough examples were tried, and it missed little."""
-        return len(self.examples) >= FEWEST_TRIED and bool(self.full.isfinite().all()) and self.relative <= TOLERANCE
+        """Whether the first-order estimate is valid: enough examples were tried, and it missed little."""
+        enough = len(self.examples) >= FEWEST_TRAINED
+        return enough and bool(self.full.isfinite().all()) and self.relative <= LARGEST_REMAINDER
 
     def corrected_gap(self, gap: float) -> Estimate:
         """A first-order gap plus the mean remainder of the examples that were tried, with its standard error."""
         m = len(self.examples)
         value = gap + float(self.remainder.mean())
-        if m < FEWEST_TRIED:
-            return Estimate(
-                value, float("nan"), False, f"{m} examples are too few for a standard error", self.trainings
-            )
+        if m < FEWEST_TRAINED:
+            why = f"{m} examples are too few for a standard error (limit {FEWEST_TRAINED}). Use more examples."
+            return Estimate(value, math.nan, False, why, self.trainings)
         return Estimate(value, float(self.remainder.std()) / m**0.5, cost=self.trainings)
 
 
@@ -135,17 +143,17 @@ def taylor_remainder(
     centred: bool = True,
     seed: int = 0,
 ) -> TaylorRemainder:
-    r"""Trains twice for each of a few examples, with half its weight and with none, and compares with the derivative.
+    r"""Train twice for each of a few examples, with half its weight and with none, and compare with the derivative.
 
     Args:
-        run: Or the run made differentiable, with options of your own.
-        examples: Which, or how many, drawn at random.
+        run: The recorded run, or an :class:`Unrolled` of it.
+        examples: Indices of the examples, or a number of them to draw at random.
         loss: Ψ; default: the loss that was trained.
         centred: Give the example's weight to the others, as the centred gap does.
-        seed: Of the draw.
+        seed: Seed for the random draw.
 
     Returns:
-        The changes; the cost is two trainings for each example.
+        The changes. It takes two trainings for each example.
 
     Raises:
         DataError: an example that does not exist.
@@ -171,36 +179,59 @@ def taylor_remainder(
 
 
 def first_order_risk(
-    run: Run | Unrolled, remainder: TaylorRemainder | None = None, *, loss: str | ExampleLoss | None = None
-) -> Estimate:
-    r""":math:`\mathcal L_{pop}`, the training loss plus the centred first-order gap; the risk of this model.
+    run: Run | Unrolled,
+    remainder: TaylorRemainder | None = None,
+    *,
+    loss: str | ExampleLoss | None = None,
+    examples: int | Int[Tensor, "m"] | None = None,
+    seed: int = 0,
+) -> RiskEstimate:
+    r""":math:`\mathcal L_{pop}`, the training loss plus the centred first-order gap: the risk of this model.
+
+    :func:`~poprisk.risk.population_risk` with ``method="first_order"`` returns the same estimate.
 
     Args:
-        run: Or the run made differentiable, with options of your own.
-        remainder: Of :func:`taylor_remainder` for this run. Without it nothing says whether the first order is enough,
-            and the estimate is not valid.
+        run: The recorded run, or an :class:`Unrolled` of it.
+        remainder: Real trainings to check the first order by, from :func:`taylor_remainder` of this run; default: the
+            first order is checked by exclusion, which trains nothing.
         loss: Ψ; default: the loss that was trained.
+        examples: Indices of the examples, or a number of them to draw at random; default: all, up to 256.
+        seed: Seed for the random draw.
 
     Returns:
-        The estimate; its standard error is that of the mean over examples of
-        :math:`\psi_i + \frac{n}{n-1}(\mathsf J C_n)_{ii}`. Cost in directions through the run.
+        The risk with the standard error of the risk by exclusion, to which the remainder adds its own, and a verdict.
+        The cost is in directions through the run.
     """
     unrolled = as_unrolled(run)
-    n = unrolled.num_examples
-    J = influence_matrix(unrolled, loss=loss)
-    model = evaluation_model(unrolled, loss)
-    losses = model.per_example_losses(unrolled.last_weights, unrolled.inputs, unrolled.targets)
-    corrected = losses + (J.diagonal() - J.mean(1)) * (n / (n - 1))
-    value = float(corrected.mean())
-    outputs = model.batch_outputs(unrolled.last_weights, unrolled.inputs)
-    mistake = unseen_mistake(model.loss, outputs, unrolled.targets, n)
-    error = corrected_risk_error(losses, losses, corrected, mistake)
-    if not torch.tensor([value, error]).isfinite().all():
-        return Estimate(value, float("nan"), False, "losses or their derivatives are not finite", n)
+    chosen = choose_examples(unrolled.num_examples, examples, seed, most=MOST_EXAMPLES)
+    return first_order_of(unrolled, exclusion(unrolled, chosen, loss=loss), remainder, loss=loss)
+
+
+def first_order_of(
+    unrolled: Unrolled,
+    reference: Exclusion,
+    remainder: TaylorRemainder | None = None,
+    *,
+    loss: str | ExampleLoss | None = None,
+) -> RiskEstimate:
+    """The risk to first order from the examples of an exclusion at the run's end, which checks it."""
+    n, chosen = unrolled.num_examples, reference.examples
+    J = influence_on(unrolled, take_examples(unrolled.inputs, chosen), unrolled.targets[chosen], loss=loss)
+    gaps = (J[torch.arange(len(chosen)), chosen] - J.mean(1)).double() * (n / (n - 1))
+    excluded = reference.risk
+    training, error = excluded.training_loss, float(excluded.standard_error)
+    found = Found(
+        value=training + gaps.mean().item(),
+        error=error
+        if remainder is None
+        else math.hypot(error, float(remainder.remainder.std(correction=1)) / len(remainder.examples) ** 0.5),
+        method="first_order",
+        target="this model",
+        training_loss=training,
+        cost=2.0 * len(chosen),
+        examples=len(chosen),
+        of=n,
+    )
     if remainder is None:
-        reason = "not checked: first order dies at interpolation; pass taylor_remainder(run, 5), ten trainings"
-        return Estimate(value, error, False, reason, n)
-    error = math.hypot(error, float(remainder.remainder.std()) / len(remainder.examples) ** 0.5)
-    share = f"{100 * remainder.relative:.3g}% of the change that {remainder.trainings:.0f} trainings show is missed"
-    believed = remainder.valid and math.isfinite(error)
-    return Estimate(value, error, believed, f"first order: {share}", n)
+        return judge_first_order(found, excluded)
+    return judge_trained_first_order(found, len(remainder.examples), remainder.trainings, remainder.relative)

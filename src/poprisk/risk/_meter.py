@@ -1,24 +1,18 @@
-r"""Population risk along a run, step by step: a curve to look at, and a step to stop at."""
+r"""Population risk along a run: a curve to look at, and the step to stop at."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
-from poprisk._core.autodiff import resolve_loss
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.risk._examples import choose_examples
-from poprisk.risk._fold_error import FEWEST, inflated_error
+from poprisk.risk._exclusion import MOST_EXAMPLES, choose_examples, exclusion_at
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
-from poprisk.risk._influence.holdout_weights import holdout_weights
 from poprisk.risk._influence.sensitivity import Unrolled
-from poprisk.risk._retraining.members import Members
-from poprisk.risk._retraining.retrain import Retrained, example_losses, member_outputs, retrain
-from poprisk.risk._risk import FEWEST_FOLDS, FOLDS, MOST_EXAMPLES, RiskEstimate, exclusion_reading, with_price
-from poprisk.risk._risk_error import unseen_mistake
+from poprisk.risk._k_fold import FoldEnsemble
+from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate
 from poprisk.runs import Run
 
 _READINGS = 20
@@ -26,10 +20,10 @@ _READINGS = 20
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The risk at one moment of a run."""
+    """The risk at one step of a run."""
 
     step: int
-    """Before this step; ``run.num_steps`` is the end."""
+    """The risk is that of the weights before this step; ``run.num_steps`` is the end."""
     risk: RiskEstimate
 
     @property
@@ -41,14 +35,14 @@ class Reading:
 class RiskMeter:
     """Follows population risk along a run, while it is recorded or afterwards.
 
-    Exclusion is carried forward with the run: reading ten moments costs what reading the last one costs. Where it may
-    no longer be believed, and the budget allows it, K-fold takes over, its members trained along with the run.
+    Exclusion is carried forward with the run: reading ten steps costs what reading the last one costs. Where it is no
+    longer valid, and the budget allows it, K-fold takes over, its members trained along with the run.
 
     Args:
         method: "auto", "exclusion" or "k_fold", as in :func:`~poprisk.risk.population_risk`.
-        retrain_budget: How many trainings may be spent, for the whole curve; 0 trains nothing.
-        examples: How many examples exclusion looks at; default: all up to 256.
-        seed: Of their draw, and of the folds.
+        retrain_budget: Number of trainings allowed for the whole curve; 0 trains nothing.
+        examples: Number of examples used by exclusion, drawn at random; default: all, up to 256.
+        seed: Seed for the random draw and for the folds.
 
     Raises:
         HyperparameterError: an unknown method, or a budget too small for it.
@@ -69,10 +63,10 @@ class RiskMeter:
         self, method: str = "auto", *, retrain_budget: int = 0, examples: int | None = None, seed: int = 0
     ) -> None:
         if method not in ("auto", "exclusion", "k_fold"):
-            raise HyperparameterError(f"a meter's method must be auto, exclusion or k_fold, got {method!r}")
+            raise HyperparameterError(f'method must be "auto", "exclusion" or "k_fold", got {method!r}')
         if method == "k_fold" and retrain_budget < FEWEST_FOLDS:
             raise HyperparameterError(
-                f"k_fold trains at least {FEWEST_FOLDS} times, retrain_budget={retrain_budget}: allow {FOLDS}"
+                f"k_fold trains at least {FEWEST_FOLDS} times, got retrain_budget={retrain_budget}: allow {FOLDS}"
             )
         self.method, self.retrain_budget, self.examples, self.seed = method, retrain_budget, examples, seed
         self.readings: list[Reading] = []
@@ -82,21 +76,21 @@ class RiskMeter:
         self._first: tuple[Tensor, str] | None = None
 
     def read(self, run: Run, steps: int | Sequence[int] | None = None) -> "RiskMeter":
-        """Add readings of a run as far as it has gone; what was read before is not done again.
+        """Add readings of a run as far as it has gone; earlier readings are kept.
 
-        Call it with ``recorder.flush()`` every now and then during training, or once with a finished run.
+        Call it with ``recorder.flush()`` from time to time during training, or once with a finished run.
 
         Args:
-            run: With its problem; longer than, and otherwise the same as, the one read before.
-            steps: Moments to read, or how many, spread evenly in the logarithm; default: 20, or during training the
-                end so far.
+            run: A run with its problem, the same as in earlier calls, but longer.
+            steps: Steps to read, or a number of steps evenly spaced in the logarithm; default: 20 in the first call,
+                and the end of the run in later ones.
 
         Raises:
-            DataError: a step that lies before one that was read, or outside the run.
-            RunError: another run, or one that allows no exact analysis.
+            DataError: a step is outside the run, or before one that was read.
+            RunError: the run is not the one read before, or allows no exact analysis.
         """
         if not run.num_steps:
-            raise DataError("nothing of the run is written yet: recorder.flush() writes the steps so far")
+            raise DataError("the run has no steps yet: call recorder.flush() to write the steps so far")
         moments = self._moments(run, steps)
         self._check_same(run)
         if moments and not self._lost:
@@ -111,11 +105,9 @@ class RiskMeter:
         for k in moments:
             found = None
             if not self._lost and self._sweep is not None:
-                found = exclusion_reading(self._sweep.unrolled, self._sweep.outputs_at(k), k)
+                found = exclusion_at(self._sweep.unrolled, self._sweep.outputs_at(k), k).risk
                 if not found.valid and self.method == "auto" and self.retrain_budget >= FEWEST_FOLDS:
                     self._lost, found, self._sweep = True, None, None  # chaos does not go away again
-                elif not found.valid:
-                    found = with_price(found, run.num_examples)
             if found is None:
                 waiting.append(k)
             else:
@@ -126,17 +118,15 @@ class RiskMeter:
 
     @property
     def best_step(self) -> int:
-        """The step of the lowest estimated risk among those that may be believed: where to stop.
+        """The step of the lowest estimated risk among the valid readings: where to stop.
 
         Raises:
-            DataError: nothing was read yet, or nothing that may be believed.
+            DataError: there is no valid reading yet.
         """
-        believed = [reading for reading in self.readings if reading.risk.valid]
-        if not believed:
-            raise DataError(
-                "no reading may be believed yet: read more of the run, or allow K-fold with retrain_budget=10"
-            )
-        return min(believed, key=lambda reading: float(reading.risk.value)).step
+        valid = [reading for reading in self.readings if reading.risk.valid]
+        if not valid:
+            raise DataError("there is no valid reading yet: call read, or allow K-fold with retrain_budget=10")
+        return min(valid, key=lambda reading: float(reading.risk.value)).step
 
     def curve(self) -> dict[str, list[float]]:
         """The readings as columns: step, risk, standard_error, valid, training_loss, method."""
@@ -161,13 +151,13 @@ class RiskMeter:
         if isinstance(steps, Sequence):
             moments = sorted(set(steps))
             if any(not last < k <= run.num_steps for k in moments):
-                raise DataError(f"the next readings lie in {last + 1} … {run.num_steps}, got {list(steps)}")
+                raise DataError(f"steps must lie in {last + 1} … {run.num_steps}, got {list(steps)}")
             return moments
         if run.num_steps <= last:
             return []
         count = steps if steps is not None else (_READINGS if not self.readings else 1)
         if count < 1:
-            raise DataError(f"a curve needs at least one reading, got {count}")
+            raise DataError(f"steps must be at least 1, got {count}")
         ratio = math.log(run.num_steps / (last + 1))
         ends = [round(run.num_steps * math.exp(-ratio * j / max(count - 1, 1))) for j in range(count)]
         return sorted({min(max(k, last + 1), run.num_steps) for k in ends})
@@ -177,65 +167,6 @@ class RiskMeter:
         if self._first is None:
             self._first = first
         elif not (torch.equal(self._first[0], first[0]) and self._first[1] == first[1]):
-            raise RunError("the meter has read another run, with other first weights or examples: make one for each")
-
-
-class FoldEnsemble:
-    """K trainings along a run, each without one fold, that go on where they stopped when the run has.
-
-    Args:
-        run: What is recorded; it may grow.
-        folds: K.
-        seed: Of the partition.
-    """
-
-    def __init__(self, run: Run, folds: int, seed: int = 0) -> None:
-        n = run.num_examples
-        if not 2 <= folds <= n:
-            raise DataError(f"folds must lie between 2 and the {n} examples, got {folds}")
-        self.fold: Int[Tensor, "n"] = torch.empty(n, dtype=torch.long)
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-        self.fold[order] = torch.arange(n) % folds
-        held = [(self.fold == f).nonzero().squeeze(1) for f in range(folds)]
-        self.members = Members(torch.stack([holdout_weights(n, index) for index in held]))
-        self.folds = folds
-        self._trained: Retrained | None = None
-
-    def advance(self, run: Run, steps: Sequence[int]) -> list[int]:
-        """Train on to these steps, and keep the members there."""
-        self._trained = retrain(run, self.members, keep=steps, stop=max(steps), resume=self._trained, progress=False)
-        return list(steps)
-
-    def reading(self, run: Run, k: int) -> RiskEstimate:
-        """The mean held-out loss before step k."""
-        if self._trained is None or k not in self._trained.kept:
-            raise DataError(f"the members were not kept before step {k}: advance to it first")
-        weights, problem, n = self._trained.kept[k], run.problem, run.num_examples
-        everyone = member_outputs(run, torch.cat([weights, run.weights(k).to(weights)[None]]), problem.inputs)
-        outputs, own = everyone[self.fold, torch.arange(n)], everyone[-1]
-        targets = problem.targets
-        targets = targets.to(outputs) if targets.is_floating_point() else targets
-        held_out, trained = (example_losses(problem, u, targets).double() for u in (outputs, own))
-        value, training = held_out.mean().item(), trained.mean().item()
-        low = n - int(torch.bincount(self.fold).max())
-        about = {
-            "target": f"a learner on {low} of {n} points",
-            "method": "k_fold",
-            "training_loss": training,
-            "cost": self.folds * k / run.num_steps,
-        }
-        error = inflated_error(held_out.cpu(), torch.arange(n), trained.cpu(), self.fold)
-        error = math.hypot(error, unseen_mistake(resolve_loss(problem.loss), outputs, targets, n))
-        if n < FEWEST:
-            reason = f"{n} held-out examples are too few to tell a standard error, {FEWEST} are needed"
-            return RiskEstimate(value, error, False, reason, **about)
-        if not (math.isfinite(value) and math.isfinite(error)):
-            return RiskEstimate(value, math.nan, False, "a training without a fold diverged", **about)
-        reason = "; ".join((f"{self.folds}-fold", *self._trained.notes))
-        return RiskEstimate(value, error, True, reason, **about)
-
-
-def k_fold_curve(run: Run, steps: Sequence[int], folds: int = FOLDS, *, seed: int = 0) -> list[RiskEstimate]:
-    """K-fold estimates at several moments of a run, for the price of one K-fold."""
-    ensemble = FoldEnsemble(run, folds, seed)
-    return [ensemble.reading(run, k) for k in ensemble.advance(run, steps)]
+            raise RunError(
+                "the meter has read another run, with other first weights or examples: use one meter per run"
+            )

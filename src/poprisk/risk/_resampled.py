@@ -1,31 +1,59 @@
-"""What a resampling found: held-out outputs and losses, how far they moved, and the risk they estimate."""
+"""Train without some of the examples and evaluate the models on them: held-out losses, and the risk they estimate."""
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypedDict
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from poprisk._core.autodiff import Inputs
-from poprisk._core.estimate import Estimate
+from poprisk._core.autodiff import Inputs, resolve_loss, slices, take_examples
 from poprisk.errors import DataError
-from poprisk.risk._retraining.retrain import example_losses, member_outputs
+from poprisk.risk._error import inflated_error, unseen_mistake
+from poprisk.risk._influence.holdout_weights import holdout_weights
+from poprisk.risk._retraining.members import Members
+from poprisk.risk._retraining.retrain import example_losses, member_outputs, retrain
+from poprisk.risk._verdict import Found, RiskEstimate, judge_retraining, trained_on
 from poprisk.runs import Run
+
+_FEW = 2**22
+"""Number of outputs kept at a time, where most of them are not needed."""
+
+
+class RetrainOptions(TypedDict, total=False):
+    """Options passed on to :func:`poprisk.risk.retrain`."""
+
+    dtype: torch.dtype
+    memory: int
+    progress: bool | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Models trained without some of the examples."""
+
+    weights: Float[Tensor, "members d"]
+    own_weights: Float[Tensor, "d"]
+    """Weights of the run itself, in the same precision."""
+    notes: tuple[str, ...]
+    """What was taken over from the recorded run instead of trained again."""
+    trainings: float
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """Examples as models saw them that were trained without them.
+    """Training examples evaluated by models that were trained without them.
 
     Row e is example ``example[e]`` under training ``member[e]``.
     """
 
     method: str
     target: str
-    """Whose risk is estimated, e.g. "a learner on 9 of 10 points"."""
-    risk: Estimate
-    """The mean held-out loss; its cost is in trainings."""
+    """The models whose risk is estimated, e.g. "a model trained on 9 of the 10 examples"."""
+    risk: RiskEstimate
+    """The mean held-out loss; its cost is the number of trainings."""
     example: Int[Tensor, "evaluations"]
     member: Int[Tensor, "evaluations"]
     outputs: Float[Tensor, "evaluations *out"]
@@ -37,31 +65,31 @@ class Resampled:
     displacement: Float[Tensor, "evaluations *out"]
     r"""Held-out outputs minus those of the run's model: :math:`\Delta_i^{ex}` where one example is left out."""
     weights: Float[Tensor, "members d"]
-    """Where each training ended."""
+    """Last weights of each training."""
     run: Run = field(repr=False)
     own_weights: Float[Tensor, "d"] = field(repr=False)
-    """Where the run itself ended."""
+    """Weights of the run itself."""
     notes: tuple[str, ...] = ()
     is_partition: bool = False
     """Whether every example was held out exactly once, as in K-fold."""
-    extrapolated: Estimate | None = None
-    """The risk of a learner on all n points, where nested cross-validation gave one."""
+    extrapolated: RiskEstimate | None = None
+    """The risk of a model trained on all n examples, from nested cross-validation."""
 
     @property
     def trainings(self) -> float:
-        """What it cost."""
+        """Number of trainings that it took."""
         return self.risk.cost
 
     @cached_property
-    def bias_corrected(self) -> Estimate:
-        r"""K-fold's risk carried over from n(1 - 1/K) points to all n (Burman 1989), computed when it is asked for.
+    def bias_corrected(self) -> RiskEstimate:
+        r"""K-fold's risk corrected from n(1 - 1/K) to all n examples (Burman 1989), computed on first access.
 
-        What the models without a fold lose on the whole training set, against what the run's own model does, is the
-        first-order price of the missing points. It takes every model's outputs for every training example.
+        The models without a fold lose more on the whole training set than the run's own model does; to first order
+        that difference is the effect of the missing examples. It takes all models' outputs for all training examples.
 
         .. math:: L_n = L_{cv} + \frac1n \sum_i \ell_i(w_T) - \frac1K \sum_f \frac1n \sum_i \ell_i(w^{(-f)})
 
-        After nested cross-validation it is the straight line through the risks at n(1 - 2/K) and n(1 - 1/K) points.
+        After nested cross-validation it is the straight line through the risks at n(1 - 2/K) and n(1 - 1/K) examples.
 
         Raises:
             DataError: the trainings do not leave out every example once.
@@ -69,17 +97,19 @@ class Resampled:
         if self.extrapolated is not None:
             return self.extrapolated
         if not self.is_partition:
-            raise DataError(f"only K-fold can be carried over to all points, got {self.method}: use k_fold")
+            raise DataError(f"only K-fold can be corrected to all examples, got {self.method}: use k_fold")
         inputs, targets = self.run.problem.inputs, self.run.problem.targets
         own = losses_of(self.run, member_outputs(self.run, self.own_weights.unsqueeze(0), inputs)[0], targets)
         price = self.member_losses(inputs, targets).double().mean() - own.double().mean()
-        value, risk = float(self.risk.value) - float(price), self.risk
-        about = (
-            f"the risk of a learner on all {self.run.num_examples} points, to first order in what a fold is missed by"
+        return self.corrected(float(self.risk.value) - float(price), "to first order in the missing fold")
+
+    def corrected(self, value: float, how: str) -> RiskEstimate:
+        """A risk of the model trained on all examples, with the error and the verdict of the held-out losses."""
+        n, risk = self.run.num_examples, self.risk
+        error, about = float(risk.standard_error), (risk.training_loss, risk.cost, len(self.example.unique()), n)
+        return judge_retraining(
+            Found(value, error, risk.method, f"a model trained on all {n} examples", *about, (how,))
         )
-        if not risk.valid:
-            return Estimate(value, float("nan"), valid=False, reason=risk.reason, cost=risk.cost)
-        return finite_estimate(value, float(risk.standard_error), about, risk.cost)
 
     @property
     def gap(self) -> float:
@@ -107,12 +137,71 @@ def member_losses_of(run: Run, outputs: Float[Tensor, "members b *out"], targets
     return losses_of(run, outputs.flatten(0, 1), repeated.flatten(0, 1)).unflatten(0, outputs.shape[:2])
 
 
-def finite_estimate(value: float, error: float, about: str, cost: float) -> Estimate:
-    """An estimate that is valid where its numbers are finite."""
-    finite = torch.tensor([value, error]).isfinite().all()
-    if not bool(finite):
-        return Estimate(value, abs(error), valid=False, reason=f"{about}: a training diverged", cost=cost)
-    return Estimate(value, error, reason=about, cost=cost)
+def resample(
+    run: Run, method: str, held: list[Tensor], renormalize: bool, options: RetrainOptions, *, partition: bool = False
+) -> Resampled:
+    """Train once without each of the holdouts, and evaluate each model on its holdout."""
+    trained = train_members(run, members_without(run.num_examples, held, renormalize=renormalize), options)
+    return held_out_result(run, method, held, trained, partition=partition)
+
+
+def members_without(n: int, held: list[Tensor], *, renormalize: bool = True) -> Members:
+    """One training without each of the holdouts."""
+    return Members(torch.stack([holdout_weights(n, index, renormalize=renormalize) for index in held]))
+
+
+def train_members(run: Run, members: Members, options: RetrainOptions) -> Trained:
+    """The members' last weights, and those of the run: trained again too, where another precision is asked for."""
+    again = options.get("dtype") not in (None, run.layout.dtype)
+    if again:
+        members = _with_the_run(run, members)
+    found = retrain(run, members, **options)
+    own = found.weights[-1] if again else run.weights(run.num_steps).to(found.weights)
+    return Trained(found.weights[: len(found.weights) - again], own, found.notes, found.trainings)
+
+
+def held_out_result(
+    run: Run, method: str, held: list[Tensor], trained: Trained, *, target: str | None = None, partition: bool = False
+) -> Resampled:
+    """Evaluate models on the examples they were trained without.
+
+    Args:
+        run: What was recorded.
+        method: How the holdouts were chosen, in words.
+        held: The examples that each model was trained without.
+        trained: The models.
+        target: The models whose risk this is; default: trained on the examples that are left.
+        partition: Whether every example is held out once; then rows are in the order of the examples.
+    """
+    n, sizes = run.num_examples, [len(index) for index in held]
+    target = trained_on((n - max(sizes), n - min(sizes)), n) if target is None else target
+    own = member_outputs(run, trained.own_weights.unsqueeze(0), run.problem.inputs)[0]
+    own_losses = losses_of(run, own, run.problem.targets)
+    member = torch.cat([torch.full((len(index),), k) for k, index in enumerate(held)])
+    example, outputs = torch.cat(held), _held_out(run, trained.weights, held)
+    if partition:
+        order = example.argsort()
+        member, example, outputs = member[order], example[order], outputs[order.to(outputs.device)]
+    losses = losses_of(run, outputs, run.problem.targets[example])
+    distinct = len(example.unique())
+    mistake = mistake_of(run, outputs, example) if distinct else 0.0
+    groups = member.to(losses.device) if partition else None
+    seen = own_losses[example]
+    error = inflated_error(losses, example.to(losses.device), seen, groups, mistake) if distinct else math.nan
+    value = float(losses.double().mean())
+    kind = "k_fold" if partition else method
+    about = (float(own_losses.double().mean()), trained.trainings, distinct, n, trained.notes)
+    risk = judge_retraining(Found(value, error, kind, target, *about))
+    displacement, weights = outputs - own[example], (trained.weights, run, trained.own_weights)
+    fields = (risk, example, member, outputs, losses, seen, displacement, *weights, trained.notes, partition)
+    return Resampled(method, target, *fields)
+
+
+def mistake_of(run: Run, outputs: Float[Tensor, "evaluations *out"], example: Int[Tensor, "evaluations"]) -> float:
+    """What one unseen mistake among the held-out examples would add to their mean loss."""
+    targets = run.problem.targets[example].to(outputs.device)
+    targets = targets.to(outputs.dtype) if targets.is_floating_point() else targets
+    return unseen_mistake(resolve_loss(run.problem.loss), outputs, targets, len(example.unique()))
 
 
 def picked(found: Resampled, rows: Tensor) -> Resampled:
@@ -129,6 +218,27 @@ def picked(found: Resampled, rows: Tensor) -> Resampled:
     )
 
 
-def by_example(found: Resampled) -> Resampled:
-    """The rows in the order of their examples."""
-    return picked(found, found.example.argsort())
+def _with_the_run(run: Run, members: Members) -> Members:
+    ones = torch.cat([members.weights, torch.ones_like(members.weights[:1])])
+    index = members.index_map
+    if index is not None:
+        index = torch.cat([index, torch.arange(run.num_examples, device=index.device).unsqueeze(0)])
+    return Members(ones, index_map=index, pool=members.pool)
+
+
+def _held_out(run: Run, weights: Tensor, held: list[Tensor]) -> Float[Tensor, "evaluations *out"]:
+    """Each model's outputs for the examples it was trained without: computed alone, or picked from all if most are."""
+    problem, widest = run.problem, max(len(index) for index in held)
+    inputs = problem.inputs
+    if widest * len(held) > 4 * len(problem):
+        found = []
+        for rows in slices(len(held), max(1, _FEW // len(problem))):
+            outputs = member_outputs(run, weights[rows], inputs)
+            found += [outputs[k, index.to(outputs.device)] for k, index in enumerate(held[rows])]
+        return torch.cat(found)
+    if not widest:
+        return member_outputs(run, weights[:1], take_examples(inputs, slice(0, 1)))[0, :0]
+    padded = torch.nn.utils.rnn.pad_sequence(list(held), batch_first=True)
+    real = torch.arange(widest) < torch.tensor([len(index) for index in held]).unsqueeze(1)
+    own = take_examples(inputs, padded.to(problem.device))
+    return member_outputs(run, weights, own, own=True)[real.to(weights.device)]

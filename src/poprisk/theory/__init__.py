@@ -1,8 +1,8 @@
 """The paper's closed forms: filters of a frozen kernel, linear models, signal directions, path and Sobolev bounds."""
 
 from poprisk.theory.directions import SignalDirections, signal_directions
-from poprisk.theory.example_groups import ExampleGroups, example_groups
 from poprisk.theory.frozen import FrozenProblem, frozen_problem
+from poprisk.theory.groups import ExampleGroups, example_groups
 from poprisk.theory.linear_model import linear_operators
 from poprisk.theory.path_bounds import window_bounds
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,19 +11,18 @@ from kernel_models import make
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError
-from poprisk.operators._kernels import tiles
-from poprisk.operators._kernels.features import make_recipe
-from poprisk.operators._kernels.layers import find_structure
+from poprisk.operators._kernels import memory as system
+from poprisk.operators._kernels.memory import free_memory
 from poprisk.operators._kernels.method import Method
+from poprisk.operators._kernels.plan import plan_tiles
 from poprisk.operators._kernels.tangent import cross_kernel, kernel_tiles, train_kernel
-from poprisk.operators._kernels.tiles import free_memory, plan_tiles
 
 METHODS = [Method.JACOBIAN_CONTRACTION, Method.LAYER_FACTORS, Method.VECTOR_PRODUCTS]
 
 
 def smallest(function) -> int:
     """The limit named in the refusal of one that is too small."""
-    with pytest.raises(HyperparameterError, match="smallest that work") as caught:
+    with pytest.raises(HyperparameterError, match="smallest limit that works") as caught:
         function(memory=1)
     return int(re.search(r"too little: (\d+) bytes", str(caught.value)).group(1))
 
@@ -63,20 +63,20 @@ def test_tiles_cover_the_kernel_once(method):
 
 
 def test_plans_keep_their_limit_and_use_it():
-    model, w, x = make("convolutions")
-    recipe = make_recipe(find_structure(model, w, x), {})
-    least = smallest(lambda memory: plan_tiles(recipe, 500, None, 8, memory))
-    plans = [plan_tiles(recipe, 500, None, 8, memory) for memory in (least, 4 * least, 64 * least, 10**10)]
+    model, w, x = make("convolutions", n=500)
+    planned = partial(plan_tiles, model, w, x, method=Method.LAYER_FACTORS)
+    least = smallest(planned)
+    plans = [planned(memory=memory) for memory in (least, 4 * least, 64 * least, 10**10)]
     limits = (least, 4 * least, 64 * least, 10**10)
     assert all(plan.bytes <= limit for plan, limit in zip(plans, limits, strict=True))
-    assert plans[0].side == 1
+    assert plans[0].rows == plans[0].columns == 1
     assert not plans[0].keep
-    sides = [plan.side for plan in plans[:3]]
+    sides = [plan.rows for plan in plans[:3]]
     assert sides == sorted(sides)
     assert sides[2] > 1
     assert plans[-1].keep
-    with_result = plan_tiles(recipe, 500, None, 8, 10**10, result=10**9)
-    assert with_result.bytes == plans[-1].bytes + 10**9
+    with_result = planned(memory=10**10, holds_result=True)
+    assert with_result.bytes == plans[-1].bytes + 8 * (500 * with_result.outputs) ** 2
 
 
 LIMITED = """
@@ -119,24 +119,24 @@ def test_the_system_sees_the_limit_kept():
 def test_free_memory_counts_caches_and_the_limit_of_a_container(tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  9000 kB\nMemFree:  100 kB\nMemAvailable:  4000 kB\n")
-    assert tiles._available(meminfo) == 4000 * 1024
+    assert system._available(meminfo) == 4000 * 1024
     meminfo.write_text("MemFree:  100 kB\n")  # an old kernel
-    assert tiles._available(meminfo) > 0
-    assert tiles._available(tmp_path / "none") is None
+    assert system._available(meminfo) > 0
+    assert system._available(tmp_path / "none") is None
     second, first = tmp_path / "v2", tmp_path / "v1"
     for group in (second, first / "memory"):
         group.mkdir(parents=True)
     for name, value in {"memory.max": 1000, "memory.current": 700}.items():
         (second / name).write_text(f"{value}\n")
-    assert tiles._left_to_the_group(second) == 300
+    assert system._left_to_the_group(second) == 300
     (second / "memory.stat").write_text("anon 5\ninactive_file 200\n")
-    assert tiles._left_to_the_group(second) == 500
+    assert system._left_to_the_group(second) == 500
     (second / "memory.max").write_text("max\n")
-    assert tiles._left_to_the_group(second) is None
+    assert system._left_to_the_group(second) is None
     for name, value in {"limit_in_bytes": 800, "usage_in_bytes": 900}.items():
         (first / "memory" / f"memory.{name}").write_text(f"{value}\n")
-    assert tiles._left_to_the_group(first) == 0
-    for available, left, expected in ((100, 60, 30), (40, None, 20), (None, None, tiles._FALLBACK_MEMORY)):
-        monkeypatch.setattr(tiles, "_available", lambda value=available: value)
-        monkeypatch.setattr(tiles, "_left_to_the_group", lambda value=left: value)
+    assert system._left_to_the_group(first) == 0
+    for available, left, expected in ((100, 60, 30), (40, None, 20), (None, None, system._FALLBACK_MEMORY)):
+        monkeypatch.setattr(system, "_available", lambda value=available: value)
+        monkeypatch.setattr(system, "_left_to_the_group", lambda value=left: value)
         assert free_memory(torch.device("cpu")) == expected

@@ -12,10 +12,8 @@ from poprisk.operators._kernels.method import Method
 from poprisk.operators._kernels.precision import Precision, error_bound
 from poprisk.operators._kernels.rounded import RoundedRows, contract_rounded, panel_layout
 from poprisk.operators._kernels.rounded_kernel import measured_error, rounded_kernel
-from poprisk.operators._kernels.rounded_tiles import prepare_rounded
 from poprisk.operators._kernels.tangent import cross_kernel, kernel_tiles, train_kernel
-from poprisk.operators._kernels.tiles import Tile
-from poprisk.operators._kernels.transfer import on_host
+from poprisk.operators._kernels.tiles import Tile, on_host, tiled_kernel
 
 MODELS = ["convolutions", "transformer", "words"]
 
@@ -27,7 +25,7 @@ def scaled_error(found, expected, rows, columns):
 
 def smallest(*arguments) -> int:
     """The limit named in the refusal of one that is too small."""
-    with pytest.raises(HyperparameterError, match="smallest that work") as caught:
+    with pytest.raises(HyperparameterError, match="smallest limit that works") as caught:
         kernel_tiles(*arguments, precision="float16", memory=1)
     return int(str(caught.value).split("too little: ")[1].split()[0])
 
@@ -119,8 +117,8 @@ def test_a_preconditioner_and_low_precision_together():
 def test_chunks_on_still_inputs_are_those_on_the_inputs_themselves():
     for name in ("convolutions", "words"):
         model, w, x = make(name, n=8)
-        arguments = (model, w, x[:4], x[4:], "float16", None, None)
-        plain, replayed = (prepare_rounded(*arguments, held_result=False, graphs=graphs) for graphs in (False, True))
+        arguments = (model, w, x[:4], x[4:])
+        plain, replayed = (tiled_kernel(*arguments, precision="float16", graphs=graphs) for graphs in (False, True))
         for one, other in zip(plain.tiles(), replayed.tiles(), strict=True):
             assert_close(other.block, one.block, rtol=0, atol=0)
         again = [tile.block for _ in range(3) for tile in replayed.tiles()]
@@ -148,8 +146,8 @@ def test_on_a_gpu_captured_and_not(precision):
     x = torch.randn(70, 3, 12, 12, device="cuda")
     tiles: dict[bool, list[Tile]] = {}
     for graphs in (False, True):
-        job = prepare_rounded(model, model.weights, x, None, precision, None, 2**26, held_result=False, graphs=graphs)
-        tiles[graphs] = list(on_host(job.tiles()))
+        tiled = tiled_kernel(model, model.weights, x, precision=precision, memory=2**26, graphs=graphs)
+        tiles[graphs] = list(on_host(tiled.tiles()))
     for one, other in zip(tiles[False], tiles[True], strict=True):
         assert one.block.device.type == "cpu"
         assert_close(other.block, one.block, rtol=1e-4, atol=1e-4 * float(one.block.abs().max()))

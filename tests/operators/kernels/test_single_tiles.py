@@ -7,7 +7,8 @@ from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError
 from poprisk.operators._kernels.method import Method
-from poprisk.operators._kernels.single_tile import TileMaker, plan_single_tiles
+from poprisk.operators._kernels.plan import plan_tiles
+from poprisk.operators._kernels.tiles import TileMaker
 
 METHODS = [Method.JACOBIAN_CONTRACTION, Method.LAYER_FACTORS, Method.VECTOR_PRODUCTS]
 
@@ -41,22 +42,22 @@ def test_tiles_shrink_with_the_limit_and_count_within_it():
     model, w, x = make("multilayer", n=400)
     sides = []
     for memory in (2**26, 2**22, 2**19, 2**16):
-        plan = plan_single_tiles(model, w, x, memory=memory, copies=2)
+        plan = plan_tiles(model, w, x, memory=memory, copies=2, separate=True)
         assert plan.bytes <= memory
-        assert 1 <= plan.chunk <= plan.side
+        assert 1 <= plan.chunk <= plan.rows == plan.columns
         assert plan.method is not Method.AUTO
-        sides.append(plan.side)
+        sides.append(plan.rows)
     assert sides == sorted(sides, reverse=True)
     assert len(set(sides)) > 2
-    assert plan_single_tiles(model, w, x, memory=2**30, side=30).side == 30
-    assert plan_single_tiles(model, w, x[:4], memory=2**30).side == 4
-    assert plan_single_tiles(model, w, x[:4], x, memory=2**30).side > 4
+    assert plan_tiles(model, w, x, memory=2**30, side=30, separate=True).rows == 30
+    assert plan_tiles(model, w, x[:4], memory=2**30, separate=True).rows == 4
+    assert plan_tiles(model, w, x[:4], x, memory=2**30, separate=True).rows > 4
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_too_little_memory_is_refused(method):
     model, w, x = make("multilayer", n=4)
-    with pytest.raises(HyperparameterError, match="a memory limit of 10 bytes is too little for one tile"):
-        plan_single_tiles(model, w, x, method=method, memory=10)
-    with pytest.raises(HyperparameterError, match="needs a method that is not auto"):
+    with pytest.raises(HyperparameterError, match="memory=10 bytes is too little"):
+        plan_tiles(model, w, x, method=method, memory=10, separate=True)
+    with pytest.raises(HyperparameterError, match="needs a method other than"):
         TileMaker(model, w, x, Method.AUTO, chunk=1)

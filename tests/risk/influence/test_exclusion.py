@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 from oracles.influence import central_difference
 from poprisk.errors import HyperparameterError
-from poprisk.risk._exclusion import excluded_weights, exclusion, exclusion_risk, label_sensitivities
+from poprisk.risk._exclusion import excluded_weights, exclusion, exclusion_risk
+from poprisk.risk._influence.label_sensitivity import label_sensitivities
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train

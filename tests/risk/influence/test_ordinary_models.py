@@ -13,9 +13,10 @@ from poprisk import PopRiskAdamW
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk._core.autodiff.ways import JacobianWay
 from poprisk.errors import BackendWarning, DataError, RunError
-from poprisk.risk._exclusion import exclusion, label_sensitivities
+from poprisk.risk._exclusion import exclusion
 from poprisk.risk._influence.batch_derivatives import GeneralBatch
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
+from poprisk.risk._influence.label_sensitivity import label_sensitivities
 from poprisk.risk._influence.linear_stack import StackBatch
 from poprisk.risk._influence.matrix import influence_matrix, influence_on, influence_operator
 from poprisk.risk._influence.sensitivity import Unrolled

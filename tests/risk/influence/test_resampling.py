@@ -20,9 +20,10 @@ from oracles.resampling import (
     holdout_weights as oracle_weights,
 )
 from poprisk.errors import DataError
-from poprisk.risk._fold_error import inflated_error
+from poprisk.risk._error import inflated_error
 from poprisk.risk._influence.holdout_weights import common_first_variation, delete_direction, holdout_weights
-from poprisk.risk._resampling import cross_validation_risk, holdouts, k_fold, leave_one_out, replace_one, subsets
+from poprisk.risk._k_fold import k_fold
+from poprisk.risk._resampling import cross_validation_risk, holdouts, leave_one_out, replace_one, subsets
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import retrain
 from poprisk.runs._problem import Problem
@@ -83,7 +84,7 @@ def test_leave_one_out(run, renormalize):
     assert found.risk.value == pytest.approx(found.losses.mean().item())
     assert found.risk.valid
     assert found.risk.cost == found.trainings == N
-    assert "a learner on 11 of 12 points" in found.risk.reason
+    assert "a model trained on 11 of the 12 examples" in found.risk.reason
     some = leave_one_out(run, [7, 2], renormalize=renormalize)
     torch.testing.assert_close(some.outputs, outputs[[7, 2]], **EXACT)
     assert not some.risk.valid  # two examples have no spread to speak of
@@ -100,7 +101,7 @@ def test_k_fold(run):
     torch.testing.assert_close(found.weights, weights, **EXACT)
     order = torch.tensor([i for index in held for i in index]).argsort()
     assert_held_out(found, run, outputs[order])
-    assert found.target == "a learner on 9 of 12 points"
+    assert found.target == "a model trained on 9 of the 12 examples"
     assert (found.trainings, found.risk.valid) == (4, True)
     problem = run.problem
 
@@ -110,10 +111,10 @@ def test_k_fold(run):
     price = sum(loss(w) for w in weights) / 4 - loss(run.weights(run.num_steps))
     assert found.bias_corrected.value == pytest.approx((found.losses.mean() - price).item())
     assert found.bias_corrected.standard_error == found.risk.standard_error
-    assert "all 12 points" in found.bias_corrected.reason
+    assert "all 12 examples" in found.bias_corrected.reason
     assert not torch.equal(k_fold(run, folds=4, seed=4).member, found.member)
     uneven = k_fold(run, folds=5)
-    assert uneven.target == "a learner on 9 to 10 of 12 points"
+    assert uneven.target == "a model trained on 9 to 10 of the 12 examples"
     assert k_fold(run, folds=N).risk.value == pytest.approx(leave_one_out(run).risk.value)
 
 
@@ -131,7 +132,9 @@ def test_nested_cross_validation(run):
             losses = F.cross_entropy(outputs, problem.targets[index], reduction="none")
             pairs[frozenset((f, g))] = dict(zip(index, losses.tolist(), strict=True))
     error, corrected = nested_cross_validation(plain.losses, fold, 4, pairs)
-    assert found.risk.standard_error == pytest.approx(error)
+    runner_up = found.outputs.topk(2, dim=1).indices[:, 1]  # what one unseen mistake would cost, shared by all
+    mistake = F.cross_entropy(found.outputs, runner_up).item() / N
+    assert found.risk.standard_error == pytest.approx(math.hypot(error, mistake))
     assert found.bias_corrected.value == pytest.approx(corrected)
     assert "nested" in found.risk.reason
     twice = k_fold(run, folds=3, seed=3, nested=2)
@@ -160,7 +163,7 @@ def test_holdouts_and_subsets(run):
     half = subsets(run, few)
     assert half.example.tolist() == [*range(7)] * 7
     torch.testing.assert_close(half.outputs[:7], half.member_outputs(run.problem.inputs[:7])[0], **EXACT)
-    assert half.target == "a learner on 5 to 12 of 12 points"
+    assert half.target == "a model trained on 5 to 12 of the 12 examples"
     inputs, labels = run.problem.test
     losses = half.member_losses(inputs, labels)
     torch.testing.assert_close(
@@ -182,7 +185,7 @@ def test_replace_one(run):
     found = replace_one(run, pairs)
     torch.testing.assert_close(found.weights, weights, **EXACT)
     assert_held_out(found, run, outputs)
-    assert found.target == "a learner on 12 points"
+    assert found.target == "a model trained on 12 examples"
     given = replace_one(run, pairs[:2], pool=(problem.test[0][:3], problem.test[1][:3]))
     torch.testing.assert_close(given.outputs, outputs[:2], **EXACT)
 
@@ -322,7 +325,7 @@ def test_bad_input(run):
     for folds in (1, N + 1):
         with pytest.raises(DataError, match=f"folds must lie between 2 and the 12 examples, got {folds}"):
             k_fold(run, folds)
-    with pytest.raises(DataError, match="only K-fold can be carried over"):
+    with pytest.raises(DataError, match="only K-fold can be corrected"):
         leave_one_out(run, [0]).bias_corrected
     with pytest.raises(DataError, match="between 3 and"):
         k_fold(run, 2, nested=1)
@@ -339,7 +342,7 @@ def test_bad_input(run):
     for pairs in ([], [(0, 5)], [(N, 0)], [(-1, 0)]):
         with pytest.raises(DataError, match=r"below \(12, 5\)"):
             replace_one(run, pairs)
-    with pytest.raises(DataError, match="needs others"):
+    with pytest.raises(DataError, match="needs other examples"):
         replace_one(small, [(0, 0)])
     for n, held in ((3, [3]), (3, [-1])):
         with pytest.raises(DataError, match="the examples are 0 … 2"):

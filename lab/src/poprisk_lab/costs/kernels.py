@@ -14,9 +14,9 @@ _NUMBER = 4
 _HALF = 2
 # Columns of a panel of rounded rows: poprisk.operators._kernels.rounded.PANEL.
 _PANEL = 16384
-# Passing over a number costs as much as this many operations in a product: poprisk.operators._kernels.features.PASS_FLOPS.
+# Reading or writing a number costs as much as this many operations in a product: PASS_FLOPS of the kernels' features.
 _PASS_FLOPS = 32
-# A product with a Jacobian is cut into blocks of so many bytes, of at least so many examples: poprisk._core.autodiff.blocks.
+# A product with a Jacobian is cut into blocks of this many bytes, with at least this many examples.
 BLOCK_BYTES, _FEW_EXAMPLES = 2**29, 128
 # Numbers that a column holds for each that a layer gives: what goes into an activation, and what comes out.
 _TWICE = 2

@@ -101,6 +101,9 @@ def stored(results: Path, name: str) -> Any:
     return load_result(path, kind_of(path) or name)
 
 
+_CLAIMS = ("grokking", "pinn", "lorenz", "inr", "dpo", "labels", "cifar", "teacher", "char_language", "sft")
+
+
 def _page_of(name: str, folder: str) -> Page:
     """The page of a measurement, ``paper/FOLDER/{figure,numbers}.py`` and ``page.md.jinja``, stored as NAME."""
     package = f"poprisk_lab.paper.{folder}"
@@ -118,6 +121,21 @@ PAGES: tuple[Page, ...] = (
         "poprisk_lab.gates.numbers:page_slots",
         "poprisk_lab.gates/page.md.jinja",
         drawings=(Drawing("lab/docs/gates.png", "poprisk_lab.gates.figure:draw_gate_variants", "gate_variants"),),
+    ),
+    Page(
+        "lab/docs/scaling.md",
+        "poprisk_lab.costs.page.numbers:page_slots",
+        "poprisk_lab.costs.page/page.md.jinja",
+        drawings=(Drawing("lab/docs/scaling.png", "poprisk_lab.costs.page.numbers:draw"),),
+    ),
+    Page(
+        target="lab/results/README.md",
+        numbers="poprisk_lab.pages.verdicts:slots",
+        template="poprisk_lab.pages/verdicts.md.jinja",
+        drawings=tuple(
+            Drawing(f"lab/results/{name}.png", f"poprisk_lab.paper.{name}.figure:draw", name)
+            for name in (*_CLAIMS, "default_choice")
+        ),
     ),
 )
 

@@ -37,6 +37,17 @@ def render_blocks(package: str, name: str, slots: Mapping[str, Any]) -> dict[str
     return {key: " ".join("".join(block(context)).split()) for key, block in template.blocks.items()}
 
 
+def render_block(package: str, block: str, slots: Mapping[str, Any], name: str = "claim.md.jinja") -> str:
+    """One ``{% block %}`` of a template as one line of text.
+
+    Raises:
+        KeyError: the template has no such block.
+        jinja2.UndefinedError: the block has a slot that nothing was given for.
+    """
+    template = _templates(package).get_template(name)
+    return " ".join("".join(template.blocks[block](template.new_context(dict(slots)))).split())
+
+
 def render_parts(package: str, name: str, slots: Mapping[str, Any]) -> dict[str, str]:
     """Each ``{% block %}`` of a template as filled Markdown, by its name: the parts of a page between marks.
 
@@ -93,6 +104,6 @@ def _templates(package: str) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"spread": spread, "short": short}
+    environment.filters |= {"spread": spread, "short": short, "thousands": "{:,.0f}".format}
     environment.globals |= {"table": table}
     return environment

@@ -1,23 +1,18 @@
-"""The page of verdicts: every claim beside what was measured, from the stored results; no number is typed by hand.
+"""Numbers of the page of verdicts (``verdicts.md.jinja``): every claim beside what was measured."""
 
-``python -m poprisk_lab.pages.verdicts results -o results/README.md``
-"""
-
-import argparse
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from poprisk._core.store import load_result, write_text
+from poprisk._core.store import load_result
 from poprisk.errors import DataError
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredStudy
-from poprisk_lab.pages.claims import Claim
+from poprisk_lab.pages.claims import VerdictRow
 from poprisk_lab.pages.comparison import (
     DEFAULTS_LABEL,
     GIVEN_ADAMW,
@@ -30,23 +25,12 @@ from poprisk_lab.pages.comparison import (
     mean_words,
     signed,
 )
-from poprisk_lab.pages.wording import bullets, table, wrapped
-from poprisk_lab.paper.default_choice.tasks import DefaultTasks, default_tasks, family
+from poprisk_lab.pages.template import render
+from poprisk_lab.pages.wording import table
+from poprisk_lab.paper.default_choice.task import DefaultTasks, default_tasks, family
+from poprisk_lab.results import kind_of
 
 Saved = Mapping[str, Any]
-CLAIMS = {
-    "grokking": "poprisk_lab.paper.grokking.figure:claims_grokking",
-    "pinn": "poprisk_lab.paper.pinn.page:claims_pinn",
-    "lorenz": "poprisk_lab.paper.lorenz.figure:claims_lorenz",
-    "inr": "poprisk_lab.paper.inr.page:claims_inr",
-    "dpo": "poprisk_lab.paper.dpo.figure:claims_dpo",
-    "labels": "poprisk_lab.paper.labels.page:claims_labels",
-    "cifar": "poprisk_lab.paper.labels.page:claims_labels",
-    "teacher": "poprisk_lab.paper.teacher.figure:claims_teacher",
-    "char_language": "poprisk_lab.paper.char_language.figure:claims_char_language",
-    "sft": "poprisk_lab.paper.sft.figure:claims_sft",
-}
-"""Where the verdicts of each kind of result are written, in the order of the page."""
 TITLES = {
     "grokking": "Grokking: division modulo 97",
     "pinn": "A physics-informed network with a noisy initial condition",
@@ -59,6 +43,7 @@ TITLES = {
     "char_language": "A character language model",
     "sft": "Fine-tuning a language model",
 }
+"""The kinds of results with claims, in the order of the page."""
 
 
 @dataclass(frozen=True)
@@ -85,22 +70,30 @@ def verdicts(folder: str | Path) -> str:
     Raises:
         DataError: The folder is missing, or a result in it is of a format this version does not know.
     """
-    folder = Path(folder)
+    return render("poprisk_lab.pages", "verdicts.md.jinja", **slots(Path(folder)))
+
+
+def slots(folder: Path) -> dict[str, Any]:
+    """The slots of the page, from a folder of stored results."""
     found, chosen_on = stored_results(folder), default_tasks(folder)
-    parts = ["# Verdicts", *_introduction(found, chosen_on)]
-    for kind in CLAIMS:
-        parts += _experiment(kind, [stored for stored in found if stored.kind == kind], folder)
+    kinds = {stored.kind for stored in found}
     compared = [stored for stored in found if _tasks([stored])]
-    if compared:
-        parts += ["## PopRiskAdamW at its defaults against AdamW", *_defaults(compared, chosen_on)]
-        parts += ["## Every optimizer on every task", *_every_optimizer(compared)]
-        parts += ["## What was searched", *_search_spaces(compared)]
-    parts += ["## How it was made", *_origin(found)]
-    return "\n\n".join(parts) + "\n"
+    return {
+        "default_choice": chosen_on.sentence,
+        "given_adamw": GIVEN_ADAMW,
+        "missing": [{"kind": kind, "title": title} for kind, title in TITLES.items() if kind not in kinds],
+        "sections": [_section(kind, [s for s in found if s.kind == kind], folder) for kind in TITLES if kind in kinds],
+        "compared": bool(compared),
+        "defaults": [_defaults(compared, chosen_on, clean) for clean in (False, True) if _tasks(compared, clean)],
+        "ranks": _ranks(compared) if compared else "",
+        "gains": [_gain_table(stored) for stored in compared],
+        "search_spaces": _search_spaces(compared),
+        "origins": _origins(found),
+    }
 
 
 def stored_results(folder: Path) -> list[Stored]:
-    """The results of a known kind, in the order of :data:`CLAIMS`.
+    """The results of a known kind, in the order of :data:`TITLES`.
 
     Raises:
         DataError: There is no such folder.
@@ -109,61 +102,38 @@ def stored_results(folder: Path) -> list[Stored]:
         raise DataError(f"{folder} should be a folder with stored results, but there is none: give another one")
     found: list[Stored] = []
     for path in sorted(folder.glob("*.json")):
-        kind = _kind(path)
-        if kind in CLAIMS:
+        kind = kind_of(path)
+        if kind in TITLES:
             found.append(Stored(path.stem, load_result(path, kind)))
-    return sorted(found, key=lambda stored: list(CLAIMS).index(stored.kind))
+    return sorted(found, key=lambda stored: list(TITLES).index(stored.kind))
 
 
-def _kind(path: Path) -> str | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return None
-    return content.get("kind") if isinstance(content, dict) else None
+def _section(kind: str, found: Sequence[Stored], folder: Path) -> dict[str, Any]:
+    """The results of one kind: a table of claims for each, and its figure where it is stored."""
+    shown = [
+        {
+            "claims": claims_table(_claims_of(kind)(stored.saved)),
+            "figure": f"{stored.name}.png" if (folder / f"{stored.name}.png").exists() else None,
+        }
+        for stored in found
+    ]
+    return {"title": TITLES[kind], "results": shown}
 
 
-def _introduction(found: Sequence[Stored], chosen_on: DefaultTasks) -> Iterator[str]:
-    yield wrapped(
-        "What the paper claims of its optimizer, beside what was measured here. *Paper's conditions*: the optimizers "
-        "share their hyper-parameters, as in the paper. *Equal tuning*: every optimizer had the same number of trials "
-        "over its own search space (listed below), chosen on tuning seeds and reported on others, the same for all. "
-        "Metrics are of test data, in tuning too, for AdamW as for all others. *Last step* is where a run ends, *best "
-        "step* the best checkpoint, which takes an oracle to keep. Intervals are 95%, over paired seeds. Where the "
-        "best of k gates is shown, the gates together had k times AdamW's trials; beside it stands the one gate fixed "
-        "in advance, which had AdamW's number."
-    )
-    yield wrapped(chosen_on.sentence)
-    missing = [kind for kind in CLAIMS if kind not in {stored.kind for stored in found}]
-    if missing:
-        commands = (f"{TITLES[kind]}: `poprisk reproduce {kind} --output results`" for kind in missing)
-        yield f"Not run:\n\n{bullets(commands)}"
+def _claims_of(kind: str) -> Callable[[Saved], list[VerdictRow]]:
+    return import_module(f"poprisk_lab.paper.{kind}.numbers").claims
 
 
-def _experiment(kind: str, found: Sequence[Stored], folder: Path) -> Iterator[str]:
-    if found:
-        yield f"## {TITLES[kind]}"
-    for stored in found:
-        yield claims_table(_claims_of(kind)(stored.saved))
-        if (folder / f"{stored.name}.png").exists():
-            yield f"![{TITLES[kind]}]({stored.name}.png)"
-
-
-def _claims_of(kind: str) -> Callable[[Saved], list[Claim]]:
-    module, function = CLAIMS[kind].split(":")
-    return getattr(import_module(module), function)
-
-
-def claims_table(claims: Sequence[Claim]) -> str:
+def claims_table(claims: Sequence[VerdictRow]) -> str:
     """Claims as a Markdown table, words on the left in every column.
 
-    >>> print(claims_table([Claim("faster", "2×", "1.1×", "0.9×", "Not held.")]))
+    >>> print(claims_table([VerdictRow("faster", "2×", "1.1×", "0.9×", "Not held.")]))
     | claim | paper | ours, paper's conditions | ours, equal tuning | verdict |
     | --- | --- | --- | --- | --- |
     | faster | 2× | 1.1× | 0.9× | Not held. |
     """
     head = ["claim", "paper", "ours, paper's conditions", "ours, equal tuning", "verdict"]
-    rows = [_cells([c.claim, c.paper, c.paper_conditions, c.equal_tuning, c.sentence]) for c in claims]
+    rows = [_cells([c.claim, c.paper, c.paper_conditions, c.equal_tuning, c.verdict]) for c in claims]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
 
 
@@ -191,37 +161,37 @@ def _tasks(found: Sequence[Stored], clean: bool | None = None) -> list[tuple[str
     ]
 
 
-def _defaults(found: Sequence[Stored], chosen_on: DefaultTasks) -> Iterator[str]:
-    yield wrapped(
-        "The last step of the defaults, the same on every task, against the tuned AdamW's last step, and against its "
-        f"best checkpoint. Where no AdamW was searched it is the {GIVEN_ADAMW} (marked *). Gains are in units of the "
-        "metric, and more is better whichever way the metric goes. In-sample: the defaults were chosen on such a task."
-    )
+def _defaults(found: Sequence[Stored], chosen_on: DefaultTasks, clean: bool) -> dict[str, Any]:
+    """The defaults against AdamW on noisy or on clean data: how often better, and a row for each task."""
     head = ["task", "defaults chosen on it", "metric", "defaults, last", "AdamW, last", "gain"]
     head += ["AdamW, best step", "gain over best"]
-    for clean, words in ((False, "Noisy data"), (True, "Clean data")):
-        tasks = _tasks(found, clean)
-        for inside in (False, True):
-            group = [study for _, study in tasks if chosen_on.includes(study) == inside]
-            if group:
-                yield wrapped(f"{words}, {_sample(inside)}: {_tally(group)}")
-        if tasks:
-            yield _table(head, [_defaults_row(name, study, chosen_on) for name, study in tasks])
+    tasks, tallies = _tasks(found, clean), []
+    for inside in (False, True):
+        group = [study for _, study in tasks if chosen_on.includes(study) == inside]
+        if group:
+            tallies.append({"sample": _sample(inside), **_tally(group)})
+    return {
+        "words": "Clean data" if clean else "Noisy data",
+        "tallies": tallies,
+        "table": _table(head, [_defaults_row(name, study, chosen_on) for name, study in tasks]),
+    }
 
 
 def _sample(inside: bool) -> str:
     return "in-sample" if inside else "out-of-sample"
 
 
-def _tally(studies: Iterable[StoredStudy]) -> str:
+def _tally(studies: Sequence[StoredStudy]) -> dict[str, int]:
     """On how many tasks the defaults' last step is better or worse than AdamW's, by Student's interval."""
     gains = [gain_over_adamw(study, reading.row(study, DEFAULTS_LABEL)) for study in studies]
     verdict = Counter("unclear" if gained is None else gained.verdict for gained in gains)
     diverged = [gained.diverged for gained in gains if gained is not None and gained.diverged is not None]
-    words = f"better than AdamW's last step on {verdict['better']} of {len(gains)} tasks, "
-    words += f"worse on {verdict['worse']}, undecided on {verdict['unclear']}"
-    sides = (("the defaults", sum(d.first > 0 for d in diverged)), ("AdamW", sum(d.second > 0 for d in diverged)))
-    return words + "".join(f"; {side} diverged on {count}" for side, count in sides if count) + "."
+    return {
+        "tasks": len(gains),
+        **{name: verdict[name] for name in ("better", "worse", "unclear")},
+        "defaults_diverged": sum(failed.first > 0 for failed in diverged),
+        "adamw_diverged": sum(failed.second > 0 for failed in diverged),
+    }
 
 
 def _defaults_row(name: str, study: StoredStudy, chosen_on: DefaultTasks) -> list[str]:
@@ -240,18 +210,12 @@ def _defaults_row(name: str, study: StoredStudy, chosen_on: DefaultTasks) -> lis
     ]
 
 
-def _every_optimizer(found: Sequence[Stored]) -> Iterator[str]:
-    yield wrapped(
-        f"Gain of the last step over the tuned AdamW's (the {GIVEN_ADAMW}, where none was searched), in units of each "
-        "task's metric; bold where the interval excludes zero. The first table has the mean rank over the "
-        "tasks with all arms, 1 is best."
-    )
-    yield _ranks(found)
-    for stored in found:
-        tasks = _tasks([stored])
-        labels = list(dict.fromkeys(row["label"] for _, study in tasks for row in compared_rows(study)))
-        head = [TITLES[stored.kind], *(name for name, _ in tasks)]
-        yield _table(head, [[label, *(_gain_cell(study, label) for _, study in tasks)] for label in labels])
+def _gain_table(stored: Stored) -> str:
+    """The gain of every row over AdamW on the tasks of one result."""
+    tasks = _tasks([stored])
+    labels = list(dict.fromkeys(row["label"] for _, study in tasks for row in compared_rows(study)))
+    head = [TITLES[stored.kind], *(name for name, _ in tasks)]
+    return _table(head, [[label, *(_gain_cell(study, label) for _, study in tasks)] for label in labels])
 
 
 def _gain_cell(study: StoredStudy, label: str) -> str:
@@ -289,11 +253,8 @@ def _rank_of(study: StoredStudy, labels: set[str]) -> dict[str, int]:
     return {label: place for place, label in enumerate(rows, start=1)}
 
 
-def _search_spaces(found: Sequence[Stored]) -> Iterator[str]:
-    yield wrapped(
-        "Trials are quasi-random (Sobol), evenly in the logarithm of each knob, and the same for every task. Where a "
-        "cell has more than one range, tasks differ."
-    )
+def _search_spaces(found: Sequence[Stored]) -> str:
+    """The ranges that were searched, by arm and hyper-parameter."""
     spaces: dict[str, dict[str, list[str]]] = {}
     for _, study in _tasks(found):
         for arm in study["arms"].values():
@@ -303,7 +264,7 @@ def _search_spaces(found: Sequence[Stored]) -> Iterator[str]:
                     ranges.append(words)
     knobs = list(dict.fromkeys(knob for space in spaces.values() for knob in space))
     head = ["arm", *(_knob(knob) for knob in knobs)]
-    yield _table(head, [[label, *("; ".join(space.get(k, [])) for k in knobs)] for label, space in spaces.items()])
+    return _table(head, [[label, *("; ".join(space.get(k, [])) for k in knobs)] for label, space in spaces.items()])
 
 
 def _knob(name: str) -> str:
@@ -315,16 +276,10 @@ def _plain(value: float) -> str:
     return f"{value:.3g}".replace("e-0", "e-")
 
 
-def _origin(found: Sequence[Stored]) -> Iterator[str]:
-    yield "An experiment with its figure, then this page from the stored files:"
-    yield (
-        "```\npoprisk reproduce NAME --output results\n"
-        "python -m poprisk_lab.pages.verdicts results -o results/README.md\n```"
-    )
+def _origins(found: Sequence[Stored]) -> str:
+    """Sizes, time and machine of each result."""
     head = ["result", "tasks", "arms", "trials each", "tuning seeds", "report seeds", "minutes", "device", "commit"]
-    rows = [_origin_row(stored) for stored in found]
-    if rows:
-        yield _table(head, rows)
+    return _table(head, [_origin_row(stored) for stored in found]) if found else ""
 
 
 def _origin_row(stored: Stored) -> list[str]:
@@ -356,19 +311,3 @@ def _commit(commit: str | None) -> str:
     if commit is None:
         return "–"
     return f"`{commit[:9]}{'+' if commit.endswith('+changes') else ''}`"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m poprisk_lab.pages.verdicts results -o results/README.md``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m poprisk_lab.pages.verdicts", description="Write the page of verdicts."
-    )
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="where the stored results are")
-    parser.add_argument("-o", "--output", type=Path, default=None, help="default: README.md in that folder")
-    options = parser.parse_args(arguments)
-    page = write_text(options.output or options.folder / "README.md", verdicts(options.folder))
-    print(f"Wrote {page}")
-
-
-if __name__ == "__main__":
-    main()

@@ -38,9 +38,10 @@ def multi_epoch_residual(
        R^\eta_{1ex, B} = \tfrac1b \sum_a \ell_a(w_{-a}^+), \quad w_{-a}^+ = w - \eta M \bar g_{-a}
 
     (appendix, "Multi-epoch caveat", on Thm. ``kernel_increment``). Both sides are means of the same quantity
-    (:func:`poprisk.optim._estimators.one_step_loo_risk`, real steps of b - 1 examples) over disjoint random batches: of the
-    examples that the next batch is drawn from, and of examples nobody trained on, where it is unbiased for the
-    fresh-boundary risk. A negative residual is optimism: replayed examples are predicted too well.
+    (:func:`poprisk.optim._estimators.one_step_loo_risk`, actual steps on b - 1 examples) over disjoint random batches:
+    batches of the examples that the next batch is drawn from, and batches of examples that were never trained on, where
+    it is unbiased for the fresh-boundary risk. A negative residual means optimism: replayed examples are predicted too
+    well.
 
     The residual vanishes in the first epoch, where what the next batch is drawn from,
     :func:`poprisk.operators.remaining_examples`, is fresh itself.

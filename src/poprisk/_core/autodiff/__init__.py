@@ -17,7 +17,7 @@ from poprisk._core.autodiff.losses import squared_loss as squared_loss
 from poprisk._core.autodiff.precision import EXACT_DTYPES as EXACT_DTYPES
 from poprisk._core.autodiff.precision import check_precision as check_precision
 from poprisk._core.autodiff.precision import exact_kernels as exact_kernels
-from poprisk._core.autodiff.probe import probe as probe
+from poprisk._core.autodiff.probing import probe as probe
 from poprisk._core.autodiff.products import Inputs as Inputs
 from poprisk._core.autodiff.products import take_examples as take_examples
 from poprisk._core.autodiff.quadrature import gauss_legendre as gauss_legendre

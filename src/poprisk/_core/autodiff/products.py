@@ -12,7 +12,7 @@ from torch.func import grad, vjp, vmap
 from poprisk._core.autodiff.blocks import cache_rows, plan_blocks, slices
 from poprisk._core.autodiff.losses import ExampleLoss, scalar_loss
 from poprisk._core.autodiff.precision import check_outputs_precision, check_precision, exact_kernels
-from poprisk._core.autodiff.probe import Probe, probe
+from poprisk._core.autodiff.probing import Probe, probe
 from poprisk._core.autodiff.ways import JacobianWay, OfWeights, double_backward, forward_mode, take_first_way
 from poprisk.errors import DataError
 

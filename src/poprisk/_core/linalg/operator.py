@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.html import card
+from poprisk._core.linalg.scipy_export import scipy_operator
 from poprisk.errors import DataError, DeviceError
 
 # Numbers in one block of the identity that `to_dense` holds: 128 MiB in float64.
@@ -127,9 +128,7 @@ class LinearOperator(ABC):
         >>> (2 * identity(3)).to_scipy().matvec([1.0, 2.0, 3.0])
         array([2., 4., 6.], dtype=float32)
         """
-        from poprisk._core.linalg.scipy_export import to_scipy
-
-        return to_scipy(self)
+        return scipy_operator(self.matmat, self.adjoint().matmat, self.shape, self.dtype, self.device)
 
     @overload
     def __matmul__(self, other: "LinearOperator") -> "LinearOperator": ...

@@ -1,4 +1,4 @@
-r"""Which algorithm makes a kernel, and what each costs."""
+r"""The algorithms that compute a kernel, and what each costs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ from enum import Enum
 from torch import Tensor
 
 from poprisk._core.autodiff import FlatModel, Inputs
+from poprisk.errors import HyperparameterError
 from poprisk.operators._kernels.features import Recipe, make_recipe
 from poprisk.operators._kernels.layers import Structure, find_structure
-from poprisk.operators._kernels.tiles import least_bytes
+from poprisk.operators._kernels.memory import least_bytes
 from poprisk.operators._kernels.validation import (
     Diagonal,
     check_same_kind,
@@ -18,37 +19,54 @@ from poprisk.operators._kernels.validation import (
     preconditioner_roots,
 )
 
-# Vector products reach a fraction of the speed of one large matrix product; auto counts their operations so many times.
+# Vector products reach a fraction of the speed of one large matrix product; AUTO multiplies their operations by this.
 _PRODUCT_OVERHEAD = 4
 
 
 class Method(Enum):
-    r"""How the entries of an N×N' kernel come about; all methods give the same numbers.
+    r"""How the entries of an N×N' kernel are computed; all methods give the same numbers.
 
     With f operations in a forward pass of one example, n and n' examples, p outputs each, N = n p, and d weights:
     """
 
     AUTO = "auto"
-    """The cheapest of the others within the memory limit."""
+    """The cheapest of the other methods within the memory limit."""
     JACOBIAN_CONTRACTION = "jacobian contraction"
     """Rows of the Jacobian, multiplied: 2 f (N + N') + 2 N N' d operations (half the last for a symmetric kernel),
-    2 p d numbers at least. Takes any model; the one to check others against."""
+    at least 2 p d numbers. Works for any model; the reference for the others."""
     LAYER_FACTORS = "layer factors"
     """The same with linear, convolution and embedding layers that are used once taken as outer products, where cheaper:
-    about 2 N N' (outputs of the layer) in place of 2 N N' (inputs × outputs). Never dearer than the contraction."""
+    about 2 N N' (outputs of the layer) in place of 2 N N' (inputs × outputs). Never more expensive than the
+    contraction."""
     VECTOR_PRODUCTS = "vector products"
     """One pull-back per column, pushed forward through all examples: 2 f N' + 3 f n N' operations, no term in d N N';
-    for many outputs and weights that are used in several places."""
+    best for many outputs and for weights that are used in several places."""
+
+    @classmethod
+    def checked(cls, method: "Method | str") -> "Method":
+        """The member of that name.
+
+        Raises:
+            HyperparameterError: there is no such method.
+
+        >>> Method.checked("auto")
+        <Method.AUTO: 'auto'>
+        """
+        try:
+            return cls(method)
+        except ValueError:
+            names = [each.value for each in cls]
+            raise HyperparameterError(f"method must be a Method or one of {names}, got {method!r}") from None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a method would take."""
+    """The cost of a method."""
 
     flops: float
-    """Operations, for features made once."""
+    """Number of operations if features are computed once."""
     bytes: int
-    """Least memory that works, besides the result."""
+    """Smallest amount of memory that works, without the result."""
 
 
 def method_costs(
@@ -59,10 +77,10 @@ def method_costs(
     *,
     preconditioner: Diagonal | None = None,
 ) -> dict[Method, Cost]:
-    """What each method would cost for a kernel.
+    """What each method would cost for a kernel; arguments as in ``kernel_tiles``.
 
     Raises:
-        DataError: weights, inputs or preconditioner that do not fit.
+        DataError: weights, inputs or preconditioner do not fit the model.
 
     >>> import torch
     >>> model = FlatModel(torch.nn.Sequential(torch.nn.Linear(50, 64), torch.nn.Linear(64, 4)), "squared")
@@ -91,14 +109,14 @@ def costs_of(
         (Method.LAYER_FACTORS, structure),
     ):
         recipe = make_recipe(found, scales)
-        costs[method] = Cost(_contraction_flops(recipe, n, others), least_bytes(recipe, itemsize))
+        costs[method] = Cost(_contraction_flops(recipe, n, others), least_bytes(model, found, recipe, itemsize))
     flops = _product_flops(structure, n, others)
-    costs[Method.VECTOR_PRODUCTS] = Cost(flops, itemsize * product_numbers(structure, model.size, 1))
+    costs[Method.VECTOR_PRODUCTS] = Cost(flops, least_bytes(model, structure, None, itemsize))
     return costs
 
 
 def choose_method(costs: dict[Method, Cost], memory: int) -> Method:
-    """The one with fewest operations among those that fit; the one that needs least memory where none does.
+    """The method with the fewest operations among those that fit; if none fits, the one that needs the least memory.
 
     >>> costs = {Method.LAYER_FACTORS: Cost(1.0, 1000), Method.VECTOR_PRODUCTS: Cost(50.0, 10)}
     >>> choose_method(costs, memory=10**6), choose_method(costs, memory=100)
@@ -114,16 +132,11 @@ def choose_method(costs: dict[Method, Cost], memory: int) -> Method:
     return min(fitting, key=price)
 
 
-def product_numbers(structure: Structure, d: int, examples: int) -> int:
-    """Numbers held by vector products: p directions with their copies, and the tangents of some examples."""
-    return structure.p * (5 * d + 4 * examples * structure.held)
-
-
 def check_request(model: FlatModel, w: Tensor, inputs: Inputs, other_inputs: Inputs | None) -> tuple[int, int | None]:
-    """Checks weights and inputs; n, and n' if there is a second set.
+    """Checks weights and inputs; returns n, and n' if there is a second set.
 
     Raises:
-        DataError: weights or inputs that do not fit.
+        DataError: weights or inputs do not fit the model.
     """
     check_weights(model, w)
     n = count_examples(inputs)

@@ -1,4 +1,4 @@
-r"""The arithmetic in which rows of a Jacobian are multiplied, and what it may cost in digits.
+r"""The arithmetic in which rows of a Jacobian are multiplied, and how many digits it may cost.
 
 Every row is divided by its norm before it is rounded, so that the error of an entry is bounded relative to
 :math:`\sqrt{K_{ii} K_{jj}}`. With :math:`\|\delta x\| \le u \|x\|` and the inequality of Cauchy and Schwarz
@@ -15,7 +15,7 @@ import torch
 
 from poprisk.errors import DeviceError, HyperparameterError
 
-# Products that a tensor core adds up before it rounds; the sum that it keeps is cut off, not rounded, at 24 bits.
+# Number of products that a tensor core adds before it rounds; it truncates the sum at 24 bits.
 _GROUP = 16
 _CUT = 2.0**-23
 _FLOAT32 = 2.0**-24
@@ -38,74 +38,74 @@ class Precision(Enum):
     FLOAT16 = "float16"
     """Rows scaled to a norm of 2¹⁵, which no entry overflows: u = 2⁻¹¹, speed 15, half the memory."""
     BFLOAT16 = "bfloat16"
-    """u = 2⁻⁸, speed 15, half the memory; float16 is better in every way that matters here."""
+    """u = 2⁻⁸, speed 15, half the memory; float16 is better in every respect that matters here."""
+
+    @classmethod
+    def checked(cls, precision: "Precision | str") -> "Precision":
+        """The member of that name.
+
+        Raises:
+            HyperparameterError: there is no such precision.
+
+        >>> Precision.checked("float16")
+        <Precision.FLOAT16: 'float16'>
+        """
+        try:
+            return cls(precision)
+        except ValueError:
+            names = [each.value for each in cls]
+            raise HyperparameterError(f"precision must be a Precision or one of {names}, got {precision!r}") from None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is stored."""
+        """The dtype in which rows are stored."""
         stored = {"float16": torch.float16, "bfloat16": torch.bfloat16, "bfloat16x3": torch.bfloat16}
         return stored.get(self.value, torch.float32)
 
     @property
     def parts(self) -> int:
-        """Stored numbers for each entry of a row."""
+        """Number of stored numbers per entry of a row."""
         return 2 if self is Precision.BFLOAT16X3 else 1
 
     @property
     def itemsize(self) -> int:
-        """Bytes for each entry of a row."""
+        """Number of bytes per entry of a row."""
         return self.parts * self.dtype.itemsize
 
     @property
     def norm(self) -> float:
-        """What a row's norm is scaled to."""
+        """Norm to which every row is scaled."""
         return 2.0**15 if self is Precision.FLOAT16 else 1.0
 
     @property
     def speed(self) -> float:
-        """Of products, relative to IEEE float32."""
+        """Speed of products relative to IEEE float32."""
         return {"float32": 1.0, "tf32": 8.0, "bfloat16x3": 5.0}.get(self.value, 15.0)
 
 
-def checked_precision(precision: Precision | str) -> Precision:
-    """The member of that name.
-
-    Raises:
-        HyperparameterError: there is none.
-
-    >>> checked_precision("float16")
-    <Precision.FLOAT16: 'float16'>
-    """
-    try:
-        return Precision(precision)
-    except ValueError:
-        names = [each.value for each in Precision]
-        raise HyperparameterError(f"precision must be a Precision or one of {names}, got {precision!r}") from None
-
-
 def check_supported(precision: Precision, device: str, capability: tuple[int, int] | None = None) -> None:
-    """Refuses products that a kind of device does not have.
+    """Refuses a precision that a kind of device does not support.
 
     Args:
-        precision: Of the products.
+        precision: Precision of the products.
         device: ``"cpu"`` or ``"cuda"``.
-        capability: CUDA's version of the GPU, where it is known.
+        capability: CUDA compute capability of the GPU, if known.
 
     Raises:
-        DeviceError: as said; the message names what the device has.
+        DeviceError: the device does not support it; the message names what it supports.
 
     >>> check_supported(Precision.FLOAT16, "cpu")
     """
     if precision is Precision.TF32 and device == "cpu":
         raise DeviceError(
-            "precision='tf32' needs the tensor cores of a GPU, and the device is 'cpu': 'float32', 'bfloat16x3' and "
-            "'float16' work there, or take device='cuda'"
+            "precision='tf32' needs the tensor cores of a GPU, and the device is 'cpu': use 'float32', 'bfloat16x3' or "
+            "'float16', or device='cuda'"
         )
     needs_ampere = precision in (Precision.TF32, Precision.BFLOAT16, Precision.BFLOAT16X3)
     if needs_ampere and capability is not None and capability < _AMPERE:
         raise DeviceError(
             f"precision={precision.value!r} needs a GPU of CUDA capability {'.'.join(map(str, _AMPERE))} or later, "
-            f"here is {'.'.join(map(str, capability))}: take 'float16', or a later GPU"
+            f"got {'.'.join(map(str, capability))}: use 'float16', or a newer GPU"
         )
 
 
@@ -115,12 +115,12 @@ def error_bound(precision: Precision, length: int, width: int) -> float:
     Rounding of the entries as above, entries of float16 below its range (:math:`\sqrt r\, 2^{-25}/2^{15}` for each
     row), and sums: a panel of ``width`` columns is summed by groups of 16 products, each sum cut off at 24 bits
     (IEEE float32: rounded after every product), and the panels are added in float32. The error with which the rows
-    themselves were computed is not in it: :func:`~poprisk.operators._kernels.rounded_kernel.measured_error` sees that too.
+    themselves were computed is not included; ``measured_error`` includes it.
 
     Args:
-        precision: Of the products.
-        length: r, the columns.
-        width: Columns that are summed at once.
+        precision: Precision of the products.
+        length: r, the number of columns.
+        width: Number of columns that are summed at once.
 
     >>> f"{error_bound(Precision.FLOAT16, 10**6, 4096):.1e}"
     '1.0e-03'
@@ -136,7 +136,7 @@ def error_bound(precision: Precision, length: int, width: int) -> float:
 
 @contextmanager
 def whole_sums() -> Iterator[None]:
-    """Products of float16 and bfloat16 numbers on a GPU whose partial sums are never rounded below float32.
+    """Keeps partial sums of float16 and bfloat16 products on a GPU in float32.
 
     >>> with whole_sums():
     ...     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
@@ -156,7 +156,7 @@ def whole_sums() -> Iterator[None]:
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """Matrix products and convolutions of float32 numbers on a GPU in ``"ieee"`` or ``"tf32"`` arithmetic.
+    """Runs float32 matrix products and convolutions on a GPU in ``"ieee"`` or ``"tf32"`` arithmetic.
 
     >>> with float32_products("ieee"):
     ...     torch.ones(2) @ torch.ones(2)

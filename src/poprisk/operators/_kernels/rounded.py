@@ -1,8 +1,8 @@
 r"""Rows of a Jacobian divided by their norms, rounded, and laid out in panels that multiply fast.
 
-A panel holds some thousand columns of all rows, one after the other in memory: products of two panels read what lies
-together, and their sums are short enough that a tensor core's cut-off sums keep their digits. Factors of layers stay in
-full precision.
+A panel holds some thousand columns of all rows, contiguous in memory: products of two panels read contiguous memory,
+and their sums are short enough to keep their digits although tensor cores truncate sums. Factors of layers stay in full
+precision.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk.operators._kernels.features import Factors, Features, contract
+from poprisk._core.autodiff import FlatModel
+from poprisk.operators._kernels.features import Factors, Features, Recipe, contract
 from poprisk.operators._kernels.precision import Precision, float32_products, whole_sums
 
 # Columns of a panel: longer ones lose digits in their sums, shorter ones time in writing them down.
@@ -28,7 +29,7 @@ _NARROW = 4096
 
 @dataclass(frozen=True)
 class PanelLayout:
-    """How pieces of these sizes, side by side, are cut into panels."""
+    """How pieces of given sizes, side by side, are cut into panels."""
 
     sizes: tuple[int, ...]
     """Columns of each stretch: pieces put together, or one wide piece."""
@@ -36,7 +37,7 @@ class PanelLayout:
     """Which pieces make each stretch."""
 
     def shape(self, stretch: int) -> tuple[int, int]:
-        """Panels of a stretch, and their width."""
+        """Number of panels of a stretch, and their width."""
         size = self.sizes[stretch]
         panels = max(1, -(-size // PANEL))
         width = -(-max(1, -(-size // panels)) // _ALIGN) * _ALIGN
@@ -44,18 +45,18 @@ class PanelLayout:
 
     @property
     def columns(self) -> int:
-        """Stored columns, those that only fill up included."""
+        """Number of stored columns, including padding."""
         shapes = [self.shape(i) for i in range(len(self.sizes))]
         return sum(panels * width for panels, width in shapes)
 
     @property
     def width(self) -> int:
-        """Of the widest panel."""
+        """Width of the widest panel."""
         return max((self.shape(i)[1] for i in range(len(self.sizes))), default=1)
 
 
 def panel_layout(pieces: Sequence[int]) -> PanelLayout:
-    """Wide pieces alone, narrow ones together.
+    """Puts wide pieces into panels of their own and narrow ones together.
 
     >>> layout = panel_layout([64, 40000, 64])
     >>> layout.groups, layout.sizes, [layout.shape(i) for i in range(2)]
@@ -67,21 +68,29 @@ def panel_layout(pieces: Sequence[int]) -> PanelLayout:
     return PanelLayout(tuple(sum(pieces[i] for i in group) for group in groups), tuple(groups))
 
 
+def row_layout(model: FlatModel, recipe: Recipe) -> PanelLayout:
+    """The panels of a model's rows."""
+    sizes = [model.parameters[name].numel() for name in recipe.structure.plain]  # in the order of feature_pieces
+    for layer in recipe.unfolded:
+        sizes += [layer.inputs * layer.outputs, *([layer.outputs] if layer.bias else [])]
+    return panel_layout(sizes or [0])
+
+
 @dataclass(frozen=True, eq=False)
 class RoundedRows:
-    """The features of b examples, rows rounded; made empty, filled a few examples at a time."""
+    """The features of b examples with rounded rows; created empty, filled a few examples at a time."""
 
     precision: Precision
     layout: PanelLayout
     panels: tuple[tuple[Tensor, ...], ...]
-    """For each stretch its parts (one, or hi and lo), each [panels, b p, width]."""
+    """The parts of each stretch (one, or hi and lo), each [panels, b p, width]."""
     norms: Float[Tensor, "bp"]
     rest: list[Features]
-    """Factors, in the order in which they came."""
+    """Factors, in the order in which they were filled in."""
 
     @staticmethod
     def empty(precision: Precision, layout: PanelLayout, rows: int, device: torch.device) -> "RoundedRows":
-        """Room for so many rows."""
+        """Allocates space for a number of rows."""
         stretches = []
         for stretch, size in enumerate(layout.sizes):
             panels, width = layout.shape(stretch)
@@ -106,14 +115,8 @@ class RoundedRows:
         for group, parts, stretch in zip(self.layout.groups, self.panels, range(len(self.panels)), strict=True):
             piece = flat[group[0]] if len(group) == 1 else torch.cat([flat[i] for i in group], dim=1)
             self._round(piece, factor, [part[:, at] for part in parts], self.layout.shape(stretch)[1])
-        kept = tuple(Factors.joined((each,)) for each in factors)  # copies: what was given may be overwritten
+        kept = tuple(Factors.joined((each,)) for each in factors)  # copies: the originals may be overwritten
         self.rest.append(Features(pieces[0].new_empty(b, p, 0), kept))
-
-    def take(self, rows: slice, examples: slice) -> "RoundedRows":
-        """Some of the examples, all of which are there."""
-        panels = tuple(tuple(part[:, rows] for part in parts) for parts in self.panels)
-        rest = [joined(self.rest).take(examples)]
-        return RoundedRows(self.precision, self.layout, panels, self.norms[rows], rest)
 
     def _round(self, piece: Tensor, factor: Tensor, parts: list[Tensor], width: int) -> None:
         whole = piece.shape[1] // width
@@ -151,7 +154,7 @@ def contract_rounded(left: RoundedRows, right: RoundedRows) -> Float[Tensor, "bp
 
 
 def joined(parts: Sequence[Features]) -> Features:
-    """Features of stretches of examples as those of all."""
+    """Concatenates the features of consecutive examples."""
     if len(parts) == 1:
         return parts[0]
     rows = torch.cat([part.rows for part in parts])
@@ -160,7 +163,7 @@ def joined(parts: Sequence[Features]) -> Features:
 
 
 def _add_products(K: Tensor, ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """One product, or of two parts the three that matter."""
+    """One product; for rows in two parts, the three products that matter."""
     pairs = [(ours[0], theirs[0])] if len(ours) == 1 else [(ours[0], theirs[1]), (ours[1], theirs[0])]
     if len(ours) == 2:
         pairs.append((ours[0], theirs[0]))
@@ -184,7 +187,7 @@ def _add_product(K: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this PyTorch adds a product of short numbers to a float32 matrix in one operation; tried once."""
+    """Whether this version of PyTorch adds a product of short numbers to a float32 matrix in one operation."""
     ones, K = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
         torch.ops.aten.addmm.dtype_out(K, ones, ones.T, torch.float32, out=K)

@@ -1,4 +1,4 @@
-r"""Kernels whose products are made in lower precision, with a bound on their error and a sample of it."""
+r"""Kernels whose products are computed in lower precision, with a bound on their error and a sample of it."""
 
 import copy
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from torch import Tensor
 from poprisk._core.autodiff import FlatModel, Inputs, take_examples
 from poprisk.operators._kernels.method import check_request
 from poprisk.operators._kernels.precision import Precision
-from poprisk.operators._kernels.rounded_tiles import prepare_rounded
 from poprisk.operators._kernels.tangent import train_kernel
+from poprisk.operators._kernels.tiles import tiled_kernel
 from poprisk.operators._kernels.validation import Diagonal
 
 
 @dataclass(frozen=True, eq=False)
 class RoundedKernel:
-    """A kernel and how far it may be off."""
+    """A kernel in lower precision, and its error."""
 
     kernel: Float[Tensor, "rows columns"]
     precision: Precision
     bound: float
-    r"""On :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}`, from the rounding of products alone."""
+    r"""Bound on :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}`, from the rounding of products alone."""
     measured: float
-    """The largest found against float64 arithmetic from end to end, on a sample."""
+    """The largest such error found on a sample, against float64 arithmetic from end to end."""
     examples: int
-    """Of the sample, on each side."""
+    """Number of examples of the sample, on each side."""
 
 
 def rounded_kernel(
@@ -41,25 +41,25 @@ def rounded_kernel(
     examples: int = 16,
     seed: int = 0,
 ) -> RoundedKernel:
-    r"""A kernel whose products are made in lower precision, at the speed of the tensor cores.
+    r"""A kernel whose products are computed in lower precision, at the speed of tensor cores.
 
     Args:
         model: The model and its loss; the loss is not used.
-        w: Where the Jacobians are taken.
+        w: Weights at which the Jacobians are taken.
         inputs: The examples of the rows.
         other_inputs: The examples of the columns; without them the kernel is symmetric.
-        precision: Of the products; see :class:`~poprisk.operators._kernels.Precision`. Jacobians are computed in w's own.
+        precision: Precision of the products, see :class:`~poprisk.operators.Precision`. Jacobians are computed in w's.
         preconditioner: The diagonal of M: a number, or a vector like w.
-        memory: Limit in bytes for work and result together; half of what is free if not given.
-        examples: How many of each side are computed again in float64, to see the error.
-        seed: Of that sample.
+        memory: Memory limit in bytes for work and result together; default: half of what is free.
+        examples: Number of examples of each side that are computed again in float64, to measure the error.
+        seed: Seed for that sample.
 
     Returns:
-        The kernel [n p, n' p] in float32 with a bound on its error and the error of the sample.
+        The kernel [n p, n' p] in float32 with a bound on its error and the error measured on the sample.
 
     Raises:
-        DataError: weights, inputs or preconditioner that do not fit, or weights of low precision.
-        HyperparameterError: an unknown precision, or a memory limit that is too small.
+        DataError: weights, inputs or preconditioner do not fit the model, or weights are of low precision.
+        HyperparameterError: the precision is unknown, or the memory limit too small.
 
     >>> model = FlatModel(torch.nn.Linear(2, 1), "squared")
     >>> found = rounded_kernel(model, model.weights, torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
@@ -69,15 +69,14 @@ def rounded_kernel(
     >>> found.measured <= found.bound
     True
     """
-    job = prepare_rounded(model, w, inputs, other_inputs, precision, preconditioner, memory, held_result=True)
-    K = torch.empty(job.rows, job.columns, device=w.device)
-    for tile in job.tiles():
-        K[tile.rows, tile.columns] = tile.block
-        if other_inputs is None:
-            K[tile.columns, tile.rows] = tile.block.T
+    kind = {"preconditioner": preconditioner, "precision": precision, "memory": memory}
+    tiled = tiled_kernel(model, w, inputs, other_inputs, **kind, holds_result=True)
+    K = tiled.assembled()
     options = {"preconditioner": preconditioner, "examples": examples, "seed": seed}
     measured = measured_error(model, w, K, inputs, other_inputs, **options)
-    return RoundedKernel(K, job.precision, job.bound, measured, min(examples, len(K)))
+    assert tiled.maker.precision is not None
+    assert tiled.maker.bound is not None
+    return RoundedKernel(K, tiled.maker.precision, tiled.maker.bound, measured, min(examples, len(K)))
 
 
 def measured_error(
@@ -93,17 +92,17 @@ def measured_error(
 ) -> float:
     r"""The largest :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}` of a kernel on a sample, against float64.
 
-    The forward and backward passes are in float64 too, so that the error of the rows is seen with that of products.
+    The forward and backward passes are in float64 too, so that the error of the rows is included.
 
     Args:
         model: The model.
-        w: Where the Jacobians were taken.
-        K: The kernel, of these inputs.
+        w: Weights at which the Jacobians were taken.
+        K: The kernel of these inputs.
         inputs: The examples of its rows.
-        other_inputs: Those of its columns, where they are others.
-        preconditioner: As it was.
-        examples: Of each side, drawn at random.
-        seed: Of the draw.
+        other_inputs: The examples of its columns, if different.
+        preconditioner: The diagonal of M that the kernel was computed with.
+        examples: Number of examples of each side, drawn at random.
+        seed: Seed for the random draw.
     """
     options = {"preconditioner": preconditioner, "examples": examples, "seed": seed}
     return exact_sample(model, w, inputs, other_inputs, **options).error(K)

@@ -51,8 +51,8 @@ def audit(
     averaged over training.
 
     **Suspects** are the most suspicious examples, as many as labels are estimated to be wrong
-    (:func:`poprisk.risk._audit.confident.read_count`, with a standard error); in a regression those whose mean residual lies
-    3.5 robust standard deviations above the median.
+    (:func:`poprisk.risk._audit.confident.read_count`, with a standard error); in a regression those whose mean residual
+    lies 3.5 robust standard deviations above the median.
 
     **Exact tier**, for networks that map each example by itself with a fixed function of the weights (no active
     dropout, no batch statistics), float32 or float64, not augmented, recorded with their problem: what the label did

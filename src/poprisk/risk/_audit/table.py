@@ -121,7 +121,7 @@ class AuditTable:
         """The same table with the group of each example by signal direction.
 
         Args:
-            groups: Of :func:`poprisk.theory.example_groups` for the same training set.
+            groups: Of :func:`poprisk.theory.groups` for the same training set.
 
         Raises:
             DataError: the groups are of another number of examples.

@@ -1,10 +1,4 @@
-r"""The run without an example, each of its steps linearized about the recorded one, carried forward for many examples.
-
-.. math:: \dot g = \textstyle\sum_{j \in B} \sigma_j \nabla^2\ell_j\, \dot w
-   - \sigma_i \big(\nabla\ell_i + \nabla^2\ell_i\, \dot w\big)
-
-One pass over the run serves every step that is asked for: the risk at all of them costs what it costs at the last.
-"""
+"""The run without an example, each step linearized about the recorded one, carried forward for many examples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,36 +25,38 @@ from poprisk.risk._influence.sensitivity import Unrolled
 
 @dataclass(frozen=True, eq=False)
 class ExcludedOutputs:
-    """What the run's model says of each example, and what it would have said without having seen it."""
+    """Outputs of the run's model for some of its examples, and the change if it had not seen them."""
 
     examples: Int[Tensor, "m"]
     outputs: Float[Tensor, "m p"]
-    """With it."""
+    """By the model of the run."""
     tangent: Float[Tensor, "m p"]
     r"""The displacement along the network's tangent, :math:`J_i \dot w`."""
     displaced: Float[Tensor, "m p"]
     r"""The displacement by the network itself, :math:`F(w + \dot w, z_i) - F(w, z_i)`."""
     shape: tuple[int, ...]
-    """Of one example's outputs, as the network gives them."""
+    """Shape of one example's outputs."""
 
     def shaped(self, outputs: Float[Tensor, "m p"]) -> Float[Tensor, "m *out"]:
-        """Flat outputs as the network gives them."""
+        """Flat outputs in the shape that the network gives them."""
         return outputs.reshape(len(outputs), *self.shape)
 
     @property
     def bend(self) -> Float[Tensor, "m"]:
-        """How far the two displacements are apart, as a share of the first: 0 for a linear model."""
+        """Difference of the two displacements as a share of the first: 0 for a linear model."""
         size = self.tangent.norm(dim=1).clamp(min=torch.finfo(self.tangent.dtype).tiny)
         return (self.displaced - self.tangent).norm(dim=1) / size
 
 
 class ExclusionSweep:
-    """Carries the change of the weights under the absence of each example forward along a run.
+    """Carries the change of the weights without each of some examples forward along a run.
+
+    One pass over the run serves every step: the risk at all of them costs what it costs at the last.
 
     Args:
         unrolled: The run, made differentiable.
-        examples: Which training examples, each left out alone.
-        mass_preserving: Whether the others' weights grow by n/(n - 1), as in a mean over n - 1 examples.
+        examples: Indices of the training examples, each left out alone.
+        mass_preserving: Whether the weights of the others grow by n/(n - 1), as in a mean over n - 1 examples.
 
     >>> from poprisk.runs import Problem
     >>> from poprisk.runs import train
@@ -124,7 +120,7 @@ class ExclusionSweep:
         return ExcludedOutputs(self.examples, u, tangent, displaced, unrolled.output_shape)
 
     def extend(self, unrolled: Unrolled) -> None:
-        """Go on along a longer recording of the same run.
+        """Continue along a longer recording of the same run.
 
         Raises:
             DataError: the recording ends before the step that has been reached.
@@ -145,7 +141,7 @@ class ExclusionSweep:
                 block[rows] = after
 
     def _gradient_without(self, step: StepJacobian, V: Tensor, source: Tensor, own: Tensor) -> Tensor:
-        """The change of the gradient of the batch whose own example is left out and whose others weigh more."""
+        """The change of the batch's gradient, with the example left out and the weights of the others grown."""
         dg, _ = step.batch.push(V, source / self.others)
         columns, places = own.nonzero(as_tuple=True)
         if len(columns):
@@ -160,7 +156,7 @@ class ExclusionSweep:
 def excluded_outputs(
     unrolled: Unrolled, examples: Int[Tensor, "m"], *, mass_preserving: bool = True
 ) -> ExcludedOutputs:
-    """The examples' outputs at the end of the run with and without them, as many at a time as memory allows."""
+    """Outputs at the end of the run with and without each example, as many at a time as memory allows."""
     parts = [
         ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving).outputs_at(unrolled.stop)
         for rows in slices(len(examples), unrolled.columns_at_a_time())

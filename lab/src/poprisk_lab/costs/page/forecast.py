@@ -1,6 +1,7 @@
 """The predicted part of the page on scaling: 1 B and 70 B weights, a million examples, runs, and what is assumed."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from poprisk_lab.costs.page.predictions import (
     BILLION,
@@ -129,37 +130,31 @@ def recording_table() -> str:
     return table(head, rows)
 
 
-def queries_sentence() -> str:
-    """What a query costs in trainings."""
+def query_trainings() -> float:
+    """What the influence of all examples on one query costs, in trainings."""
     sizes = {"steps": 1.0, "batch": 1.0}
     query = adjoint(BILLION.network, **sizes, queries=1).flops - adjoint(BILLION.network, **sizes, queries=0).flops
-    ratio = query / retraining(BILLION.network, **sizes, members=1).flops
-    return (
-        f"Influence: a query takes the arithmetic of {ratio:.1f} trainings and answers for all examples; leaving one "
-        "example out takes one training and answers for all queries. So the adjoint is the cheaper way where there are "
-        f"fewer than n/{ratio:.1f} queries; for risk alone, K-fold is K trainings."
-    )
+    return query / retraining(BILLION.network, **sizes, members=1).flops
 
 
-def assumptions(predictor: Predictor) -> list[str]:
-    """What is taken for granted, with its values."""
+def assumed(predictor: Predictor) -> dict[str, Any]:
+    """The values of what is assumed."""
     stands: Sequence[Stand] = (RESNET, BILLION, LARGE)
-    widths = "; ".join(f"{s.name}: {len(s.network.layers)} layers {s.network.layers[0].inputs:,} wide" for s in stands)
-    return [
-        f"**Networks** are stand-ins of equal square layers ({widths}). Attention, normalization and embeddings are "
-        "left out. η was measured on perceptrons and, for rounded rows, on ResNet-18; other layers differ.",
-        f"**Memory**: {byte_count(predictor.memory)} a GPU; weights, gradients and states may take "
-        f"{STATES_SHARE:.0%} of it in training, analyses {WORK_SHARE:.0%}.",
-        f"**Training step**: {TOKENS:,} tokens on each GPU in half precision, whatever the number of GPUs.",
-        f"**Network**: {byte_count(NVLINK)}/s within a machine of {GPUS_IN_A_MACHINE} (half of NVLink's "
-        f"{byte_count(2 * NVLINK)}/s, which count both directions) and {byte_count(NETWORK)}/s between machines "
-        f"({8 * NETWORK / 1e9:.0f} Gb/s for each GPU): public figures, assumed. **No communication between GPUs was "
-        "measured**, and nothing is said of its latency.",
-        "**Many GPUs**: pieces are independent (tiles, columns, queries, members), so time is divided by their number; "
-        "reading and writing files is not counted.",
-        f"**Out of reach** in the table of methods: more than {byte_count(DISK)} on disk, or longer than "
-        f"{duration(PATIENCE)}.",
-    ]
+    layers = ((stand.name, stand.network.layers) for stand in stands)
+    return {
+        "widths": "; ".join(f"{name}: {len(each)} layers of width {each[0].inputs:,}" for name, each in layers),
+        "memory": byte_count(predictor.memory),
+        "states_share": STATES_SHARE,
+        "work_share": WORK_SHARE,
+        "tokens": TOKENS,
+        "nvlink": byte_count(NVLINK),
+        "nvlink_both": byte_count(2 * NVLINK),
+        "gpus_in_a_machine": GPUS_IN_A_MACHINE,
+        "network": byte_count(NETWORK),
+        "network_gigabits": 8 * NETWORK / 1e9,
+        "disk": byte_count(DISK),
+        "patience": duration(PATIENCE),
+    }
 
 
 def percent(share: float) -> str:

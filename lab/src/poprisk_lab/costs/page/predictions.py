@@ -41,7 +41,7 @@ DISK = 100e12
 """Bytes on disk that a kernel may take."""
 PATIENCE = 86_400.0
 """Seconds, a day: what takes longer counts as out of reach."""
-# Rows that a kernel holds while columns go past, and examples differentiated at a time, as poprisk.operators._kernels plans them.
+# Rows that a kernel holds while columns pass, and examples differentiated at a time, as poprisk.operators plans them.
 _HELD, _PASSING, _CHUNK = 3840, 1024, 128
 _JOB_OUTPUTS, _JOB_CHUNK = 512, 64
 # Numbers that a forward pass computes for each number that a layer gives: normalization and activation come after it.

@@ -9,12 +9,12 @@ from poprisk_lab.costs.machine import CheckedOperation, Machine, Point, checked_
 from poprisk_lab.costs.network import Network
 from poprisk_lab.costs.page.words import byte_count, count_words, duration, power_words, two_digits
 from poprisk_lab.costs.trajectories import recording
-from poprisk_lab.pages.wording import table, wrapped
+from poprisk_lab.pages.wording import table
 
 GOOD = 1.5
 """A prediction within this factor of the measurement counts as right."""
 LEAN = 1.2
-"""A mean of predictions over measurements beyond this factor is told."""
+"""The page names operations whose mean of prediction over measurement is beyond this factor."""
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,15 @@ OPERATIONS = {
     ),
 }
 """Every measured operation, in the order of the page."""
-_STRETCHES = (
-    "Directions are stored with their columns last and copied to columns first for every stretch of examples. Where "
-    "both width and columns are powers of two that seems to take several times longer, here and below; the middle size "
-    "of the kernel's products is such a one, so that other sizes are predicted too long."
+_REASONS = {
+    ("optimizer_step", "cpu"): "random_rounding",
+    ("optimizer_step", "cuda"): "launching_other_states",
+    ("rounded_product", "cuda"): "few_rows",
+} | dict.fromkeys(
+    ((name, "cuda") for name in ("product_tile", "kernel_product", "window_gramian", "window_transfer")),
+    "powers_of_two",
 )
-REASONS = {
-    ("optimizer_step", "cpu"): (
-        "Where v and s are stored in bfloat16 they are rounded at random: that keeps a processor busy, not its memory."
-    ),
-    ("optimizer_step", "cuda"): (
-        "Launching was measured with states in float32; with others it takes longer, and with few weights nothing else "
-        "counts."
-    ),
-    ("rounded_product", "cuda"): "Products of fewer rows reach less of the machine.",
-} | {(name, "cuda"): _STRETCHES for name in ("product_tile", "kernel_product", "window_gramian", "window_transfer")}
-"""What is known of predictions that fail, by operation and device."""
+"""Known reasons for predictions that fail, by operation and device; the template has the words."""
 _UNITS = {
     "row_length": "row length",
     "test_examples": "test examples",
@@ -211,23 +204,32 @@ def _held_words(each: CheckedOperation) -> str:
     return f"{min(ratios):.2f}–{max(ratios):.2f}" if ratios else "–"
 
 
-def misses(measured: Measured) -> str:
-    """The sizes that are predicted worse than by the factor, one by one, with what is known of the reason."""
-    wrong = {
-        name: [point for point in each.points if not 1 / GOOD <= point.ratio <= GOOD]
-        for name, each in measured.operations.items()
-    }
-    if not any(wrong.values()):
-        return wrapped(f"No checked size is predicted worse than by a factor of {GOOD:g}.")
-    lines, said = [wrapped(f"Predicted worse than by a factor of {GOOD:g}:"), ""], set()
-    for name, points in wrong.items():
-        reason = REASONS.get((name, measured.saved["device"]))
-        told = "; ".join(_miss_words(point, measured.operations[name].base) for point in points)
-        if points:
-            text = f"- **{OPERATIONS[name].title}**, {told}." + (f" {reason}" if reason and reason not in said else "")
+@dataclass(frozen=True)
+class Miss:
+    """An operation with sizes whose prediction is off by more than the factor, and the reason where it is known.
+
+    Attributes:
+        title: The operation.
+        sizes: Each size with the predicted and the measured time, in words.
+        reason: Which of the reasons that the template explains; empty if none is known or it was given before.
+    """
+
+    title: str
+    sizes: str
+    reason: str
+
+
+def misses(measured: Measured) -> list[Miss]:
+    """The operations with sizes that are predicted worse than by the factor, each reason once."""
+    found, said = [], set()
+    for name, each in measured.operations.items():
+        wrong = [point for point in each.points if not 1 / GOOD <= point.ratio <= GOOD]
+        if wrong:
+            reason = _REASONS.get((name, measured.saved["device"]), "")
+            sizes = "; ".join(_miss_words(point, each.base) for point in wrong)
+            found.append(Miss(OPERATIONS[name].title, sizes, "" if reason in said else reason))
             said.add(reason)
-            lines.append(wrapped(text, indent="  "))
-    return "\n".join(lines)
+    return found
 
 
 def _miss_words(point: Point, base: Point) -> str:
@@ -241,16 +243,14 @@ def _changed(name: str, point: Point, base: Point) -> bool:
     return name not in derived and point.sizes[name] != base.sizes.get(name)
 
 
-def biases(measured: Measured) -> str:
+def biases(measured: Measured) -> dict[str, Any]:
     """Operations whose predictions are too long or too short on average over the checked sizes."""
     means = {name: geometric_mean([p.ratio for p in each.points]) for name, each in measured.operations.items()}
-    long = [f"{OPERATIONS[name].title} {mean:.1f}×" for name, mean in means.items() if mean > LEAN]
-    short = [f"{OPERATIONS[name].title} {1 / mean:.1f}×" for name, mean in means.items() if mean < 1 / LEAN]
-    told = [f"{words}: {', '.join(names)}" for words, names in (("too long", long), ("too short", short)) if names]
-    within = f"by more than {LEAN:g}×"
-    if not told:
-        return f"Over the checked sizes no operation's predictions lean to one side {within} on average."
-    return f"Over the checked sizes predictions on {measured.machine.name} lean {within} on average: {'; '.join(told)}."
+    return {
+        "limit": LEAN,
+        "long": [f"{OPERATIONS[name].title} {mean:.1f}×" for name, mean in means.items() if mean > LEAN],
+        "short": [f"{OPERATIONS[name].title} {1 / mean:.1f}×" for name, mean in means.items() if mean < 1 / LEAN],
+    }
 
 
 def exponents_table(measured: Measured) -> str:
@@ -290,18 +290,25 @@ def storage_table(measured: Measured) -> str:
     return table(head, rows)
 
 
-def summary_sentence(measured: Measured) -> str:
-    """How good the models are on one machine."""
+def summary(measured: Measured) -> dict[str, Any]:
+    """How good the models are on one machine, with its tables."""
     operations = measured.operations.values()
-    points, right = sum(len(each.points) for each in operations), sum(each.within(GOOD) for each in operations)
     apart, which = largest_difference(measured)
-    drift = max(each.drift for each in operations)
-    return (
-        f"On {measured.machine.name}: {len(operations)} operations, each fitted at one size; {right} of {points} other "
-        f"sizes are predicted within {GOOD:g}×, the worst is off by {max(each.worst for each in operations):.2f}×. "
-        f"Measured exponents differ from the models' by {apart:.2f} at most ({which}). The middle size, measured again "
-        f"at the end, differed by {drift:.2f}× at most: no prediction can be better than that."
-    )
+    return {
+        "name": measured.machine.name,
+        "file": measured.file,
+        "is_gpu": measured.is_gpu,
+        "operations": len(operations),
+        "points": sum(len(each.points) for each in operations),
+        "right": sum(each.within(GOOD) for each in operations),
+        "worst": max(each.worst for each in operations),
+        "apart": apart,
+        "which": which,
+        "drift": max(each.drift for each in operations),
+        "checks": checks_table(measured),
+        "misses": misses(measured),
+        "exponents": exponents_table(measured),
+    }
 
 
 def _size(name: str) -> str:

@@ -1,7 +1,7 @@
 """Wrong labels as people give them: optimizers on CIFAR-10 with the labels of CIFAR-10N, and the true ones as control.
 
-Not in the paper. The same questions as in :mod:`poprisk_lab.paper.labels.study`, with a convolutional network and mistakes
-that are not drawn at random: a cat is called a dog more often than a truck.
+Not in the paper. The same questions as in :mod:`poprisk_lab.paper.labels.study`, with a convolutional network and
+mistakes that are not drawn at random: a cat is called a dog more often than a truck.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The figure of the study of defaults, drawn from its saved result; its tables are in ``default_choice_page``."""
+"""The figure of the study of defaults, from its saved result."""
 
 import math
 import re
@@ -8,10 +8,9 @@ from typing import Any
 
 from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
-from poprisk_lab.paper.default_choice.page import (
+from poprisk_lab.paper.default_choice.numbers import (
     GATE_WORDS,
     chosen,
-    default_choice_lines,
     front,
     library_default,
     ranked,
@@ -30,8 +29,6 @@ try:
 except ImportError:
     raise MissingExtraError("matplotlib", "report", "the figure of the study of defaults") from None
 
-__all__ = ["default_choice_lines", "draw_default_choice"]
-
 Saved = Mapping[str, Any]
 _GATES = dict(zip(GATE_WORDS, ((BLUE, "o"), (SKY, "s"), (ORANGE, "^"), (PURPLE, "v"), (GREEN, "D")), strict=True))
 _FAMILY_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, INK)
@@ -41,7 +38,7 @@ _LETTER_ROOM = 18.0
 _HALF_AXIS = 2 * ALLOWED_COST  # the axis of costs is linear up to here: a default is decided within it
 
 
-def draw_default_choice(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """Score against cost of every candidate, and the scores task by task of those that nothing beats in both.
 
     Letters join the panels: a candidate on the front of panel A is the row of that letter in panel B. The one the rule

@@ -1,4 +1,4 @@
-"""The figure of the INR experiment, drawn from its saved result; its tables and verdicts are in ``inr_page``."""
+"""The figure of the INR study, from its saved result."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from poprisk.errors import MissingExtraError
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
 from poprisk_lab.pages.gate_choice import chosen_gate, tuned_gate_words
-from poprisk_lab.paper.inr.page import claims_inr, defaults_row, inr_lines, noisy_studies
+from poprisk_lab.paper.inr.numbers import defaults_row, noisy_studies
 from poprisk_lab.paper.inr.pixels import unpacked_pixels
 from poprisk_lab.paper.inr.study import ADAMW, FASTER, SHARED, SHARED_SNR
 from poprisk_lab.paper.inr.task import CLEAN_PSNR
@@ -24,14 +24,12 @@ try:
 except ImportError:
     raise MissingExtraError("matplotlib", "report", "the INR figure") from None
 
-__all__ = ["claims_inr", "draw_inr", "inr_lines"]
-
 Saved = Mapping[str, Any]
 _Shown = list[tuple[str, StoredRow, str, str]]
 """Words, row, colour and line style."""
 
 
-def draw_inr(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """PSNR against steps, best against last, residual spectra, and the pictures themselves.
 
     Args:

@@ -11,7 +11,7 @@ from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
 from poprisk_lab.pages.comparison import ADAMW, DEFAULTS_LABEL, best_gate
 from poprisk_lab.pages.seed_curves import draw_seeds, mean_and_range
-from poprisk_lab.paper.labels.page import ACCURACY, ADAMW_GIVEN, data_and_share
+from poprisk_lab.paper.labels.numbers import ACCURACY, ADAMW_GIVEN, data_and_share
 
 try:
     import matplotlib
@@ -34,7 +34,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw_labels(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """For each data set the last step against the share of wrong labels, and learning curves near 40% wrong.
 
     ``AdamW tuned`` is tuned for its last step. Its best checkpoint, of another tuning, takes the test set to find: it

@@ -1,28 +1,18 @@
-"""Lorenz '63 from noisy states, shown from its saved result: the paper's four panels, and what became of its claims."""
+"""The figure of the Lorenz study, from its saved result: the four panels of the paper's figure."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import RenderableType
-from rich.text import Text
 
 from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine.reading import StoredRow, StoredStudy, best, curve, final, find_row, row
-from poprisk_lab.pages.claims import Claim
 from poprisk_lab.pages.comparison import (
-    Gain,
-    adamw_checkpoints,
-    adamw_reference,
-    adamw_words,
     best_gate,
-    comparison_lines,
-    gain,
 )
-from poprisk_lab.pages.gate_choice import tuned_gate_words, tuned_gates
+from poprisk_lab.pages.gate_choice import tuned_gate_words
 from poprisk_lab.pages.seed_curves import draw_seeds
-from poprisk_lab.pages.wording import short
+from poprisk_lab.paper.lorenz.numbers import noise_levels, reference_study
 from poprisk_lab.paper.lorenz.study import DEFAULTS, PAPER_RULE, SHARED_ADAMW, SNR
 from poprisk_lab.paper.lorenz.task import HELD_OUT, VALID_TIME
 
@@ -37,10 +27,9 @@ Saved = Mapping[str, Any]
 _MSE, _TIME = HELD_OUT.name, VALID_TIME.name
 _GIVEN = {SHARED_ADAMW: BLUE, PAPER_RULE: ORANGE, SNR: GREEN, DEFAULTS: SKY}
 _TUNED_ADAMW = "AdamW, tuned"
-_HELD = {"better": "Held", "worse": "Not held", "unclear": "Undecided"}
 
 
-def draw_lorenz(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """Held-out error along training, best against final, final across noise levels, and roll-outs in the x-z plane.
 
     Curves and bars are means over the seeds; bands are the range of the seeds, dots the seeds themselves.
@@ -60,17 +49,6 @@ def draw_lorenz(saved: Saved) -> Figure:
         _draw_levels(levels, saved)
         _draw_planes(planes, study)
     return figure
-
-
-def reference_study(saved: Saved) -> StoredStudy:
-    """The study at the noise level that is shown."""
-    return next(s for noise, s in noise_levels(saved) if noise == saved["config"]["reference"])
-
-
-def noise_levels(saved: Saved) -> list[tuple[float, StoredStudy]]:
-    """Each level of the noise with its study, the lowest first."""
-    studies = saved["result"]["studies"].values()
-    return sorted(((study["task"]["config"]["noise"], study) for study in studies), key=lambda level: level[0])
 
 
 def _rows(study: StoredStudy) -> dict[str, tuple[StoredRow, str]]:
@@ -145,141 +123,3 @@ def _draw_planes(planes: Sequence[Axes], study: StoredStudy) -> None:
         axes.set_yticks([])
         axes.set_xlabel(words)
     planes[0].set_title("D  Roll-outs, x against z (grey: truth)")
-
-
-def lorenz_lines(saved: Saved) -> Iterator[RenderableType]:
-    """The tables of every noise level, then the verdicts, for a terminal."""
-    yield from comparison_lines(saved)
-    for claim in claims_lorenz(saved):
-        yield Text(claim.sentence, style="bold")
-
-
-def claims_lorenz(saved: Saved) -> list[Claim]:
-    """Final below AdamW's best checkpoint, final error at every noise level, and how long a roll-out holds."""
-    return [_checkpoint_claim(saved), _levels_claim(saved), _rollout_claim(saved)]
-
-
-def _checkpoint_claim(saved: Saved) -> Claim:
-    study, noise = reference_study(saved), saved["config"]["reference"]
-    adamw, paper, defaults = (row(study, label) for label in (SHARED_ADAMW, PAPER_RULE, DEFAULTS))
-    checkpoint, tuned_checkpoint = best(adamw, _MSE, False), adamw_checkpoints(study) or best(adamw, _MSE, False)
-    shared = gain(final(paper, _MSE), checkpoint, higher_is_better=False)
-    tuned = gain(final(defaults, _MSE), tuned_checkpoint, higher_is_better=False)
-    tuned_words = f"AdamW's best checkpoint {_mean(tuned_checkpoint)}; {DEFAULTS} last {_mean(final(defaults, _MSE))}"
-    return Claim(
-        claim="Lorenz '63: population-risk training finishes below AdamW's best checkpoint (figure, panel B)",
-        paper="below; no number given",
-        paper_conditions=f"noise {noise:g}: {SHARED_ADAMW}: best {_mean(checkpoint)}, last "
-        f"{_mean(final(adamw, _MSE))}; {PAPER_RULE}: last {_mean(final(paper, _MSE))}",
-        equal_tuning="; ".join([tuned_words, *_gate_ends(study)]),
-        sentence=f"{_held(shared)} with shared hyper-parameters: the last step of the paper's rule has "
-        f"{_relative(shared, checkpoint)} AdamW's best checkpoint. {_held(tuned)} against a tuned AdamW: the last step "
-        f"of {DEFAULTS} (not tuned) has {_relative(tuned, tuned_checkpoint)} the best checkpoint of "
-        f"{adamw_words(study)}.{_gate_sentence(study, tuned_checkpoint)}",
-    )
-
-
-def _gate_ends(study: StoredStudy) -> list[str]:
-    return [f"{words} last {_mean(final(each, _MSE))}" for words, each in tuned_gates(study, "last").items()]
-
-
-def _gate_sentence(study: StoredStudy, checkpoint: Sequence[float]) -> str:
-    """The tuned gates against the same checkpoint: the best of several with several times the trials."""
-    gains = {words: gain(final(each, _MSE), checkpoint, False) for words, each in tuned_gates(study, "last").items()}
-    parts = [f"{words}: {_relative(gained, checkpoint)} it" for words, gained in gains.items()]
-    return f" After tuning, {'; '.join(parts)}." if parts else " No gate was searched."
-
-
-def _levels_claim(saved: Saved) -> Claim:
-    levels = noise_levels(saved)
-    shared = {noise: _last_gain(study, PAPER_RULE, SHARED_ADAMW) for noise, study in levels}
-    tuned = {noise: _gain_of_defaults(study) for noise, study in levels}
-    return Claim(
-        claim="Lorenz '63: lower final error across sensor-noise levels (figure, panel C)",
-        paper="lower; no number given",
-        paper_conditions=_by_level(levels, lambda study: [row(study, SHARED_ADAMW), row(study, PAPER_RULE)]),
-        equal_tuning=_by_level(levels, lambda study: [_adamw(study), row(study, DEFAULTS)]),
-        sentence=f"Against AdamW with shared hyper-parameters the error of the paper's rule is {_counts(shared)}; that "
-        f"of {DEFAULTS} against {adamw_words(levels[0][1])} is {_counts(tuned)} (0 is the clean control).",
-    )
-
-
-def _rollout_claim(saved: Saved) -> Claim:
-    study, noise = reference_study(saved), saved["config"]["reference"]
-    times = {label: final(row(study, label), _TIME) for label in (SHARED_ADAMW, PAPER_RULE, DEFAULTS)}
-    times["adamw"] = final(_adamw(study), _TIME)
-    shared = gain(times[PAPER_RULE], times[SHARED_ADAMW], higher_is_better=True)
-    tuned = gain(times[DEFAULTS], times["adamw"], higher_is_better=True)
-    words = {label: f"{math.fsum(values) / len(values):.2f}" for label, values in times.items()}
-    return Claim(
-        claim="Lorenz '63: roll-outs track the attractor while AdamW's drift away (figure, panel D)",
-        paper="a picture; no number given",
-        paper_conditions=f"noise {noise:g}, Lyapunov times near the truth: {SHARED_ADAMW} {words[SHARED_ADAMW]}, "
-        f"{PAPER_RULE} {words[PAPER_RULE]}",
-        equal_tuning=f"AdamW {words['adamw']}, {DEFAULTS} {words[DEFAULTS]}",
-        sentence=f"{_held(shared)} with shared hyper-parameters: roll-outs of the paper's rule stay near the truth for "
-        f"{words[PAPER_RULE]} Lyapunov times, AdamW's for {words[SHARED_ADAMW]}. {_held(tuned)} against a tuned "
-        f"AdamW: {words[DEFAULTS]} for {DEFAULTS} (not tuned), {words['adamw']} for {adamw_words(study)}.",
-    )
-
-
-def _adamw(study: StoredStudy) -> StoredRow:
-    """The tuned AdamW, or the best that was given."""
-    return adamw_reference(study) or row(study, SHARED_ADAMW)
-
-
-def _gain_of_defaults(study: StoredStudy) -> Gain:
-    return gain(final(row(study, DEFAULTS), _MSE), final(_adamw(study), _MSE), higher_is_better=False)
-
-
-def _last_gain(study: StoredStudy, first: str, second: str) -> Gain:
-    return gain(final(row(study, first), _MSE), final(row(study, second), _MSE), higher_is_better=False)
-
-
-def _counts(gains: Mapping[float, Gain]) -> str:
-    """At which levels lower, at which higher, at which it cannot be told, and who diverged where."""
-    found: dict[str, list[float]] = {}
-    for noise, gained in gains.items():
-        found.setdefault(_outcome(gained), []).append(noise)
-    return ", ".join(
-        f"{words} at noise {', '.join(f'{noise:g}' for noise in levels)}" for words, levels in sorted(found.items())
-    )
-
-
-def _outcome(gained: Gain) -> str:
-    if gained.diverged is not None:
-        sides = (("it", gained.diverged.first), ("AdamW", gained.diverged.second))
-        failed = " and ".join(f"{side} diverged in {count}" for side, count in sides if count)
-        return f"not known ({failed} of {gained.diverged.pairs} seeds)"
-    return {"better": "lower", "worse": "higher", "unclear": "not clearly different"}[gained.verdict]
-
-
-def _by_level(levels: Sequence[tuple[float, StoredStudy]], shown: Callable[[StoredStudy], Sequence[StoredRow]]) -> str:
-    return "; ".join(
-        f"noise {noise:g}: " + ", ".join(f"{each['label']} {_mean(final(each, _MSE))}" for each in shown(study))
-        for noise, study in levels
-    )
-
-
-def _held(gained: Gain) -> str:
-    return _HELD[gained.verdict]
-
-
-def _relative(gained: Gain, reference: Sequence[float]) -> str:
-    """The error in relation to the reference's mean, with Student's interval: more or less, in percent."""
-    if gained.diverged is not None:
-        failed = gained.diverged
-        if failed.first:
-            return f"no finite error in {failed.first} of {failed.pairs} seeds, against"
-        return f"a finite error, AdamW in {failed.second} of {failed.pairs} seeds none, against"
-    scale = math.fsum(reference) / len(reference)
-    change = f"{abs(gained.value) / scale:.0%} {'less' if gained.value > 0 else 'more'} error"
-    if gained.interval is not None:
-        low, high = (-end / scale for end in reversed(gained.interval))
-        change += f" [{low:+.0%}, {high:+.0%}]"
-    return f"{change} than"
-
-
-def _mean(values: Sequence[float]) -> str:
-    mean = math.fsum(values) / len(values)
-    return "diverged" if math.isnan(mean) else short(mean)

@@ -1,4 +1,4 @@
-"""The figure of the PINN experiment, drawn from its saved result; its table and verdicts are in ``pinn_page``."""
+"""The figure of the PINN study, from its saved result."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
 from poprisk_lab.pages.comparison import DEFAULTS
 from poprisk_lab.pages.gate_choice import chosen_gate, tuned_gate_words
-from poprisk_lab.paper.pinn.page import ADAMW_ROWS, PAPER, claims_pinn, iterations, pinn_lines
+from poprisk_lab.paper.pinn.numbers import ADAMW_ROWS, PAPER, iterations
 from poprisk_lab.paper.pinn.study import FULL, NO_WARMUP, adamw_label
 from poprisk_lab.paper.pinn.task import ERROR, NOISY, PERIOD
 
@@ -23,8 +23,6 @@ try:
     from matplotlib.patches import Patch
 except ImportError:
     raise MissingExtraError("matplotlib", "report", "the PINN figure") from None
-
-__all__ = ["claims_pinn", "draw_pinn", "pinn_lines"]
 
 Saved = Mapping[str, Any]
 _LINES = {
@@ -40,7 +38,7 @@ _DEFAULT_LINE, _TUNED_LINE, _GATE_LINE = (BLUE, "-"), (GREEN, "-"), (PURPLE, "-"
 _BEHIND: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1.2, "alpha": 0.85}
 
 
-def draw_pinn(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """Error against iterations, iterations to the target, and error fields of the last step.
 
     Names in panel B have the colours of panel A's curves; dashes and dots are their fainter bars.

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from poprisk._core.store import load_result, save_result
 from poprisk.errors import DataError
 from poprisk.risk import RiskEstimate, Unrolled, retrain
-from poprisk.risk._examples import choose_examples
+from poprisk.risk._exclusion import choose_examples, exclusion_at
+from poprisk.risk._first_order import first_order_of
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
 from poprisk.risk._influence.holdout_weights import holdout_weights
-from poprisk.risk._meter import FoldEnsemble
+from poprisk.risk._k_fold import FoldEnsemble
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import example_losses, member_outputs
-from poprisk.risk._risk import exclusion_reading, first_order_reading
 from poprisk.runs import Problem, Run, digits_split, train
 from poprisk_lab.paper.risk_honesty.baselines import (
     evidence_criterion,
@@ -159,11 +159,10 @@ def run_setting(task: Task, config: HonestyConfig, seed: int) -> list[dict[str, 
         if sweep is None:
             sweep = ExclusionSweep(unrolled, choose_examples(len(problem), config.examples, seed))
         sweep.extend(unrolled)
-        exclusion = exclusion_reading(unrolled, sweep.outputs_at(k), k)
-        first = first_order_reading(unrolled, sweep.examples, reference=exclusion)
+        exclusion = exclusion_at(unrolled, sweep.outputs_at(k), k)
         found = {
-            "exclusion": exclusion,
-            "first_order": first,
+            "exclusion": exclusion.risk,
+            "first_order": first_order_of(unrolled, exclusion),
             "k_fold": folds.reading(run, k),
             "holdout": held_out[k],
             **_baselines(problem, run, k),
@@ -209,7 +208,7 @@ def _holdout(run: Run, steps: Sequence[int], seed: int) -> dict[int, RiskEstimat
         outputs = member_outputs(run, weights[k], run.problem.inputs[held])[0]
         losses = example_losses(run.problem, outputs, run.problem.targets[held])
         error = losses.std().item() / math.sqrt(len(held))
-        target = f"a learner on {n - len(held)} of {n} points"
+        target = f"a model trained on {n - len(held)} of the {n} examples"
         readings[k] = RiskEstimate(losses.mean().item(), error, cost=1.0, target=target, method="holdout")
     return readings
 

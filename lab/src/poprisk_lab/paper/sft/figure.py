@@ -1,27 +1,15 @@
-"""Fine-tuning a language model, clean and with wrong targets: figure, tables and verdicts, from the saved result."""
+"""The figure of the fine-tuning study, from its saved result."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from rich.console import RenderableType
-from rich.text import Text
 
 from poprisk.cli._demonstration.figure_style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
-from poprisk_lab.engine.reading import StoredRow, StoredStudy, curve, final, find_row, row
-from poprisk_lab.pages.claims import Claim
-from poprisk_lab.pages.comparison import (
-    Gain,
-    adamw_reference,
-    adamw_words,
-    comparison_lines,
-    gain,
-    gain_words,
-    mean_words,
-)
-from poprisk_lab.pages.gate_choice import tuned_gates
+from poprisk_lab.engine.reading import curve, find_row
 from poprisk_lab.pages.seed_curves import draw_seeds
-from poprisk_lab.paper.sft.study import CALIBRATED, DEFAULTS, HELD_OUT, PAPER_RULE, SHARED_ADAMW, SNR, SUGGESTED
+from poprisk_lab.paper.sft.numbers import title
+from poprisk_lab.paper.sft.study import CALIBRATED, PAPER_RULE, SHARED_ADAMW, SNR, SUGGESTED
+from poprisk_lab.paper.sft.task import HELD_OUT
 
 try:
     import matplotlib
@@ -40,7 +28,7 @@ _CURVES = {
 }
 
 
-def draw_sft(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """Held-out loss along training, one panel a study; lines are means over the seeds, bands their range.
 
     Args:
@@ -57,7 +45,7 @@ def draw_sft(saved: Saved) -> Figure:
                     words = f"{found['label']}, tuned" if found["chosen_for"] else found["label"]
                     values = curve(found, HELD_OUT)
                     draw_seeds(axes, study["evaluation_steps"], values, words, colour, linestyle=line, linewidth=1.8)
-            axes.set_title(f"{'ABCDEF'[place]}  {_title(study)}")
+            axes.set_title(f"{'ABCDEF'[place]}  {_capital(title(study))}")
             axes.set_xlabel("step")
             axes.set_ylabel("held-out loss (nats per token)")
         handles, labels = panels[0].get_legend_handles_labels()
@@ -65,53 +53,5 @@ def draw_sft(saved: Saved) -> Figure:
     return figure
 
 
-def _title(study: StoredStudy) -> str:
-    noise = study["task"]["config"]["noise"]
-    return f"{noise:.0%} of the targets wrong" if noise else "Clean text"
-
-
-def sft_lines(saved: Saved) -> Iterator[RenderableType]:
-    """The tables of all optimizers, then the verdicts, for a terminal."""
-    yield from comparison_lines(saved)
-    for claim in claims_sft(saved):
-        yield Text(claim.sentence, style="bold")
-
-
-def claims_sft(saved: Saved) -> list[Claim]:
-    """How far each gate is ahead or behind on each text, at AdamW's learning rate and after equal tuning."""
-    return [_claim(study) for study in saved["result"]["studies"].values()]
-
-
-def _claim(study: StoredStudy) -> Claim:
-    shared = row(study, SHARED_ADAMW)
-    reference = adamw_reference(study) or shared
-    inherited = {label: _gain(row(study, label), shared) for label in (PAPER_RULE, CALIBRATED, SNR, SUGGESTED)}
-    contenders = {**tuned_gates(study, "last"), DEFAULTS: row(study, DEFAULTS)}
-    after = {words: _gain(each, reference) for words, each in contenders.items()}
-    what = f"Fine-tuning a language model, {_title(study)[0].lower()}{_title(study)[1:]}"
-    return Claim(
-        claim=f"{what}: the gate as a one-line change to AdamW (Algorithm 1)",
-        paper="no figure: the paper has no such experiment",
-        paper_conditions=_cell(SHARED_ADAMW, shared, inherited),
-        equal_tuning=_cell(reference["label"], reference, after),
-        sentence=f"{what}: at AdamW's learning rate the paper's rule ends {_nats(inherited[PAPER_RULE])}, calibrated α "
-        f"{_nats(inherited[CALIBRATED])}; against {adamw_words(study)} "
-        + ", ".join(f"{words} ends {_nats(gained)}" for words, gained in after.items())
-        + ".",
-    )
-
-
-def _gain(first: StoredRow, second: StoredRow) -> Gain:
-    return gain(final(first, HELD_OUT), final(second, HELD_OUT), higher_is_better=False)
-
-
-def _cell(reference: str, each: StoredRow, gains: Mapping[str, Gain]) -> str:
-    parts = [f"{reference}: {mean_words(final(each, HELD_OUT), '.3f')} nats"]
-    return "; ".join([*parts, *(f"{label}: {gain_words(g, '.3f', bootstrap=False)}" for label, g in gains.items())])
-
-
-def _nats(gained: Gain) -> str:
-    if gained.diverged is not None:
-        return f"nowhere to compare: {gained.diverged.words}"
-    words = f"{abs(gained.value):.3f} nats {'ahead' if gained.value > 0 else 'behind'}"
-    return f"{words} (undecided)" if gained.verdict == "unclear" else words
+def _capital(words: str) -> str:
+    return words[0].upper() + words[1:]

@@ -1,0 +1,1 @@
+"""What an analysis computes: every section of the report as plain values. Nothing here draws."""

@@ -1,0 +1,267 @@
+"""Compute what a report shows: every section within the time budget, and the reason for each one that is missing.
+
+A section is computed if its estimated time on one CPU core is within the budget. Nothing is trained again unless
+``retrain`` asks for it; reading the gate replays the recorded steps once.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from poprisk._core.progress import Progress
+from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError
+from poprisk.report._analysis.curves import (
+    KernelCurve,
+    LossCurves,
+    Memorization,
+    kernel_curve,
+    loss_curves,
+    memorization,
+)
+from poprisk.report._analysis.gates import GateCurve, gate_curve, has_gate
+from poprisk.report._analysis.kept import BUDGET, KeptAnalysis, Part
+from poprisk.report._analysis.neighbours import SUSPECTS, Neighbours, neighbours
+from poprisk.report._analysis.operators import CleanTargets, WindowFacts, window_facts, window_seconds
+from poprisk.risk import FEWEST_FOLDS, AuditTable, Reading, RiskEstimate, RiskMeter, audit, exact_obstacle
+from poprisk.risk import seconds as exact_seconds
+from poprisk.runs import Run
+
+PARTS = ("examples", "curves", "risk", "memorization", "gates", "operators", "kernel", "neighbours")
+"""Parts of an analysis, in the order in which they are computed."""
+_PER_SECOND = 2e10
+"""Approximate multiplications per second of a CPU core."""
+_STEP_OVERHEAD = 1e-2
+_PER_DIRECTION = 12
+_RISK_EXAMPLES, _FEWEST_RISK_EXAMPLES = 128, 32
+_READINGS = 12
+
+Found = TypeVar("Found")
+
+
+@dataclass(eq=False)
+class Analysis:
+    """Everything :func:`analyze` found out about a run; for each part that is None, ``left_out`` says why."""
+
+    run: Run
+    budget: float
+    """Time budget per part, in seconds on one CPU core."""
+    retrain: int = 0
+    """Number of trainings allowed for the risk."""
+    curves: LossCurves | None = None
+    """Training and test loss along the run."""
+    readings: list[Reading] | None = None
+    """Estimates of the population risk along the run."""
+    memorization: Memorization | None = None
+    """Share of the drop in training loss that does not carry over to new data."""
+    gates: GateCurve | None = None
+    """How far the optimizer's gate was open."""
+    window: WindowFacts | None = None
+    """Signal channel, reservoir, test displacement, drift and diffusion."""
+    kernel: KernelCurve | None = None
+    """Drift of the tangent kernel."""
+    table: AuditTable | None = None
+    """The audit: one row per training example."""
+    neighbours: dict[int, Neighbours] | None = None
+    """For the most suspicious examples: the training examples that influenced their loss most."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """For each missing part: why it is missing, and how to get it."""
+
+    @property
+    def risk(self) -> RiskEstimate | None:
+        """Estimated population risk at the end of the run: the last of ``readings``."""
+        return self.readings[-1].risk if self.readings else None
+
+
+def analyze(
+    run: Run,
+    *,
+    budget: float = BUDGET,
+    retrain: int = 0,
+    clean: CleanTargets | None = None,
+    kept: KeptAnalysis | None = None,
+    progress: bool | Callable[[str], None] = True,
+) -> Analysis:
+    r"""Analyze a recorded run within a time budget: what it learned, what it memorized, which labels look wrong.
+
+    Args:
+        run: The run. If its problem is not available, only the recorded losses can be shown.
+        budget: Approximate time, in seconds on one CPU core, that each part may take. More expensive parts are left
+            out; ``Analysis.left_out`` says how long each would take.
+        retrain: Number of trainings that may be spent on the risk if the run alone does not determine it: 0, or at
+            least 3 (K-fold). These trainings do not count towards the budget.
+        clean: Targets without label noise, if known, to split the test error (squared loss only).
+        kept: Storage for finished parts, made with the same options: parts found there are used, others are added.
+        progress: Whether to show progress, or a function that is called with the name of each part before it is
+            computed.
+
+    Returns:
+        The analysis. :func:`~poprisk.report.write_report` writes it as an HTML page.
+
+    Raises:
+        HyperparameterError: ``budget`` is not a positive number of seconds, or ``retrain`` is 1, 2 or negative.
+        RunError: The run has no steps.
+        DataError: The clean targets do not match the problem.
+
+    >>> import torch
+    >>> from poprisk import Problem, analyze, train
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(4).repeat(4, 1), torch.ones(16, 1),
+    ...                   arguments={"in_features": 4, "out_features": 1})
+    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.2), steps=9, progress=False)
+    >>> found = analyze(run, progress=False)
+    >>> found.curves.steps[-1], found.left_out["gates"]
+    (9, 'the optimizer has no gate; train with PopRiskAdamW')
+    """
+    check_options(budget, retrain)
+    if not run.num_steps:
+        raise RunError("the run has no steps, so there is nothing to analyze: train it first")
+    if callable(progress):
+        return _Work(run, budget, retrain, clean, kept, progress).done()
+    with Progress("analysis", len(PARTS), counted="{done} of {total} parts", shown=progress) as bar:
+        began = lambda part: bar.update(PARTS.index(part), doing=part)  # noqa: E731
+        return _Work(run, budget, retrain, clean, kept, began).done()
+
+
+def check_options(budget: float, retrain: int) -> None:
+    """Check the options of an analysis.
+
+    Raises:
+        HyperparameterError: ``budget`` is not a positive number of seconds, or ``retrain`` is 1, 2 or negative.
+    """
+    if not (isinstance(budget, int | float) and math.isfinite(budget) and budget > 0):
+        raise HyperparameterError(f"budget must be a positive number of seconds, got {budget!r}")
+    if not (isinstance(retrain, int) and (retrain == 0 or retrain >= FEWEST_FOLDS)):
+        raise HyperparameterError(f"retrain must be 0, or at least {FEWEST_FOLDS} trainings, got {retrain!r}")
+
+
+class _Work:
+    """Computes the parts one after another."""
+
+    def __init__(
+        self,
+        run: Run,
+        budget: float,
+        retrain: int,
+        clean: CleanTargets | None,
+        kept: KeptAnalysis | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.run, self.budget, self.retrain, self.clean = run, budget, retrain, clean
+        self.kept, self.progress = kept, progress
+        self.found = Analysis(run, budget, retrain)
+
+    def done(self) -> Analysis:
+        run, found = self.run, self.found
+        try:
+            problem = run.problem
+        except RunError as error:
+            how = "on the command line: --problem package.module:function or --problem script.py:function"
+            found.left_out |= dict.fromkeys(PARTS, f"{error}; {how}")
+            return found
+        if self.clean is not None:
+            self.clean.check(problem)
+        found.table = self._part("examples", _free, self._audit)
+        found.curves = self._part("curves", _free, lambda: loss_curves(run, found.table))
+        if self.retrain:
+            found.readings = self._part("risk", _free, self._readings)
+        else:
+            found.readings = self._exact("risk", lambda: self._risk_seconds(_FEWEST_RISK_EXAMPLES), self._readings)
+        found.memorization = self._part("memorization", _free, lambda: memorization(found.curves, found.risk))
+        found.gates = self._part("gates", self._gate_seconds, lambda: gate_curve(run))
+        found.window = self._exact("operators", lambda: window_seconds(run), lambda: window_facts(run, self.clean))
+        if found.window is not None and found.table is not None:
+            found.table = found.table.with_groups(found.window.groups)
+        found.kernel = self._exact("kernel", _free, lambda: kernel_curve(run, self.budget))
+        found.neighbours = self._exact(
+            "neighbours", lambda: self._risk_seconds(SUSPECTS), lambda: neighbours(run, found.table)
+        )
+        return found
+
+    def _part(self, name: str, seconds: Callable[[], float], compute: Callable[[], Found]) -> Found | None:
+        """The kept value of a part, or the computed one; None, with a reason in ``left_out``, if there is neither."""
+        part = None if self.kept is None else self.kept.get(name)
+        if part is None:
+            part = self._computed(name, seconds, compute)
+        if part.reason is not None:
+            self.found.left_out[name] = part.reason
+        return part.value
+
+    def _computed(self, name: str, seconds: Callable[[], float], compute: Callable[[], Found]) -> Part:
+        try:
+            needed = seconds()
+            if needed <= self.budget:
+                self.progress(name)
+                part = Part(compute())
+            else:
+                part = Part(None, self._too_expensive(needed))
+        except PopRiskError as error:
+            part = Part(None, _first_line(error))
+        except RuntimeError as error:  # from PyTorch: an operation without the derivatives needed, or out of memory
+            return Part(None, _first_line(error))  # not kept: it may succeed next time
+        if self.kept is not None:
+            self.kept.put(name, part)
+        return part
+
+    def _too_expensive(self, seconds: float) -> str:
+        needed = _round_up(seconds)
+        return (
+            f"would take about {needed} s on one CPU core, over the budget of {self.budget:g} s; use budget={needed}, "
+            f"or poprisk report RUN --budget {needed}"
+        )
+
+    def _exact(self, name: str, seconds: Callable[[], float], compute: Callable[[], Found]) -> Found | None:
+        def possible() -> float:
+            obstacle = exact_obstacle(self.run)
+            if obstacle is not None:
+                raise RunError(f"this run cannot be analyzed exactly: {obstacle}")
+            return seconds()
+
+        return self._part(name, possible, compute)
+
+    def _audit(self) -> AuditTable:
+        needed = exact_seconds(self.run)
+        if needed <= self.budget and exact_obstacle(self.run) is None:
+            try:
+                return audit(self.run, tier="exact", progress=False)
+            except RunError:
+                pass  # tier "auto" computes the other columns and says why these are missing
+        return audit(self.run, tier="any" if needed > self.budget else "auto", progress=False)
+
+    def _risk_seconds(self, examples: int) -> float:
+        run = self.run
+        directions = min(examples, run.num_examples)
+        multiplications = _PER_DIRECTION * directions * run.num_steps * len(run.batch(0)) * run.num_weights
+        return multiplications / _PER_SECOND + run.num_steps * _STEP_OVERHEAD
+
+    def _gate_seconds(self) -> float:
+        run = self.run
+        if not has_gate(run):
+            raise DataError("the optimizer has no gate; train with PopRiskAdamW")
+        return run.num_steps * (6 * len(run.batch(0)) * run.num_weights / _PER_SECOND + _STEP_OVERHEAD)
+
+    def _readings(self) -> list[Reading]:
+        run, examples = self.run, _RISK_EXAMPLES
+        while examples > _FEWEST_RISK_EXAMPLES and self._risk_seconds(examples) > self.budget:
+            examples //= 2
+        linear = exact_obstacle(run) is None and self._risk_seconds(examples) <= self.budget
+        method = "k_fold" if not linear else "auto" if self.retrain else "exclusion"
+        meter = RiskMeter(method, retrain_budget=self.retrain, examples=min(examples, run.num_examples))
+        return meter.read(run, _READINGS).readings
+
+
+def _free() -> float:
+    return 0.0
+
+
+def _round_up(seconds: float) -> int:
+    """Round up to one digit, so that a budget of that size is enough.
+
+    >>> _round_up(31.2), _round_up(4.0)
+    (40, 4)
+    """
+    unit = 10 ** max(0, math.floor(math.log10(max(seconds, 1.0))))
+    return math.ceil(seconds / unit) * unit
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

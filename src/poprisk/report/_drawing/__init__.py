@@ -1,0 +1,1 @@
+"""How an analysis is shown: sentences, charts and the page. Nothing here computes."""

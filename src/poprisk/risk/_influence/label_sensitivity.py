@@ -1,0 +1,83 @@
+r"""How much of its own label each example takes over through a run, and what removing it would do by that measure.
+
+Removing example i is taken to be the label change that leaves it no residual at the end. With
+:math:`H_i = \partial u_i / \partial y_i` through the run and :math:`\Lambda_i` the loss curvature,
+
+.. math:: u_{-i} = u_i + H_i r(u_{-i}), \quad r(u_{-i}) \approx r_i + \Lambda_i (u_{-i} - u_i)
+   \quad\Rightarrow\quad u_{-i} = u_i + (I - H_i \Lambda_i)^{-1} H_i r_i
+
+which is :math:`e_i/(1-h_i)` for squared loss. It is exact for ridge regression at its minimum. Along a run the residual
+of the example changes from step to step, and one label cannot cancel them all: the formula is right early in training,
+and blows up as h approaches 1.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from poprisk._core.autodiff import loss_hessians, slices, take_examples
+from poprisk.risk._influence.linear_step import StepJacobian
+from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
+from poprisk.runs import Run
+
+
+def label_sensitivities(run: Run | Unrolled, examples: Int[Tensor, "m"] | None = None) -> Float[Tensor, "m p p"]:
+    r""":math:`H_i = \partial u_i(w_T) / \partial y_i`: how much of its own label each example takes over.
+
+    The labels of all steps change together; for losses other than squared, cross-entropy and logistic a label change is
+    a shift of the residual. It takes p adjoint queries per example.
+
+    Args:
+        run: The recorded run, or an :class:`Unrolled` of it.
+        examples: Indices of the examples; default: all.
+
+    >>> from poprisk.runs import Problem
+    >>> from poprisk.runs import train
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(3), torch.ones(3, 1),
+    ...                   arguments={"in_features": 3, "out_features": 1, "bias": False})
+    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=1.5), steps=2, progress=False)
+    >>> label_sensitivities(run).flatten()  # 1 - (1 - lr/3)²
+    tensor([0.7500, 0.7500, 0.7500])
+    """
+    unrolled = as_unrolled(run)
+    chosen = torch.arange(unrolled.num_examples) if examples is None else examples
+    p, w = unrolled.num_outputs, unrolled.last_weights
+    # Every query passes each step with the outputs of its whole batch.
+    by_batch = 4 * len(unrolled.run.batch(unrolled.start)) * p * unrolled.dtype.itemsize
+    width = max(1, min(unrolled.columns_at_a_time(), unrolled.memory // 2 // by_batch))
+    blocks = []
+    for rows in slices(len(chosen), max(1, width // p)):
+        own = chosen[rows]
+        queries = unrolled.model.output_jacobian(w, take_examples(unrolled.inputs, own)).flatten(0, 1)  # [m p, d]
+        owners = own.repeat_interleave(p)
+        parts = [_own_labels(unrolled, queries[part], owners[part]) for part in slices(len(owners), width)]
+        blocks.append(torch.cat(parts).view(len(own), p, p))
+    return torch.cat(blocks)
+
+
+def corrected_displacement(
+    unrolled: Unrolled, examples: Int[Tensor, "m"]
+) -> tuple[Float[Tensor, "m *out"], Float[Tensor, "m p"], Float[Tensor, "m"]]:
+    """Outputs of each example, their change when it is removed, and the spectral radius of HΛ (fails near 1)."""
+    x, y = take_examples(unrolled.inputs, examples), unrolled.targets[examples]
+    outputs = unrolled.model.batch_outputs(unrolled.last_weights, x)
+    H = label_sensitivities(unrolled, examples)
+    r = unrolled.model.output_gradient(unrolled.last_weights, x, y)
+    HL = H @ loss_hessians(unrolled.model.loss, outputs, y)
+    eye = torch.eye(HL.shape[1], dtype=HL.dtype, device=HL.device)
+    radius = torch.linalg.eigvals(HL).abs().amax(1).to(HL.dtype)
+    solved = torch.linalg.solve_ex(eye - HL, (H @ r.unsqueeze(2))).result.squeeze(2)
+    return outputs, solved, radius
+
+
+def _own_labels(unrolled: Unrolled, queries: Float[Tensor, "q d"], owners: Int[Tensor, "q"]) -> Float[Tensor, "q p"]:
+    """The derivative of each query by its own example's label; those by all n labels would not fit in memory."""
+    found = queries.new_zeros(len(queries), unrolled.num_outputs)
+    owners = owners.to(queries.device)
+
+    def gather(step: StepJacobian, by_labels: Float[Tensor, "q b p"]) -> None:
+        rows, places = (owners[:, None] == step.examples[None, :]).nonzero(as_tuple=True)
+        found.index_add_(0, rows, by_labels[rows, places])
+
+    unrolled.adjoint(queries.T, wrt=("initial",), on_step=gather)
+    return found

@@ -1,0 +1,207 @@
+r"""When an estimate of population risk is valid: every limit and every "not valid" sentence, once.
+
+===================== ========================================= ===================================================
+method                risk of                                   valid while
+===================== ========================================= ===================================================
+``"exclusion"``       a model trained on n - 1 examples         the linearized and the actual predictions differ by
+                                                                at most 10% of the risk, and by more than the
+                                                                whole displacement for at most 5% of the examples
+``"first_order"``     this model                                exclusion is valid and differs by at most 10%, and
+                                                                the standard error is at most 7% of the risk; or a
+                                                                few real trainings confirm it
+``"k_fold"`` and      a model trained on the examples kept      no training diverged
+other retraining
+===================== ========================================= ===================================================
+
+All of them need 10 examples and finite numbers. A reason says what was measured, the limit, and what to do.
+To add a check, add its limit and its sentence here, and call it from the method's function below.
+"""
+
+import math
+from dataclasses import dataclass
+
+from poprisk._core.estimate import Estimate
+
+FOLDS = 10
+"""Folds of K-fold, where the budget allows as many."""
+FEWEST_FOLDS = 3
+"""Folds, or trainings in a budget, below which K-fold is refused."""
+FEWEST_EXAMPLES = 10
+"""Examples below which the spread of their losses is no standard error."""
+LARGEST_DISAGREEMENT = 0.1
+"""Difference between two predictions of one risk, as a share of it."""
+LARGEST_LOST_SHARE = 0.05
+"""Share of examples for which exclusion may fail altogether."""
+LOST_BEND = 1.0
+"""Difference between an example's actual and linearized displacement, as a share of it, at which exclusion failed."""
+DOUBTFUL_BEND = 0.25
+"""The same difference, beyond which the excluded prediction of this one example is marked as doubtful."""
+DOUBTFUL_SENSITIVITY = 0.5
+"""Sensitivity to an example's own label beyond which changing the label does not stand for removing the example."""
+LARGEST_ERROR_SHARE = 0.07
+"""Standard error of the first order, as a share of the risk: it has no error for what it leaves out."""
+LARGEST_REMAINDER = 0.2
+"""Share of the change seen in real trainings that the first order may miss."""
+FEWEST_TRAINED = 5
+"""Examples below which real trainings are no check of the first order."""
+
+
+@dataclass(frozen=True, eq=False)
+class RiskEstimate(Estimate):
+    """An estimate of population risk that says which model's risk it is.
+
+    ``cost`` counts trainings for "k_fold" and other retraining, and directions through the run for "exclusion" and
+    "first_order" (each about the arithmetic of two trainings; all of them take one replay).
+    """
+
+    target: str = ""
+    """The model whose risk is estimated: "this model", or one trained on fewer examples."""
+    method: str = ""
+    training_loss: float = math.nan
+    """The mean training loss at the same weights."""
+
+    @property
+    def gap(self) -> float:
+        """Estimated population risk minus training loss."""
+        return float(self.value) - self.training_loss
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a method found, before it is judged."""
+
+    value: float
+    error: float
+    method: str
+    target: str
+    training_loss: float
+    cost: float
+    examples: int
+    """Different examples that the value and its error are computed from."""
+    of: int
+    """Training examples in all."""
+    notes: tuple[str, ...] = ()
+
+
+def trained_on(kept: int | tuple[int, int], n: int) -> str:
+    """The target of an estimate.
+
+    >>> trained_on(599, 600), trained_on((9, 10), 12)
+    ('a model trained on 599 of the 600 examples', 'a model trained on 9 to 10 of the 12 examples')
+    """
+    low, high = (kept, kept) if isinstance(kept, int) else kept
+    return f"a model trained on {low if low == high else f'{low} to {high}'} of the {n} examples"
+
+
+def judge_retraining(found: Found) -> RiskEstimate:
+    """The verdict on a mean loss of examples that models were trained without."""
+    reason = _too_few(found) or _not_finite(found, "a training without some of the examples diverged")
+    return _verdict(found, reason, f"risk of {found.target}")
+
+
+def judge_exclusion(found: Found, actual: float, lost: float) -> RiskEstimate:
+    """The verdict on linearized exclusion.
+
+    Args:
+        found: The risk by the linearized predictions.
+        actual: The risk by the actual predictions of the displaced network.
+        lost: Share of examples whose linearized and actual displacement differ by more than ``LOST_BEND``.
+    """
+    apart = _difference(found.value, actual)
+    reason = _too_few(found) or _not_finite(found, "the losses without an example are not finite", actual)
+    if not reason and apart > LARGEST_DISAGREEMENT:
+        reason = (
+            f"the linearized and the actual predictions differ by {100 * apart:.0f}% of the risk "
+            f"(limit {100 * LARGEST_DISAGREEMENT:.0f}%). {_retrain(found)}"
+        )
+    if not reason and lost > LARGEST_LOST_SHARE:
+        reason = (
+            f"the linearized and the actual predictions have nothing in common for {100 * lost:.0f}% of the examples "
+            f"(limit {100 * LARGEST_LOST_SHARE:.0f}%). {_retrain(found)}"
+        )
+    return _verdict(found, reason, f"linearized and actual predictions agree on the risk to {100 * apart:.1f}%")
+
+
+def judge_corrected(found: Found, doubtful: float) -> RiskEstimate:
+    """The verdict on exclusion by label sensitivities, with the share of examples beyond ``DOUBTFUL_SENSITIVITY``."""
+    reason = _too_few(found) or _not_finite(found, "the losses without an example are not finite")
+    if not reason and doubtful > LARGEST_LOST_SHARE:
+        reason = (
+            f"the sensitivity h to an example's own label is too near 1 (above {DOUBTFUL_SENSITIVITY}) for "
+            f"{100 * doubtful:.0f}% of the examples (limit {100 * LARGEST_LOST_SHARE:.0f}%). Use method='linearized'."
+        )
+    return _verdict(found, reason, "leave-one-out by label sensitivities")
+
+
+def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:
+    """The verdict on the first order, checked by exclusion of the same examples."""
+    if not exclusion.valid:
+        return _verdict(found, f"exclusion, which checks the first order, is not valid: {exclusion.reason}", "")
+    apart = _difference(float(exclusion.value), found.value)
+    share = found.error / max(abs(found.value), math.ulp(0))
+    reason = _not_finite(found, "losses or their derivatives are not finite")
+    if not reason and apart > LARGEST_DISAGREEMENT:
+        reason = (
+            f"the risk by exclusion, which keeps higher orders, differs by {100 * apart:.0f}% "
+            f"(limit {100 * LARGEST_DISAGREEMENT:.0f}%). Use method='exclusion'."
+        )
+    if not reason and share > LARGEST_ERROR_SHARE:
+        reason = (
+            f"the standard error is {100 * share:.0f}% of the risk (limit {100 * LARGEST_ERROR_SHARE:.0f}%). "
+            "Use method='exclusion', or more examples."
+        )
+    return _verdict(found, reason, f"within {100 * apart:.1f}% of the risk by exclusion")
+
+
+def judge_trained_first_order(found: Found, trained: int, trainings: float, missed: float) -> RiskEstimate:
+    """The verdict on the first order, checked by real trainings without (or with less of) a few examples.
+
+    Args:
+        found: The risk to first order.
+        trained: Number of examples that were tried.
+        trainings: Number of trainings.
+        missed: Share of the mean change in those trainings that the first order misses.
+    """
+    reason = ""
+    if trained < FEWEST_TRAINED:
+        reason = (
+            f"the first order was checked on {trained} examples, too few (limit {FEWEST_TRAINED}). "
+            f"Use taylor_remainder(run, {FEWEST_TRAINED})."
+        )
+    reason = reason or _not_finite(found, "losses or their derivatives are not finite")
+    if not reason and not missed <= LARGEST_REMAINDER:
+        reason = (
+            f"the first order misses {100 * missed:.3g}% of the change in {trainings:.0f} trainings "
+            f"(limit {100 * LARGEST_REMAINDER:.0f}%). Use method='exclusion', or k_fold(run)."
+        )
+    return _verdict(found, reason, f"misses {100 * missed:.3g}% of the change in {trainings:.0f} trainings")
+
+
+def _verdict(found: Found, reason: str, otherwise: str) -> RiskEstimate:
+    about = {"target": found.target, "method": found.method, "training_loss": found.training_loss, "cost": found.cost}
+    error = abs(found.error) if math.isfinite(found.error) and math.isfinite(found.value) else math.nan
+    return RiskEstimate(found.value, error, not reason, reason or "; ".join((otherwise, *found.notes)), **about)
+
+
+def _too_few(found: Found) -> str:
+    if found.examples >= FEWEST_EXAMPLES:
+        return ""
+    what = "Use more of the training examples" if found.of >= FEWEST_EXAMPLES else "Use more training data"
+    return f"{found.examples} examples are too few for a standard error (limit {FEWEST_EXAMPLES}). {what}."
+
+
+def _not_finite(found: Found, what: str, *others: float) -> str:
+    if all(math.isfinite(x) for x in (found.value, found.error, *others)):
+        return ""
+    return (
+        f"{what}. {_retrain(found) if found.method == 'exclusion' else 'Use an earlier step or a lower learning rate.'}"
+    )
+
+
+def _retrain(found: Found) -> str:
+    folds = min(FOLDS, found.of)
+    return f"Use retrain_budget={folds}, which allows {folds}-fold cross-validation."
+
+
+def _difference(value: float, other: float) -> float:
+    return abs(value - other) / max(abs(value), math.ulp(0))

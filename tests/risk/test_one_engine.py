@@ -1,0 +1,155 @@
+"""The same run and folds give the same risk, the same standard error and the same verdict by every public road."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from poprisk import PopRiskAdamW, RiskMeter, k_fold, population_risk
+from poprisk.jobs import Plan, assemble_resampled, run_jobs
+from poprisk.report import analyze
+from poprisk.risk import cross_validation_risk, exclusion, exclusion_risk, first_order_risk, leave_one_out
+from poprisk.risk._first_order import taylor_remainder
+from poprisk.risk._influence.sensitivity import Unrolled
+from poprisk.risk._k_fold import k_fold_curve
+from poprisk.runs import Problem, train
+
+N, STEPS, SEED = 22, 8, 3
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
+    "poprisk": partial(PopRiskAdamW, lr=0.05, weight_decay=0.01, gate="snr"),
+}
+
+
+def network(outputs):
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs))
+
+
+def noisy(loss="squared", n=N):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 3, generator=generator)
+    y = x[:, :1] + 0.5 * torch.randn(n, 1, generator=generator)
+    targets = y if loss == "squared" else (y[:, 0] > 0).long()
+    return Problem(network, loss, x, targets, arguments={"outputs": 1 if loss == "squared" else 2})
+
+
+@pytest.fixture(scope="module", params=["squared", "cross_entropy"])
+def loss(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def run(request, loss, tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "recorded"
+    problem = Problem.build(noisy, loss=loss)
+    return train(
+        problem, OPTIMIZERS[request.param], STEPS, batch_size=11, dtype=torch.float64, path=path, progress=False
+    )
+
+
+def same(*risks):
+    """To the last bit, words included."""
+    first, *others = [(r.to_dict(), r.method, r.target, r.training_loss) for r in risks]
+    for other in others:
+        assert other == first
+
+
+@pytest.mark.parametrize("folds", [4, 10])  # neither divides 22: the folds are of unequal sizes
+def test_k_fold(run, folds, tmp_path):
+    expected = k_fold(run, folds, SEED, progress=False)
+    assert len(set(expected.member.bincount().tolist())) == 2
+    name = Plan(tmp_path).k_fold(run, folds=folds, seed=SEED, members_per_job=folds)
+    run_jobs(tmp_path)
+    same(
+        expected.risk,
+        population_risk(run, "k_fold", folds, seed=SEED),
+        RiskMeter("k_fold", retrain_budget=folds, seed=SEED).read(run, [STEPS]).readings[-1].risk,
+        k_fold_curve(run, [STEPS], folds, seed=SEED)[0],
+        assemble_resampled(tmp_path, name).risk,
+    )
+    assert expected.risk.method == "k_fold"
+    assert expected.target == expected.risk.target
+    along = RiskMeter("k_fold", retrain_budget=folds, seed=SEED).read(run, [3, STEPS]).readings[-1].risk
+    assert along.to_dict() == pytest.approx(expected.risk.to_dict())
+
+
+def test_folds_that_divide_and_leave_one_out(run):
+    same(cross_validation_risk(run, 2, seed=SEED), k_fold(run, N // 2, SEED).risk)
+    alone = leave_one_out(run).risk
+    same(cross_validation_risk(run, 1), alone)
+    folds = k_fold(run, N, SEED).risk
+    assert (folds.value, folds.standard_error) == pytest.approx((alone.value, alone.standard_error), rel=1e-6)
+    assert (folds.valid, folds.target, folds.reason) == (alone.valid, alone.target, alone.reason)
+
+
+def test_nested_folds_have_the_risk_and_the_verdict_of_plain_ones(run, loss):
+    plain, nested = (k_fold(run, 4, SEED, nested=r).risk for r in (0, 1))
+    assert nested.value == pytest.approx(plain.value, rel=1e-12)
+    assert (nested.valid, nested.target, nested.method) == (plain.valid, plain.target, plain.method)
+    # Both contain the unseen mistake: nothing in 22 examples rules it out.
+    if loss == "cross_entropy":
+        outputs = k_fold(run, 4, SEED).outputs
+        mistake = nn.functional.cross_entropy(outputs, outputs.topk(2).indices[:, 1]).item() / N
+        assert min(plain.standard_error, nested.standard_error) > mistake
+
+
+@pytest.mark.parametrize("examples", [None, 12])
+def test_exclusion(run, examples):
+    chosen = torch.randperm(N, generator=torch.Generator().manual_seed(SEED))[:examples] if examples else None
+    roads = (
+        exclusion_risk(run, examples, seed=SEED),
+        exclusion_risk(run, chosen),
+        exclusion(run, examples, seed=SEED).risk,
+        population_risk(run, "exclusion", examples=examples, seed=SEED),
+        population_risk(Unrolled(run), "exclusion", examples=chosen),
+        RiskMeter("exclusion", examples=examples, seed=SEED).read(run, [STEPS]).readings[-1].risk,
+    )
+    same(*roads)
+    if roads[0].valid:
+        same(roads[0], population_risk(run, examples=examples, seed=SEED))
+    along = RiskMeter("exclusion", examples=examples, seed=SEED).read(run, [3, STEPS]).readings[-1].risk
+    same(along, roads[0])
+
+
+@pytest.mark.parametrize("examples", [None, 12])
+def test_first_order(run, examples):
+    found = first_order_risk(run, examples=examples, seed=SEED)
+    same(found, population_risk(run, "first_order", examples=examples, seed=SEED))
+    excluded = exclusion_risk(run, examples, seed=SEED)
+    assert found.standard_error == excluded.standard_error
+    checked = first_order_risk(run, taylor_remainder(run, 6), examples=examples, seed=SEED)
+    assert checked.value == found.value
+    assert checked.standard_error > found.standard_error
+
+
+def test_too_few_examples_have_one_verdict():
+    small = train(noisy(n=8), OPTIMIZERS["sgd"], STEPS, progress=False)
+    risks = (k_fold(small, 4).risk, population_risk(small, "k_fold", 4), population_risk(small), exclusion_risk(small))
+    assert {risk.reason for risk in risks} == {
+        "8 examples are too few for a standard error (limit 10). Use more training data."
+    }
+    assert not any(risk.valid for risk in risks)
+    same(*risks[:2])
+    same(*risks[2:])
+
+
+def test_a_diverged_training_has_one_verdict():
+    given = noisy()
+    x = given.inputs.clone()
+    x[3] *= 1e3
+    problem = Problem(nn.Linear, "squared", x, given.targets, arguments={"in_features": 3, "out_features": 1})
+    run = train(problem, partial(torch.optim.SGD, lr=1.0), 70, progress=False)
+    risks = k_fold(run, 4).risk, population_risk(run, "k_fold", 4)
+    assert {risk.reason for risk in risks} == {
+        "a training without some of the examples diverged. Use an earlier step or a lower learning rate."
+    }
+    assert all(math.isnan(risk.standard_error) and not risk.valid for risk in risks)
+
+
+def test_the_report_has_the_same_numbers():
+    run = train(noisy("cross_entropy"), OPTIMIZERS["adamw"], STEPS, batch_size=11, progress=False)
+    same(analyze(run, budget=1e-9, retrain=4).risk, k_fold(run, 4).risk)
+    same(analyze(run).risk, population_risk(run, "exclusion"))
