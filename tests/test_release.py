@@ -98,7 +98,7 @@ def test_the_source_archive_builds_the_same_wheel(built):
 
 def test_the_source_archive_has_what_the_tests_and_the_pages_need(archive):
     assert {f"src/{name}" for name in files_of_the_package()} <= archive
-    assert {"Makefile", "constraints.txt", "tests/conftest.py", "tools/render_readme.py"} <= archive
+    assert {"Makefile", "constraints.txt", "tests/conftest.py", "tools/paper_table.py"} <= archive
     page = (ROOT / "README.md").read_text()
     linked = {link.split("#")[0] for link in re.findall(r"]\(([^)\s]+)\)", page) if "://" not in link} - {""}
     assert linked

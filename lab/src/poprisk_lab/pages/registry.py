@@ -112,6 +112,27 @@ def _page_of(name: str, folder: str) -> Page:
 
 
 PAGES: tuple[Page, ...] = (
+    Page("README.md", "poprisk_lab.pages.readme:slots", "poprisk_lab.pages/readme.md.jinja", marked=True),
+    Page(
+        "docs/optimizer.md",
+        "poprisk_lab.pages.optimizer_guide:slots",
+        "poprisk_lab.pages/optimizer_guide.md.jinja",
+        marked=True,
+    ),
+    Page(
+        "docs/learning_rate.md",
+        "poprisk_lab.paper.learning_rate.numbers:page_slots",
+        "poprisk_lab.paper.learning_rate/page.md.jinja",
+        marked=True,
+        drawings=(
+            Drawing(
+                "docs/learning_rate.png",
+                "poprisk_lab.paper.learning_rate.figure:draw_learning_rates",
+                "learning_rate_guide",
+                dpi=140,
+            ),
+        ),
+    ),
     _page_of("coupling", "coupling"),
     _page_of("signal", "signal"),
     _page_of("capacity", "capacity"),

@@ -97,3 +97,26 @@ def processor_minutes(runs: Iterable[Mapping[str, Any]]) -> str:
     '1.5'
     """
     return f"{sum(run['processor_seconds'] for run in runs) / 60:.1f}"
+
+
+def scaled(mean: Mapping[str, Any] | None, scale: float = 1.0, digits: int = 1) -> str:
+    """A saved mean with its standard error, in other units; a dash where there is none.
+
+    >>> scaled({"value": 0.5, "standard_error": 0.01}, 100), scaled(None)
+    ('50.0 ± 1.0', '–')
+    """
+    if mean is None:
+        return "–"
+    error = mean["standard_error"]
+    value = f"{scale * mean['value']:.{digits}f}"
+    return value if error is None else f"{value} ± {scale * error:.{digits}f}"
+
+
+def power_of_ten(value: float) -> str:
+    """A learning rate with one digit and an exponent.
+
+    >>> power_of_ten(0.06), power_of_ten(1e-4)
+    ('6e-2', '1e-4')
+    """
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
