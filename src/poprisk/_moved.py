@@ -26,7 +26,9 @@ ROOT_NAMES = {
 }
 """Once at the root of the package, now in a room."""
 
-RENAMED = {"poprisk.report.run_report.run_report": "poprisk.report.write_report"}
+RENAMED = {
+    "poprisk.report.run_report.run_report": "poprisk.report.write_report",
+}
 """Names of old modules that have another name now."""
 
 MODULES: dict[str, dict[str, str]] = {
@@ -143,7 +145,7 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.risk._error": "NestedSplit inflated_error nested_error",
     },
     "poprisk.influence.linear_step": {
-        "poprisk.risk._influence.linear_step": "LinearStep=StepJacobian clip_direction",
+        "poprisk.risk._influence.step_jacobian": "LinearStep=StepJacobian clip_direction",
     },
     "poprisk.influence.metrics": {
         "poprisk_lab.paper.mnist_influence.metrics": (

@@ -158,8 +158,8 @@ def test_groups_by_signal_direction_are_columns(table):
     """From the window of a run to columns of its audit."""
     from poprisk.operators._window import Window
     from poprisk.theory.directions import signal_directions_of
-    from poprisk.theory.groups import example_groups
     from poprisk.theory.graph import graph_metric
+    from poprisk.theory.groups import example_groups
 
     inputs, labels, _ = clusters(n=24, wrong=3)
     problem = Problem(make_mlp, "cross_entropy", inputs, labels)

@@ -192,7 +192,7 @@ def test_the_spot_check_trains_and_agrees():
     found = Unrolled(case.run).spot_check(count=2)
     assert found.worst < 1e-6
     assert found.trainings == 4
-    with pytest.raises(RunError, match="from step 0"):
+    with pytest.raises(RunError, match="use start=0"):
         Unrolled(case.run, start=1).spot_check()
 
 

@@ -16,9 +16,9 @@ from poprisk.risk._audit.classes import class_view, own_and_other
 from poprisk.risk._audit.table import AuditTable
 from poprisk.risk._exclusion import exclusion
 from poprisk.risk._influence.displacement import example_scores
-from poprisk.risk._influence.linear_step import StepJacobian
 from poprisk.risk._influence.matrix import cast_inputs, self_influence
 from poprisk.risk._influence.sensitivity import Unrolled
+from poprisk.risk._influence.step_jacobian import StepJacobian
 from poprisk.runs import Run
 
 _CHEAP = 10.0

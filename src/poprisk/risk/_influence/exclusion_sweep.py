@@ -19,8 +19,8 @@ from poprisk._core.autodiff import (
     take_first_way,
 )
 from poprisk.errors import DataError
-from poprisk.risk._influence.linear_step import StepJacobian
 from poprisk.risk._influence.sensitivity import Unrolled
+from poprisk.risk._influence.step_jacobian import StepJacobian
 
 
 @dataclass(frozen=True, eq=False)

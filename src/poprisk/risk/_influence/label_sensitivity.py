@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk._core.autodiff import loss_hessians, slices, take_examples
-from poprisk.risk._influence.linear_step import StepJacobian
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
+from poprisk.risk._influence.step_jacobian import StepJacobian
 from poprisk.runs import Run
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from poprisk._core.autodiff import capture_graph
 from poprisk.risk._influence.linear_stack import StackBatch
-from poprisk.risk._influence.linear_step import StepJacobian
-from poprisk.risk._influence.rule_jacobian import DiagonalJacobian, Entry
+from poprisk.risk._influence.step_jacobian import DiagonalJacobian, Entry, StepJacobian
 
 # What is done with a step: reads and writes tensors that stay where they are, gives what is to be looked at, if any.
 Work = Callable[[StepJacobian], Tensor | None]

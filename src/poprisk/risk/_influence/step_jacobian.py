@@ -1,4 +1,4 @@
-r"""The derivative of one optimizer step: how new weights and states respond to old weights, gradient and old states.
+r"""The derivative of one step of a run: batch, clipping and optimizer rule, by weights, gradient and optimizer state.
 
 Rules that treat every coordinate alone (SGD, Adam, the population rule with element gates) have diagonals only, a
 small table of vectors :math:`\partial\,\mathrm{out}/\partial\,\mathrm{in}`, and carrying many directions is
@@ -8,15 +8,17 @@ multiplying and adding. A gate pooled over rows or tensors couples coordinates; 
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
 from poprisk._core.autodiff import load_forward_mode
 from poprisk.errors import RunError
+from poprisk.risk._influence.batch_derivatives import BatchDerivatives
 from poprisk.runs import FlatRule
 
 GateMode = Literal["differentiated", "frozen"]
@@ -35,6 +37,50 @@ class RuleJacobian(Protocol):
     def pull(self, blocks: Blocks) -> tuple[Blocks, Float[Tensor, "q d"]]:
         """The transpose: covectors after the step to covectors of weights and states, and of the gradient, before."""
         ...
+
+
+@dataclass(frozen=True)
+class StepJacobian:
+    r"""What step k does to small changes; blocks have one row per direction."""
+
+    number: int
+    examples: Int[Tensor, "b"]
+    """Which training examples; one drawn twice is there twice."""
+    batch: BatchDerivatives
+    rule: RuleJacobian
+    clip: Float[Tensor, "d"] | None
+    r""":math:`c` with :math:`P = I - c c^\top` the derivative of clipping; None where nothing was clipped or the factor
+    is held."""
+
+    def push(self, blocks: Blocks, source: Float[Tensor, "q b p"] | None = None) -> tuple[Blocks, Tensor]:
+        """Changes before the step to changes after it, with a source in the examples' residuals; and their outputs'."""
+        dg, du = self.batch.push(blocks[0], source)
+        return self.rule.push(blocks, self.clipped(dg)), du
+
+    def pull(self, blocks: Blocks) -> tuple[Blocks, Float[Tensor, "q d"], Float[Tensor, "q b p"]]:
+        """Covectors after the step to those before it, to that of the gradient, and J_i times that one."""
+        before, a = self.rule.pull(blocks)
+        a = self.clipped(a)
+        Ha, du = self.batch.push(a)
+        before[0] += Ha
+        return before, a, du
+
+    def clipped(self, dg: Float[Tensor, "q d"]) -> Float[Tensor, "q d"]:
+        """The change of the clipped gradient; the map is symmetric, so it is its own transpose."""
+        return dg if self.clip is None else torch.addr(dg, dg @ self.clip, self.clip, alpha=-1)
+
+
+def clip_direction(g: Float[Tensor, "d"], limit: float) -> Float[Tensor, "d"] | None:
+    r"""The c of :class:`StepJacobian` for the gradient g after clipping to a norm.
+
+    With :math:`g = \hat g\, c_{max} / (\|\hat g\| + 10^{-6})` a change of the factor takes out of :math:`\dot g` its
+    part :math:`g \langle g, \dot g \rangle / (c_{max} \|g\|)`.
+
+    >>> clip_direction(torch.tensor([0.0, 2.0]), 2.0)
+    tensor([0., 1.])
+    """
+    norm = float(g.norm())
+    return g / (limit * norm) ** 0.5 if norm > 0 else None
 
 
 def rule_jacobian(
