@@ -81,7 +81,7 @@ class Reproduction:
     """Those it needs."""
 
 
-def _measurement(folder: str, drawn: str) -> Reproduction:
+def _measurement(folder: str) -> Reproduction:
     """A measurement that trains no competing optimizers: ``paper/FOLDER/{study,figure,numbers}.py``."""
     study, figure, numbers = (_module(folder, part) for part in ("study", "figure", "numbers"))
     return Reproduction(
@@ -89,7 +89,7 @@ def _measurement(folder: str, drawn: str) -> Reproduction:
         full=_only_config(study),
         smoke=study.SMOKE,
         run=study.run,
-        draw=getattr(figure, drawn),
+        draw=figure.draw,
         lines=numbers.lines,
     )
 
@@ -173,7 +173,7 @@ def _default_choice() -> Reproduction:
 
 def _gate_variants() -> Reproduction:
     from poprisk_lab.gates import plan
-    from poprisk_lab.gates.figure import draw_gate_variants
+    from poprisk_lab.gates.figure import draw
     from poprisk_lab.gates.numbers import lines
 
     return Reproduction(
@@ -181,7 +181,7 @@ def _gate_variants() -> Reproduction:
         full=_only_config(plan),
         smoke=plan.SMOKE,
         run=plan.run,
-        draw=draw_gate_variants,
+        draw=draw,
         lines=lines,
         resumable=True,
         with_data=plan.images_in,
@@ -192,19 +192,19 @@ def _gate_variants() -> Reproduction:
 _KNOWN: dict[str, tuple[str, Callable[[], Reproduction]]] = {
     "coupling": (
         "training displacement determines test displacement while the kernel moves",
-        partial(_measurement, "coupling", "draw_coupling"),
+        partial(_measurement, "coupling"),
     ),
     "signal": (
         "directions that dissipate most per complexity, what a test set loses without the rest",
-        partial(_measurement, "signal", "draw_signal"),
+        partial(_measurement, "signal"),
     ),
     "capacity": (
         "exact risk against simulated fits across capacity, and the price of interpolated noise",
-        partial(_measurement, "capacity", "draw_capacity"),
+        partial(_measurement, "capacity"),
     ),
     "time": (
         "which directions are fitted first, and generalization long after interpolation",
-        partial(_measurement, "time_axis", "draw_time"),
+        partial(_measurement, "time_axis"),
     ),
     "grokking": (
         "steps until a transformer generalizes on modular division",

@@ -18,7 +18,7 @@ from poprisk_lab.gates import evidence, numbers
 from poprisk_lab.gates.__main__ import main, with_data
 from poprisk_lab.gates.arms import IDEAS
 from poprisk_lab.gates.evidence_numbers import turning_rows, twin_counts
-from poprisk_lab.gates.figure import draw_gate_variants
+from poprisk_lab.gates.figure import draw
 from poprisk_lab.gates.halves import HalvesTask
 from poprisk_lab.gates.plan import KIND, SMOKE, GateVariantsConfig, studies
 from poprisk_lab.gates.variants import VARIANTS
@@ -297,7 +297,7 @@ def test_the_smoke_study_runs_and_is_shown(smoke, watched):
     assert found[0].label == "AdamW"
     assert found[0].slowdown == pytest.approx(1)
     assert "No variant meets both requirements" in text_of(smoke) or "Yes (" in text_of(smoke)
-    figure = draw_gate_variants(smoke)
+    figure = draw(smoke)
     figure.canvas.draw()
     trade, tasks = figure.axes
     assert len(trade.texts) == len(found)

@@ -89,9 +89,9 @@ def test_peak_is_where_the_increments_turn(saved):
 
 
 def test_figure_shows_the_stored_numbers(saved):
-    from poprisk_lab.paper.capacity.figure import draw_capacity
+    from poprisk_lab.paper.capacity.figure import draw
 
-    ranks, widths, increments, noise = draw_capacity(saved).axes
+    ranks, widths, increments, noise = draw(saved).axes
     result = saved["result"]
     np.testing.assert_array_equal(ranks.lines[0].get_ydata(), result["ranks"]["shown"]["theory"])
     np.testing.assert_array_equal(widths.lines[0].get_ydata(), result["widths"]["compared"]["theory"])

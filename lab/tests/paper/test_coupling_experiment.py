@@ -166,9 +166,9 @@ def _revived(run):
 
 
 def test_figure_shows_the_stored_numbers(saved, runs):
-    from poprisk_lab.paper.coupling.figure import draw_coupling
+    from poprisk_lab.paper.coupling.figure import draw
 
-    full, mini, predicted, drift = draw_coupling(saved).axes
+    full, mini, predicted, drift = draw(saved).axes
     for panel, case in ((full, FULL_BATCH), (mini, MINIBATCH)):
         allowed, visible = panel.lines[:2]
         np.testing.assert_array_equal(allowed.get_ydata(), runs[case]["allowed"])

@@ -7,8 +7,10 @@ import pytest
 
 from poprisk._core.store.envelope import load_result
 from poprisk.errors import DataError
+from poprisk_lab.pages.registry import chosen_pages
 from poprisk_lab.paper.risk_honesty import study as experiment
-from poprisk_lab.paper.risk_honesty.figure import KIND, draw_population_risk, population_risk_page
+from poprisk_lab.paper.risk_honesty.figure import draw
+from poprisk_lab.paper.risk_honesty.numbers import KIND
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,8 +63,9 @@ def test_summary_counts_what_it_says():
 
 def test_the_page_is_what_the_result_says():
     saved = load_result(ROOT / "results/risk_honesty.json", KIND)
-    assert (ROOT / "docs/population_risk.md").read_text(encoding="utf-8") == population_risk_page(saved)
-    scatter, curve = draw_population_risk(saved["result"]["rows"]).axes
+    [page] = chosen_pages(["docs/population_risk.md"])
+    assert not page.is_stale(ROOT / "results")
+    scatter, curve = draw(saved).axes
     assert len(scatter.get_lines()) >= 5
     assert scatter.get_xlabel()
     assert curve.get_ylabel()

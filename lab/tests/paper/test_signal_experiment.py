@@ -117,10 +117,10 @@ def test_seeds_differ_and_repeat():
 
 
 def test_figure_shows_the_stored_numbers(saved):
-    from poprisk_lab.paper.signal.figure import draw_signal
+    from poprisk_lab.paper.signal.figure import draw
 
     run = saved["result"]["runs"][0]
-    losses, spectra, lost, data, *_ = draw_signal(saved).axes
+    losses, spectra, lost, data, *_ = draw(saved).axes
     np.testing.assert_array_equal(losses.lines[0].get_ydata(), run["test_losses"])
     np.testing.assert_array_equal(losses.lines[1].get_ydata(), run["train_losses"])
     scaled = np.array(run["per_complexity"]) / run["per_complexity"][0]

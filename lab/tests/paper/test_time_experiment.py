@@ -89,10 +89,10 @@ def test_events_are_those_that_last(saved):
 
 
 def test_figure_shows_the_stored_numbers(saved):
-    from poprisk_lab.paper.time_axis.figure import draw_time
+    from poprisk_lab.paper.time_axis.figure import draw
 
     run = saved["result"]["runs"][0]
-    filters, accuracy, mass = draw_time(saved).axes
+    filters, accuracy, mass = draw(saved).axes
     for k, mode in enumerate(run["modes"]):
         np.testing.assert_array_equal(filters.lines[3 * k].get_ydata(), mode["flow"])
         np.testing.assert_array_equal(filters.lines[3 * k + 1].get_ydata(), mode["decayed"])

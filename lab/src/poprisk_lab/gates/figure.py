@@ -36,7 +36,7 @@ _HELD, _LOST = "#CFE6F3", "#F8D9C4"
 _ROOTS = {idea.label: idea.root for idea in IDEAS}
 
 
-def draw_gate_variants(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """A: mean score on noisy tasks against mean slowdown on clean ones. B: each rule on each task.
 
     In A the region of both bars is shaded; numbers are the rows of B. In B a cell is blue where the rule holds the

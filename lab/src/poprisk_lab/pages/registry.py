@@ -107,7 +107,7 @@ _CLAIMS = ("grokking", "pinn", "lorenz", "inr", "dpo", "labels", "cifar", "teach
 def _page_of(name: str, folder: str) -> Page:
     """The page of a measurement, ``paper/FOLDER/{figure,numbers}.py`` and ``page.md.jinja``, stored as NAME."""
     package = f"poprisk_lab.paper.{folder}"
-    drawing = Drawing(f"lab/docs/{name}.png", f"{package}.figure:draw_{name}", name, dpi=140)
+    drawing = Drawing(f"lab/docs/{name}.png", f"{package}.figure:draw", name, dpi=140)
     return Page(f"lab/docs/{name}.md", f"{package}.numbers:page_slots", f"{package}/page.md.jinja", drawings=(drawing,))
 
 
@@ -141,7 +141,7 @@ PAGES: tuple[Page, ...] = (
         "lab/docs/gates.md",
         "poprisk_lab.gates.numbers:page_slots",
         "poprisk_lab.gates/page.md.jinja",
-        drawings=(Drawing("lab/docs/gates.png", "poprisk_lab.gates.figure:draw_gate_variants", "gate_variants"),),
+        drawings=(Drawing("lab/docs/gates.png", "poprisk_lab.gates.figure:draw", "gate_variants"),),
     ),
     Page(
         "lab/docs/scaling.md",
@@ -156,6 +156,14 @@ PAGES: tuple[Page, ...] = (
         drawings=tuple(
             Drawing(f"lab/results/{name}.png", f"poprisk_lab.paper.{name}.figure:draw", name)
             for name in (*_CLAIMS, "default_choice")
+        ),
+    ),
+    Page(
+        "docs/population_risk.md",
+        "poprisk_lab.paper.risk_honesty.numbers:page_slots",
+        "poprisk_lab.paper.risk_honesty/page.md.jinja",
+        drawings=(
+            Drawing("docs/population_risk.png", "poprisk_lab.paper.risk_honesty.figure:draw", "risk_honesty", dpi=140),
         ),
     ),
 )

@@ -19,7 +19,7 @@ Saved = Mapping[str, Any]
 _NOISE_STYLES = ((BLUE, "o"), (GREEN, "s"), (PURPLE, "D"), (ORANGE, "^"))
 
 
-def draw_capacity(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """Risk along predictive rank and along width, increments, and the error of interpolated noise.
 
     Args:

@@ -19,66 +19,31 @@ from torch import Tensor
 
 from poprisk._core.seeds import stream
 from poprisk._core.store import save_result
-from poprisk.errors import HyperparameterError
 from poprisk.theory.bias_variance import interpolation_variance
 from poprisk.theory.frozen import frozen_problem_of_features
 from poprisk.theory.predictive_rank import predictive_rank_path
 from poprisk.theory.random_features import RandomFeatureTask, random_feature_task
+from poprisk_lab.paper.capacity.task import SMOKE, CapacityConfig
 from poprisk_lab.theory.double_descent import DoubleDescentStudy, PeakTrial, double_descent_study, width_sweep
+
+__all__ = [
+    "CapacityConfig",
+    "CapacityResult",
+    "Compared",
+    "KIND",
+    "NoiseStudy",
+    "RankStudy",
+    "SMOKE",
+    "WidthStudy",
+    "run",
+    "slope_through_zero",
+    "study_noise",
+    "study_ranks",
+    "study_widths",
+]
 
 KIND = "capacity"
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class CapacityConfig:
-    """What the experiment runs."""
-
-    problems: int = 20
-    """Random-feature problems whose risk has its maximum inside the predictive-rank path."""
-    examples: int = 20
-    tests: int = 30
-    dimension: int = 6
-    width: int = 60
-    """Features of the predictive-rank problems."""
-    sigma: float = 0.5
-    draws: int = 400
-    """Simulated noise draws of each problem."""
-    sweep_examples: int = 40
-    sweep_tests: int = 100
-    widths: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 28, 32, 36, 38, 40, 42, 44, 48, 56, 70, 100, 160, 280, 500)
-    sweep_draws: int = 400
-    noise_widths: tuple[int, ...] = (80, 160, 500)
-    """Widths at which pure noise is interpolated, beside the one with as many features as examples."""
-    noise_levels: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
-    """Variances of that noise."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        sizes = (self.problems, self.examples, self.tests, self.dimension, self.width, self.sweep_examples)
-        if min(sizes) < 1 or min(self.draws, self.sweep_draws) < 2:
-            raise HyperparameterError("sizes must be at least 1, and draws at least 2")
-        if list(self.widths) != sorted(set(self.widths)) or len(self.widths) < 3:
-            raise HyperparameterError(f"widths must ascend, at least three of them, got {list(self.widths)}")
-        if min(self.noise_widths) < self.sweep_examples:
-            raise HyperparameterError(f"noise_widths must be at least {self.sweep_examples}, or noise is not fitted")
-        if len(self.noise_levels) < 2 or min(self.noise_levels) <= 0:
-            raise HyperparameterError(f"noise_levels must be two or more variances, got {list(self.noise_levels)}")
-
-
-SMOKE = CapacityConfig(
-    problems=2,
-    examples=6,
-    tests=5,
-    width=12,
-    draws=40,
-    sweep_examples=8,
-    sweep_tests=6,
-    widths=(2, 6, 8, 10, 30),
-    sweep_draws=20,
-    noise_widths=(30,),
-    noise_levels=(0.5, 2.0),
-)
 
 
 @dataclass(frozen=True)

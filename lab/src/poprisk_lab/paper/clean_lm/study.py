@@ -4,14 +4,13 @@ import argparse
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
 
 from poprisk._core.statistics import mean_over_seeds
 from poprisk.errors import ClosedGateWarning
@@ -19,53 +18,28 @@ from poprisk.optim import PopRiskAdamW
 from poprisk_lab.data.char_lm import (
     CharText,
     CharTransformer,
-    all_windows,
     help_topics,
     next_character_loss,
     random_windows,
 )
 from poprisk_lab.engine.run_ledger import Ledger
+from poprisk_lab.paper.clean_lm.task import GATES, SMOKE, CleanLMConfig, ModelConfig, held_out_loss, make_optimizer
+
+__all__ = [
+    "CleanLMConfig",
+    "GATES",
+    "KIND",
+    "LMRun",
+    "ModelConfig",
+    "SMOKE",
+    "held_out_loss",
+    "main",
+    "make_optimizer",
+    "run",
+    "train",
+]
 
 KIND = "clean_lm"
-GATES: dict[str, dict[str, Any]] = {
-    "soft": {"gate": "soft", "strength": 1.0, "weight_decay": 1e-2},
-    "calibrated": {"gate": "soft", "strength": 1.0, "weight_decay": 1e-2, "alpha": "calibrated"},
-    "snr": {"gate": "snr", "strength": 1.0, "weight_decay": 1e-2},
-}
-"""PopRiskAdamW's options beside its learning rate, with AdamW's weight decay; ``soft`` is Algorithm 1."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The language model and how long it trains."""
-
-    width: int = 64
-    heads: int = 4
-    layers: int = 2
-    context: int = 64
-    batch_size: int = 32
-    steps: int = 600
-    gate_every: int = 10
-    """The mean gate is that of every so many steps."""
-
-
-@dataclass(frozen=True)
-class CleanLMConfig:
-    """Which optimizers at which learning rates, how often."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    seeds: int = 2
-    adamw_lrs: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
-    poprisk_lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-    gates: tuple[str, ...] = tuple(GATES)
-
-
-SMOKE = CleanLMConfig(
-    model=ModelConfig(width=16, heads=2, layers=1, context=16, batch_size=4, steps=12, gate_every=4),
-    seeds=2,
-    adamw_lrs=(1e-3,),
-    poprisk_lrs=(1e-2,),
-)
 
 
 @dataclass(frozen=True)
@@ -129,21 +103,6 @@ def train(
         mean_gate=math.fsum(gates) / len(gates) if gates else None,
         clipped_share=None if max_norm is None else clipped / config.steps,
     )
-
-
-def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
-    """AdamW or PopRiskAdamW with one of :data:`GATES`."""
-    if name == "AdamW":
-        return AdamW(model.parameters(), lr=lr, fused=True)
-    return PopRiskAdamW(model.parameters(), lr=lr, fused=True, **GATES[name])
-
-
-@torch.no_grad()
-def held_out_loss(model: nn.Module, text: CharText, context: int) -> float:
-    """Nats per character over the whole held-out text."""
-    windows = all_windows(text.held_out, context)
-    parts = [(next_character_loss(model, chunk).item(), len(chunk)) for chunk in windows.split(128)]
-    return math.fsum(loss * count for loss, count in parts) / len(windows)
 
 
 def _measure(config: ModelConfig, text: CharText, name: str, lr: float, seed: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _DRIFT_LINES = {FULL_BATCH: (BLUE, "--"), MINIBATCH: (ORANGE, "-"), REPEATED: (G
 Saved = Mapping[str, Any]
 
 
-def draw_coupling(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """Visibility under dissipation for two cases, predicted against true test displacement, and kernel drift.
 
     Args:

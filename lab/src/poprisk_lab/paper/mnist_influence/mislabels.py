@@ -12,7 +12,7 @@ from poprisk.risk._audit.classes import own_and_other
 from poprisk.runs import Run, replace_labels
 from poprisk_lab.data.idx import ImageSplit
 from poprisk_lab.paper.mnist_influence.metrics import mislabel_auc, share_found
-from poprisk_lab.paper.mnist_influence.study import MnistConfig, Setting, train_images
+from poprisk_lab.paper.mnist_influence.task import MnistConfig, Setting, train_images
 
 INSPECTED = 0.15
 _FOLDS = 5

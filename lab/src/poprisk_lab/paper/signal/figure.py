@@ -18,7 +18,7 @@ Saved = Mapping[str, Any]
 _MOONS = ("o", "s")  # markers of the two labels
 
 
-def draw_signal(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """Loss curves, the two spectra, lost test motion against its bound, and the signal channel on the data.
 
     Args:

@@ -11,73 +11,43 @@ loses. A second part asks on handwritten digits whether the directions find the 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from poprisk._core.seeds import stream
 from poprisk._core.statistics import Mean, mean_over_seeds
 from poprisk._core.store import save_result
-from poprisk.errors import HyperparameterError
 from poprisk.operators import Operators, Window, dissipation_channels
-from poprisk.runs import Problem, Run, replace_labels, train
+from poprisk.runs import Problem, Run, train
 from poprisk.theory import SignalDirections, example_groups, signal_directions
 from poprisk.theory.effective_rank import effective_rank
 from poprisk.theory.graph import graph_metric
 from poprisk.theory.lost_motion import admissible_bound, attaining_transfer, lost_motion_path, tail_bound
 from poprisk.theory.metrics import euclidean_metric
 from poprisk_lab.paper.mnist_influence.metrics import mislabel_auc
-from poprisk_lab.paper.signal.groups import SCORES, DigitsConfig, DigitsRun, measure_digits
+from poprisk_lab.paper.signal.groups import SCORES, DigitsRun, measure_digits
+from poprisk_lab.paper.signal.task import SMOKE, SignalConfig, moons_problem, tanh_classifier, two_moons
+
+__all__ = [
+    "KIND",
+    "SMOKE",
+    "SignalConfig",
+    "SignalResult",
+    "SignalRun",
+    "SignalSummary",
+    "measure_moons",
+    "moons_problem",
+    "run",
+    "summarize",
+    "tanh_classifier",
+    "two_moons",
+]
 
 KIND = "signal"
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class SignalConfig:
-    """What the experiment runs."""
-
-    seeds: int = 3
-    examples: int = 64
-    test_examples: int = 64
-    noise: float = 0.2
-    """Share of training labels that are flipped; test labels are right."""
-    spread: float = 0.15
-    """Standard deviation of the points around their moon, of radius 1."""
-    width: int = 32
-    lr: float = 0.02
-    steps: int = 300
-    look_every: int = 5
-    """Losses are looked at every so many steps."""
-    gamma: float = 10.0
-    neighbours: int = 6
-    digits: DigitsConfig = field(default_factory=DigitsConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "test_examples", "width", "steps", "look_every"):
-            if getattr(self, name) < 1:
-                raise HyperparameterError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 1 <= self.neighbours < self.examples:
-            raise HyperparameterError(f"neighbours must lie between 1 and examples - 1, got {self.neighbours}")
-        wrong = round(self.noise * self.examples)
-        if not 2 <= wrong <= self.examples - 2:
-            raise HyperparameterError(f"noise must make at least 2 labels wrong and leave 2 right, got {self.noise}")
-
-
-SMOKE = SignalConfig(
-    seeds=1,
-    examples=16,
-    test_examples=12,
-    width=8,
-    steps=12,
-    look_every=5,
-    neighbours=3,
-    digits=DigitsConfig(seeds=1, examples=20, width=6, steps=2, neighbours=4),
-)
 
 
 @dataclass(frozen=True)
@@ -184,48 +154,6 @@ def run(config: SignalConfig, progress: Progress | None = None) -> SignalResult:
         digits.append(measure_digits(config.digits, seed))
     report(total, total, "")
     return SignalResult(config, runs, digits, summarize(runs, digits))
-
-
-def two_moons(
-    count: int, spread: float, generator: torch.Generator
-) -> tuple[Float[Tensor, "count 2"], Int[Tensor, "count"]]:
-    """Points on two half circles that reach into each other, and which of the two each belongs to, in turns.
-
-    >>> points, labels = two_moons(4, 0.0, torch.Generator().manual_seed(0))
-    >>> labels.tolist(), bool((points[0].norm() - 1).abs() < 1e-12)
-    ([0, 1, 0, 1], True)
-    """
-    angle = math.pi * torch.rand(count, generator=generator, dtype=torch.float64)
-    labels = torch.arange(count) % 2
-    upper = torch.stack([angle.cos(), angle.sin()], dim=1)
-    lower = torch.stack([1 - angle.cos(), 0.5 - angle.sin()], dim=1)
-    moons = torch.where(labels[:, None] == 0, upper, lower)
-    return moons + spread * torch.randn(count, 2, generator=generator, dtype=torch.float64), labels
-
-
-def moons_problem(config: SignalConfig, seed: int) -> tuple[Problem, Tensor]:
-    """The problem of a seed, and which of its training labels are wrong."""
-    generator = torch.Generator().manual_seed(stream(seed, "signal moons"))
-    inputs, labels = two_moons(config.examples, config.spread, generator)
-    test_inputs, test_labels = two_moons(config.test_examples, config.spread, generator)
-    spoiled = replace_labels(labels, config.noise, 2, generator)
-    problem = Problem(
-        tanh_classifier,
-        "logistic",
-        inputs,
-        spoiled.labels[:, None],
-        name="two moons",
-        arguments={"width": config.width},
-        test=(test_inputs, test_labels[:, None]),
-        seed=stream(seed, "signal weights") % 2**31,
-    )
-    return problem, spoiled.wrong
-
-
-def tanh_classifier(width: int) -> nn.Sequential:
-    """Two hidden layers of tanh and one logit, for points in the plane."""
-    hidden = [nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
-    return nn.Sequential(*hidden, nn.Linear(width, 1))
 
 
 def measure_moons(config: SignalConfig, seed: int) -> SignalRun:

@@ -19,7 +19,7 @@ _COLOURS = (BLUE, SKY, GREEN, ORANGE, PURPLE)
 _MARKERS = "osD^v"
 
 
-def draw_time(saved: Saved) -> Figure:
+def draw(saved: Saved) -> Figure:
     """Filters of single directions over time, delayed generalization, and transfer mass by mobility.
 
     Args:

@@ -18,65 +18,32 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk._core.seeds import stream
 from poprisk._core.statistics import Mean, mean_over_seeds
 from poprisk._core.store import save_result
-from poprisk.errors import HyperparameterError
 from poprisk.theory import FrozenProblem
 from poprisk.theory.filters import decayed_flow_filter, gradient_flow_filter
 from poprisk.theory.frozen import frozen_problem_of_features
 from poprisk.theory.transfer_mass import grouped_mass, mobility_groups
+from poprisk_lab.paper.time_axis.task import SMOKE, MemorizingTask, TimeConfig, memorizing_task
+
+__all__ = [
+    "FittedMode",
+    "KIND",
+    "MemorizingTask",
+    "SMOKE",
+    "TimeConfig",
+    "TimeResult",
+    "TimeRun",
+    "TimeSummary",
+    "descend",
+    "measure",
+    "memorizing_task",
+    "run",
+    "summarize",
+]
 
 KIND = "time"
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class TimeConfig:
-    """What the experiment runs."""
-
-    seeds: int = 5
-    examples: int = 300
-    test_examples: int = 1000
-    dimension: int = 3
-    """Of the signal."""
-    marks: int = 5
-    """Entries of the marks."""
-    memorizing: int = 280
-    """Strong features, fewer than the examples."""
-    bump_width: float = 0.35
-    """Standard deviation of the bumps, in marks whose entries have standard deviation 1."""
-    strength: float = 1.0
-    """About the rate σ²/n of the memorizing directions, in units of 1/100."""
-    weakness: float = 2e-5
-    """Square of what the signal features are multiplied by."""
-    decay: float = 1e-5
-    """Weight decay of the second set of curves in panel A."""
-    lr: float = 10.0
-    steps: int = 300_000
-    times: int = 60
-    """Looks, equally spaced in log t from lr to lr times steps."""
-    shown: tuple[int, ...] = (0, 140, 279, 280, 282)
-    """Singular directions whose fit is followed, by index; the largest is 0."""
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "test_examples", "dimension", "marks", "steps"):
-            if getattr(self, name) < 1:
-                raise HyperparameterError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 1 <= self.memorizing <= self.examples - self.dimension:
-            raise HyperparameterError(
-                f"memorizing must lie between 1 and examples - dimension, so that they leave the signal something to "
-                f"fit, got {self.memorizing}"
-            )
-        if not (self.lr * self.strength / 100 < 1 and self.times >= 2):
-            raise HyperparameterError(f"lr times strength must stay below 100, or descent is no flow, got {self.lr}")
-        if not all(0 <= j < self.memorizing + self.dimension for j in self.shown):
-            raise HyperparameterError(f"shown must name directions of the kernel, got {list(self.shown)}")
-
-
-SMOKE = TimeConfig(
-    seeds=1, examples=30, test_examples=20, dimension=2, memorizing=26, steps=300, times=6, shown=(0, 26, 27)
-)
 
 
 @dataclass(frozen=True)
@@ -167,31 +134,6 @@ def run(config: TimeConfig, progress: Progress | None = None) -> TimeResult:
         runs.append(measure(config, seed))
     report(config.seeds, config.seeds, "")
     return TimeResult(config, runs, summarize(runs))
-
-
-@dataclass(frozen=True, eq=False)
-class MemorizingTask:
-    """Features of training and test inputs, and their labels ±1."""
-
-    features: Float[Tensor, "n d"]
-    test_features: Float[Tensor, "m d"]
-    targets: Float[Tensor, "n"]
-    test_targets: Float[Tensor, "m"]
-
-
-def memorizing_task(config: TimeConfig, seed: int) -> MemorizingTask:
-    """The task of a seed: strong features that tell training examples apart, and weak ones that carry the label."""
-    generator = torch.Generator().manual_seed(stream(seed, "time axis"))
-    count = config.examples + config.test_examples
-    x = torch.randn(count, config.dimension, generator=generator, dtype=torch.float64)
-    z = torch.randn(count, config.marks, generator=generator, dtype=torch.float64)
-    mix = torch.randn(config.examples, config.memorizing, generator=generator, dtype=torch.float64)
-    mix = torch.linalg.qr(mix).Q * math.sqrt(config.strength * config.examples / 100)
-
-    bumps = torch.exp(-torch.cdist(z, z[: config.examples]).square() / (2 * config.bump_width**2))
-    features = torch.cat([bumps @ mix, math.sqrt(config.weakness) * x], dim=1).split(config.examples)
-    labels = x[:, 0].sign().split(config.examples)
-    return MemorizingTask(features[0], torch.cat(features[1:]), labels[0], torch.cat(labels[1:]))
 
 
 def measure(config: TimeConfig, seed: int) -> TimeRun:
