@@ -15,6 +15,7 @@ from poprisk.errors import DataError
 from poprisk_lab.data.idx import ImageSplit
 from poprisk_lab.paper.mnist_influence import mislabels as mnist_mislabels
 from poprisk_lab.paper.mnist_influence import study as experiment
+from poprisk_lab.paper.mnist_influence import task as mnist_task
 from poprisk_lab.paper.mnist_influence.metrics import share_found
 from poprisk_lab.paper.mnist_influence.study import SMOKE, MnistConfig, Setting
 
@@ -128,7 +129,7 @@ def test_images_are_asked_for_and_counted(tmp_path):
         experiment.images(MnistConfig(), tmp_path)
     few = ImageSplit(torch.zeros(3, 4), torch.zeros(3).long(), torch.zeros(2, 4), torch.zeros(2).long())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "idx_split", lambda _: few)
+        patch.setattr(mnist_task, "idx_split", lambda _: few)
         with pytest.raises(DataError, match="5000 training images are needed, got 3"):
             experiment.images(MnistConfig(), tmp_path)
 

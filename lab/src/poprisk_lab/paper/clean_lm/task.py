@@ -2,6 +2,7 @@ r"""The task of the clean language model: sizes, optimizers, and the held-out lo
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
