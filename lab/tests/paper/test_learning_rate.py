@@ -15,7 +15,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim._defaults import DEFAULTS
 from poprisk.optim._learning_rate import ADAMW_LR, FACTOR, suggest_lr
 from poprisk_lab.engine import reading
-from poprisk_lab.paper.learning_rate import factors as factors
+from poprisk_lab.paper.learning_rate import factors
 from poprisk_lab.paper.learning_rate.study import DEFAULT, KIND, SETTINGS, GuideConfig
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
