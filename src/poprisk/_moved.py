@@ -76,7 +76,7 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk_lab.engine.study": "DEFAULTS Look Setting Study choose describe run_study",
     },
     "poprisk.experiments.comparison.task": {
-        "poprisk_lab.engine.task": "Cohort Metric Portrayed StackedBatch StackedWeights Task",
+        "poprisk_lab.engine.task": "Cohort Metric=TaskMetric Portrayed StackedBatch StackedWeights Task=StackedTask",
     },
     "poprisk.experiments.demo": {
         "poprisk.cli._demonstration.study": (

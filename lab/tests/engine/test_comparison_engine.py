@@ -17,7 +17,7 @@ from poprisk_lab.engine.parameter_layout import ParameterLayout
 from poprisk_lab.engine.run import run_comparison
 from poprisk_lab.engine.stack import Member, Stack
 from poprisk_lab.engine.study import Setting, Study, choose
-from poprisk_lab.engine.task import Metric
+from poprisk_lab.engine.task import TaskMetric
 
 CPU = torch.device("cpu")
 EVERY = ("defaults", *ALL_ARMS)  # of this engine: other experiments may add arms of their own to the table
@@ -45,7 +45,7 @@ class Regression:
 
     @property
     def metrics(self):
-        return (Metric("clean error", higher_is_better=False, target=0.9), Metric("train error", False))
+        return (TaskMetric("clean error", higher_is_better=False, target=0.9), TaskMetric("train error", False))
 
     @property
     def streams(self):
@@ -311,9 +311,9 @@ def test_layouts_keep_every_number():
 
 def test_choices_follow_the_question():
     curves = [[[0.5, 0.9], [0.6, 0.9]], [[0.95, 0.2], [0.9, 0.2]], [[None, None], [0.99, 0.99]]]
-    assert choose(Metric("accuracy", True, 0.9), curves, [10, 20]) == {"last": 0, "best": 1, "target": 1}
-    assert choose(Metric("accuracy", True), curves, [10, 20])["target"] is None
-    assert choose(Metric("loss", False, 0.01), [[[0.5]], [[None]]], [10]) == {"last": 0, "best": 0, "target": None}
+    assert choose(TaskMetric("accuracy", True, 0.9), curves, [10, 20]) == {"last": 0, "best": 1, "target": 1}
+    assert choose(TaskMetric("accuracy", True), curves, [10, 20])["target"] is None
+    assert choose(TaskMetric("loss", False, 0.01), [[[0.5]], [[None]]], [10]) == {"last": 0, "best": 0, "target": None}
 
 
 def study(**changes):

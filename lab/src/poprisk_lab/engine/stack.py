@@ -17,7 +17,7 @@ from poprisk.cli._demonstration.training import epoch_batches, evaluation_steps
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.arms import USUAL, Arm, require_arm
 from poprisk_lab.engine.parameter_layout import ParameterLayout
-from poprisk_lab.engine.task import Task
+from poprisk_lab.engine.task import StackedTask
 from poprisk_lab.engine.updates import Block, Lockstep, take_step
 
 _COMPILATIONS = 128
@@ -58,7 +58,9 @@ class Stack:
             follow.
     """
 
-    def __init__(self, task: Task, members: Sequence[Member], device: torch.device, compiled: bool = False) -> None:
+    def __init__(
+        self, task: StackedTask, members: Sequence[Member], device: torch.device, compiled: bool = False
+    ) -> None:
         if not members:
             raise HyperparameterError("a stack needs at least one member, got none")
         self.task, self.members, self.device = task, list(members), device

@@ -27,7 +27,7 @@ from poprisk_lab.engine.ledger import RowLedger
 from poprisk_lab.engine.search import Range
 from poprisk_lab.engine.search import trials as draw_trials
 from poprisk_lab.engine.stack import Curves, Member, Stack
-from poprisk_lab.engine.task import Metric, Portrayed, Task
+from poprisk_lab.engine.task import Portrayed, StackedTask, TaskMetric
 
 Look = Callable[[str], None]
 """Called after each measurement of a stack, with words on what is being trained."""
@@ -70,7 +70,7 @@ class Study:
         compiled: Whether the task's losses are compiled on a GPU, which pays for long runs of many small operations.
     """
 
-    task: Task
+    task: StackedTask
     arms: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
     trials: int = 24
@@ -99,7 +99,7 @@ class Study:
             object.__setattr__(self, "settings", (*self.settings, DEFAULTS))
 
     @property
-    def primary(self) -> Metric:
+    def primary(self) -> TaskMetric:
         """What trials are chosen by."""
         return self.task.metrics[0]
 
@@ -169,7 +169,9 @@ def run_study(study: Study, device: torch.device, look: Look, ledger: RowLedger)
     }
 
 
-def choose(metric: Metric, curves: Sequence[Sequence[Sequence[float | None]]], steps: Sequence[int]) -> dict[str, Any]:
+def choose(
+    metric: TaskMetric, curves: Sequence[Sequence[Sequence[float | None]]], steps: Sequence[int]
+) -> dict[str, Any]:
     """Which trial is best by each question; None where no trial has an answer.
 
     Args:
@@ -177,7 +179,7 @@ def choose(metric: Metric, curves: Sequence[Sequence[Sequence[float | None]]], s
         curves: [trial][seed][evaluation]; None where a member was not finite.
         steps: Of the evaluations.
 
-    >>> choose(Metric("loss", False, 0.5), [[[0.9, 0.6]], [[0.4, 0.7]], [[0.3, None]]], [10, 20])
+    >>> choose(TaskMetric("loss", False, 0.5), [[[0.9, 0.6]], [[0.4, 0.7]], [[0.3, None]]], [10, 20])
     {'last': 0, 'best': 2, 'target': 2}
     """
     sign = -1.0 if metric.higher_is_better else 1.0
@@ -207,7 +209,7 @@ def choose(metric: Metric, curves: Sequence[Sequence[Sequence[float | None]]], s
     return {"last": least(last), "best": least(best), "target": None if metric.target is None else least(wait)}
 
 
-def describe(task: Task) -> dict[str, Any]:
+def describe(task: StackedTask) -> dict[str, Any]:
     """A task as it is stored."""
     return {
         "name": task.name,
@@ -264,7 +266,7 @@ def _train(
     }
 
 
-def _asked(task: Task, row: _Row, device: torch.device) -> dict[str, Any]:
+def _asked(task: StackedTask, row: _Row, device: torch.device) -> dict[str, Any]:
     """All that a row's outcome depends on."""
     plain = {key: value for key, value in _plain(row).items() if key in ("hyper", "seeds")}  # names change nothing
     library = require_arm("defaults")

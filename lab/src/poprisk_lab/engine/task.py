@@ -16,7 +16,7 @@ StackedBatch = Mapping[str, Int[Tensor, "members batch"]]
 
 
 @dataclass(frozen=True)
-class Metric:
+class TaskMetric:
     """One number measured of each member.
 
     Attributes:
@@ -34,7 +34,7 @@ class Metric:
     def better(self, a: float, b: float) -> bool:
         """Whether a is better than b.
 
-        >>> Metric("test accuracy", True).better(0.9, 0.8), Metric("error", False).better(0.9, 0.8)
+        >>> TaskMetric("test accuracy", True).better(0.9, 0.8), TaskMetric("error", False).better(0.9, 0.8)
         (True, False)
         """
         return a > b if self.higher_is_better else a < b
@@ -55,7 +55,7 @@ class Cohort(Protocol):
         ...
 
 
-class Task(Protocol):
+class StackedTask(Protocol):
     """A problem to train on, at one size: a frozen dataclass of plain values, so that it can be stored and compared."""
 
     @property
@@ -69,7 +69,7 @@ class Task(Protocol):
         ...
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """What is measured; the first is what settings are chosen by."""
         ...
 

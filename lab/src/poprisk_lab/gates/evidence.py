@@ -28,7 +28,7 @@ from poprisk.cli._demonstration.training import epoch_batches
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.parameter_layout import ParameterLayout
-from poprisk_lab.engine.task import Task
+from poprisk_lab.engine.task import StackedTask
 from poprisk_lab.gates.plan import SMOKE as STUDY_SMOKE
 from poprisk_lab.gates.plan import Bench, GateVariantsConfig, images_in
 from poprisk_lab.gates.variants.shared import moments
@@ -113,7 +113,7 @@ def run(config: EvidenceConfig, report: Look | None = None) -> dict[str, Any]:
 
 
 def watch(
-    bench: Bench, task: Task, seeds: Sequence[int], steps: int, window: int, report: Look | None = None
+    bench: Bench, task: StackedTask, seeds: Sequence[int], steps: int, window: int, report: Look | None = None
 ) -> dict[str, Any]:
     """AdamW at its usual rate; what can be seen of it, window by window, and the task's metrics at their ends.
 

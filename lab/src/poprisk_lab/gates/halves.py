@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.errors import HyperparameterError
-from poprisk_lab.engine.task import Cohort, Metric, StackedBatch, StackedWeights, Task
+from poprisk_lab.engine.task import Cohort, StackedBatch, StackedTask, StackedWeights, TaskMetric
 
 BATCHES = ("batch_size", "batch", "interior_batch", "sensor_batch", "boundary_batch")
 """Fields that tasks keep the sizes of their batches in."""
@@ -42,7 +42,7 @@ class HalvesTask:
     'teacher_40_halves'
     """
 
-    whole: Task
+    whole: StackedTask
 
     def __post_init__(self) -> None:
         odd = [size for _, size in self.whole.streams.values() if size % 2]
@@ -60,7 +60,7 @@ class HalvesTask:
         return self.whole.description
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """The task's."""
         return self.whole.metrics
 

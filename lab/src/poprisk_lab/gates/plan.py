@@ -15,7 +15,7 @@ import torch
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import Setting, Study
-from poprisk_lab.engine.task import Task
+from poprisk_lab.engine.task import StackedTask
 from poprisk_lab.gates.arms import IDEAS
 from poprisk_lab.gates.halves import HalvesTask
 from poprisk_lab.paper.char_language.task import CharLanguageTask
@@ -52,7 +52,7 @@ class Bench:
         compiled: Whether its losses are compiled on a GPU.
     """
 
-    task: Task
+    task: StackedTask
     noisy: bool
     rates: tuple[float, ...]
     shared: Mapping[str, float]
@@ -149,7 +149,7 @@ class GateVariantsConfig:
         rates = tuple(round(self.rate * factor, 9) for factor in self.factors)
         noisy = [task for task in (self.digits, self.fashion, self.teacher, self.lorenz, self.inr) if task is not None]
         looks = self.clean_evaluations
-        clean: list[Task] = [
+        clean: list[StackedTask] = [
             replace(self.digits, noise=0.0, steps=self.clean_digits_steps, evaluations=looks),
             replace(self.teacher, noise=0.0, steps=self.clean_teacher_steps, evaluations=looks),
         ]
@@ -263,7 +263,7 @@ def _length(bench: Bench) -> dict[str, float]:
     return {"gate_warmup": bench.pass_steps}
 
 
-def _study(bench: Bench, task: Task, rules: Mapping[str, tuple[str, Mapping[str, float]]]) -> Study:
+def _study(bench: Bench, task: StackedTask, rules: Mapping[str, tuple[str, Mapping[str, float]]]) -> Study:
     settings: Iterable[Setting] = (
         Setting(row_label(label, rate), arm, {**bench.shared, **given, "lr": rate})
         for label, (arm, given) in rules.items()

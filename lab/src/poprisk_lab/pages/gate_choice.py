@@ -8,7 +8,7 @@ from poprisk_lab.engine import reading
 from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
 from poprisk_lab.engine.study import choose
-from poprisk_lab.engine.task import Metric
+from poprisk_lab.engine.task import TaskMetric
 
 GATES = ("soft", "hard", "snr", "soft_calibrated", "hard_calibrated")
 """The gates an option of PopRiskAdamW gives; their searches together are one search over the gate as well."""
@@ -40,7 +40,7 @@ def chosen_gate(study: StoredStudy, question: str) -> StoredRow | None:
     }
     if not found:
         return None
-    metric = Metric(**reading.primary(study))
+    metric = TaskMetric(**reading.primary(study))
     place = choose(metric, [trial["curve"] for trial in found.values()], study["evaluation_steps"])[question]
     return None if place is None else reading.row(study, list(found)[place], question)
 

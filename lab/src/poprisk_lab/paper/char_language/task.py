@@ -13,7 +13,7 @@ from poprisk._core.seeds import stream
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.runs import replace_labels
 from poprisk_lab.data.char_lm import CharText, CharTransformer, all_windows, help_topics
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 
 HELD_OUT = "held-out loss"
 TRAIN = "train loss"
@@ -77,9 +77,9 @@ class CharLanguageTask:
         )
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """Nats per character: on clean held-out text, and on training windows with the answers they were given."""
-        return (Metric(HELD_OUT, False, self.target), Metric(TRAIN, False))
+        return (TaskMetric(HELD_OUT, False, self.target), TaskMetric(TRAIN, False))
 
     @property
     def streams(self) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ from poprisk._core.seeds import stream
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.runs import replace_labels
 from poprisk_lab.data.cifar import HUMAN_LABELS, WRONG_SHARES, CifarImages, cifar10, human_labels
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 from poprisk_lab.paper.cifar.stacked_convolution import CONVOLUTIONS, stacked_conv3x3
 from poprisk_lab.paper.labels.task import cross_entropies
 
@@ -116,10 +116,10 @@ class CifarTask:
         return self.channels[-1] * side * side
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """Test accuracy first; ``memorized``, the share of wrong labels reproduced, only where labels are wrong."""
-        always = (Metric("test accuracy", True), Metric("test loss", False), Metric("train accuracy", True))
-        return always if self.labels == "clean" else (*always, Metric("memorized", False))
+        always = (TaskMetric("test accuracy", True), TaskMetric("test loss", False), TaskMetric("train accuracy", True))
+        return always if self.labels == "clean" else (*always, TaskMetric("memorized", False))
 
     @property
     def steps(self) -> int:

@@ -31,7 +31,7 @@ from poprisk._core.statistics import mean_over_seeds
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import Setting, Study
-from poprisk_lab.engine.task import Task
+from poprisk_lab.engine.task import StackedTask
 from poprisk_lab.paper.char_language.study import CharLanguageConfig
 from poprisk_lab.paper.cifar.study import SMOKE as CIFAR_SMOKE
 from poprisk_lab.paper.cifar.study import CifarConfig
@@ -210,7 +210,7 @@ def finals(config: DefaultChoiceConfig, finalists: tuple[str, ...]) -> tuple[Stu
 
 def studies(config: DefaultChoiceConfig) -> tuple[Study, ...]:
     """One study for each small task, all candidates in each; nothing is searched."""
-    tasks: list[Task] = [replace(config.teacher.student, noise=noise) for noise in config.label_noises]
+    tasks: list[StackedTask] = [replace(config.teacher.student, noise=noise) for noise in config.label_noises]
     tasks += [config.labels.task(data, noise) for data in config.data for noise in config.label_noises]
     tasks += [task_at(config.lorenz, noise) for noise in config.lorenz_noises]
     if config.inr is not None:

@@ -35,7 +35,7 @@ from poprisk_lab.data.preferences import (
     swapped_pairs,
     synthetic_preferences,
 )
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 
 ACCURACY, MARGIN, DRIFT, LOSS = "reward accuracy", "reward margin", "reward drift", "evaluation loss"
 TINY = LlamaShape(vocabulary=64, width=32, hidden=64, layers=2, heads=4, key_heads=2, head_width=8)
@@ -221,13 +221,13 @@ class DpoTask:
         )
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """The paper's accuracy and drift, margin and loss beside them."""
         return (
-            Metric(ACCURACY, True),
-            Metric(MARGIN, True),
-            Metric(DRIFT, False),
-            Metric(LOSS, False, spec=".4f"),
+            TaskMetric(ACCURACY, True),
+            TaskMetric(MARGIN, True),
+            TaskMetric(DRIFT, False),
+            TaskMetric(LOSS, False, spec=".4f"),
         )
 
     @property

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from poprisk._core.seeds import stream
 from poprisk.errors import HyperparameterError
 from poprisk.runs import replace_labels
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 
-TEST_ACCURACY = Metric("test accuracy", higher_is_better=True, target=0.95)
-TRAIN_ACCURACY = Metric("train accuracy", higher_is_better=True)
-TEST_LOSS = Metric("test loss", higher_is_better=False)
+TEST_ACCURACY = TaskMetric("test accuracy", higher_is_better=True, target=0.95)
+TRAIN_ACCURACY = TaskMetric("train accuracy", higher_is_better=True)
+TEST_LOSS = TaskMetric("test loss", higher_is_better=False)
 _TOKENS = 3  # a, b and the equals sign
 _PAIRS_AT_ONCE = 400_000  # of all members together in a measurement: some GB of activations at the paper's width
 
@@ -126,7 +126,7 @@ class GrokkingTask:
         )
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """Test accuracy first; the training accuracy is against the labels that were trained on."""
         return TEST_ACCURACY, TRAIN_ACCURACY, TEST_LOSS
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from poprisk._core.seeds import stream
 from poprisk.errors import DataError, HyperparameterError, MissingExtraError
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 from poprisk_lab.paper.inr.pixels import packed_pixels
 
 IMAGES = ("astronaut", "coffee", "chelsea")
@@ -90,12 +90,12 @@ class InrTask:
         return ((self.width, 2 * self.frequencies), *hidden, (CHANNELS, self.width))
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """PSNR against the picture without noise, PSNR against what was fitted, and the fine part of the residual."""
         return (
-            Metric(CLEAN_PSNR, True, spec=".2f"),
-            Metric(NOISY_PSNR, True, spec=".2f"),
-            Metric(HIGH_POWER, False, spec=".2e"),
+            TaskMetric(CLEAN_PSNR, True, spec=".2f"),
+            TaskMetric(NOISY_PSNR, True, spec=".2f"),
+            TaskMetric(HIGH_POWER, False, spec=".2e"),
         )
 
     @property

@@ -15,7 +15,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.runs import digits_split, replace_labels
 from poprisk.runs._digits import NUM_PIXELS, TRAIN_SIZES
 from poprisk_lab.data.idx import ImageSplit, idx_split
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 
 CLASSES = 10
 MAX_NOISE = 0.6
@@ -105,10 +105,10 @@ class LabelTask:
         return f"{TITLES[self.data]}, {self.train_size} examples, {spoiled}; ReLU network {sizes}, cross-entropy"
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """Test accuracy first; ``memorized``, the share of wrong labels reproduced, only where labels are wrong."""
-        always = (Metric("test accuracy", True), Metric("test loss", False), Metric("train accuracy", True))
-        return (*always, Metric("memorized", False)) if self.noise else always
+        always = (TaskMetric("test accuracy", True), TaskMetric("test loss", False), TaskMetric("train accuracy", True))
+        return (*always, TaskMetric("memorized", False)) if self.noise else always
 
     @property
     def streams(self) -> Mapping[str, tuple[int, int]]:

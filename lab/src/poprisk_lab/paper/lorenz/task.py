@@ -26,12 +26,12 @@ from torch.nn import functional as F
 
 from poprisk._core.seeds import stream
 from poprisk.errors import HyperparameterError
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 from poprisk_lab.paper.lorenz.system import LYAPUNOV_EXPONENT, in_own_units, orbit, simulate, standardized
 
-HELD_OUT = Metric("held-out MSE", higher_is_better=False, spec=".5f")
-VALID_TIME = Metric("valid prediction time", higher_is_better=True, spec=".2f")
-TRAIN_LOSS = Metric("train loss", higher_is_better=False, spec=".5f")
+HELD_OUT = TaskMetric("held-out MSE", higher_is_better=False, spec=".5f")
+VALID_TIME = TaskMetric("valid prediction time", higher_is_better=True, spec=".2f")
+TRAIN_LOSS = TaskMetric("train loss", higher_is_better=False, spec=".5f")
 
 _LOST = 0.4  # a roll-out is lost when its error exceeds this share of the attractor's root mean square
 _EVERY = 2  # of so many states of a picture one is kept
@@ -101,7 +101,7 @@ class LorenzTask:
         )
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         r"""The one-step error from true states, the time a roll-out stays near the truth, the loss trained on.
 
         The valid prediction time is how long a roll-out from a true state stays within

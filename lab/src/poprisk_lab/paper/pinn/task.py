@@ -11,7 +11,7 @@ from torch import Tensor
 
 from poprisk._core.seeds import stream
 from poprisk.errors import HyperparameterError
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 
 NOISY, CLEAN = "pinn_noisy", "pinn_clean"
 ERROR, SENSOR_FIT = "relative l2 error", "misfit to the sensors"
@@ -108,9 +108,9 @@ class PinnTask:
         return ((self.width, 2), *hidden, (1, self.width))
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """Error against the solution without noise, target 0.40 as in the paper; mean square misfit to the sensors."""
-        return Metric(ERROR, False, target=0.4), Metric(SENSOR_FIT, False)
+        return TaskMetric(ERROR, False, target=0.4), TaskMetric(SENSOR_FIT, False)
 
     @property
     def streams(self) -> Mapping[str, tuple[int, int]]:

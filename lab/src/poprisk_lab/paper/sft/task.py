@@ -16,7 +16,7 @@ from torch import Tensor
 
 from poprisk._core.seeds import stream
 from poprisk.errors import HyperparameterError
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 from poprisk_lab.paper.dpo.task import FineTuning, measured_log_probability
 
 HELD_OUT = "held-out loss"
@@ -60,9 +60,9 @@ class SftTask:
         )
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """Nats a token of the held-out answers."""
-        return (Metric(HELD_OUT, False),)
+        return (TaskMetric(HELD_OUT, False),)
 
     @property
     def streams(self) -> Mapping[str, tuple[int, int]]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from poprisk._core.seeds import stream
 from poprisk.errors import HyperparameterError
 from poprisk.runs import replace_labels
-from poprisk_lab.engine.task import Metric, StackedBatch, StackedWeights
+from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 
 TEST_ACCURACY, TRAIN_ACCURACY, MEMORIZED = "test accuracy", "train accuracy", "wrong labels reproduced"
 _EXAMPLES_AT_ONCE = 1_000_000  # over all members: a gigabyte for a layer of 256 units
@@ -75,10 +75,10 @@ class TeacherTask:
         )
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[TaskMetric, ...]:
         """Accuracy on fresh points, on the labels given, and how many of the wrong labels were learnt."""
-        always = (Metric(TEST_ACCURACY, True), Metric(TRAIN_ACCURACY, True))
-        return (*always, Metric(MEMORIZED, False)) if self.wrong_count else always
+        always = (TaskMetric(TEST_ACCURACY, True), TaskMetric(TRAIN_ACCURACY, True))
+        return (*always, TaskMetric(MEMORIZED, False)) if self.wrong_count else always
 
     @property
     def wrong_count(self) -> int:
