@@ -15,6 +15,7 @@ from poprisk_lab.engine import reading
 from poprisk_lab.engine.arms import ARMS, USUAL
 from poprisk_lab.engine.reading import StoredMetric, StoredRow, StoredStudy
 from poprisk_lab.pages.gate_choice import chosen_gate, searched_gates
+from poprisk_lab.pages.template import render_block
 
 Saved = Mapping[str, Any]
 ADAMW = "adamw"
@@ -189,21 +190,16 @@ def comparison_lines(saved: Saved) -> Iterator[RenderableType]:
 
 
 def table_note(saved: Saved) -> str:
-    """How the columns of the tables are to be read."""
+    """How to read the columns of the tables."""
     studies = saved["result"]["studies"].values()
-    seeds = max(len(row["seeds"]) for study in studies for row in study["rows"])
-    spread = "one seed" if seeds == 1 else f"mean ± standard error over {seeds} fresh seeds"
-    trials = sorted({len(arm["trials"]) for study in studies for arm in study["arms"].values()})
-    searched = f"{' or '.join(str(count) for count in trials)} trials for each searched arm, " if trials else ""
-    given = [s["task"]["name"] for s in studies if ADAMW not in s["arms"]]
-    reference = f" (without a searched one, {', '.join(given)}: the {GIVEN_ADAMW})" if given else ""
-    several = any(len(searched_gates(study)) > 1 for study in studies)
-    choice = " Whoever picks the best of several gates has had several times AdamW's trials." if several else ""
-    return (
-        f"Values: {spread}; {searched}chosen by the last step on other seeds. Gains are over the tuned AdamW"
-        f"{reference}, pair by pair, more is better: Student's 95% interval in brackets, the bootstrap's in "
-        f"parentheses.{choice}"
-    )
+    slots = {
+        "seeds": max(len(row["seeds"]) for study in studies for row in study["rows"]),
+        "trials": sorted({len(arm["trials"]) for study in studies for arm in study["arms"].values()}),
+        "given": [study["task"]["name"] for study in studies if ADAMW not in study["arms"]],
+        "given_adamw": GIVEN_ADAMW,
+        "several": any(len(searched_gates(study)) > 1 for study in studies),
+    }
+    return render_block("poprisk_lab.pages", "note", slots, "comparison.md.jinja")
 
 
 def comparison_table(study: StoredStudy) -> list[list[str]]:
