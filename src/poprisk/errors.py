@@ -1,24 +1,24 @@
-"""Every exception the library raises: a named class on a builtin base, whose message says what, got, and what to do."""
+"""Every exception and warning of the library. Messages say what was expected, what came, and what to do."""
 
 
 class PopRiskError(Exception):
-    """Base of all errors of this library; catch it to catch them all."""
+    """Base class of all errors of this library."""
 
 
 class HyperparameterError(PopRiskError, ValueError):
-    """A hyper-parameter is out of its range, of the wrong type, or contradicts another one."""
+    """A hyperparameter is out of range, has the wrong type, or contradicts another one."""
 
 
 class GradientError(PopRiskError, RuntimeError):
-    """A gradient has a layout or dtype the optimizer cannot use."""
+    """A gradient has a layout or dtype that the optimizer does not support."""
 
 
 class DeviceError(PopRiskError, RuntimeError):
-    """Tensors lie on devices that the chosen backend cannot serve."""
+    """Tensors are on devices that the chosen backend does not support."""
 
 
 class StateDictError(PopRiskError, ValueError):
-    """A state dict belongs to another optimizer, or to parameters of another shape."""
+    """A state dict belongs to another optimizer, or to parameters of other shapes."""
 
 
 class DataError(PopRiskError, ValueError):
@@ -26,34 +26,34 @@ class DataError(PopRiskError, ValueError):
 
 
 class MissingExtraError(PopRiskError, ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed; the message names the extra to install."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'poprisk[{extra}]'")
 
 
 class PopRiskWarning(UserWarning):
-    """Base of the library's warnings; each is given once per optimizer (a missing backend: once per process)."""
+    """Base class of the library's warnings. Each is given once per optimizer (a missing backend: once per process)."""
 
 
 class ClosedGateWarning(PopRiskWarning):
-    """The gate lets almost nothing through, so training hardly moves."""
+    """The gate is almost closed, so the weights hardly move."""
 
 
 class NonFiniteGradientWarning(PopRiskWarning):
-    """Gradient entries were NaN or infinite and their coordinates were left out of a step."""
+    """Some gradient entries were NaN or infinite; their coordinates skipped a step."""
 
 
 class BackendWarning(PopRiskWarning):
-    """The asked-for fast path is not available here; a slower one with the same result is used."""
+    """The requested fast path is not available; a slower one with the same result is used."""
 
 
 class RunError(PopRiskError, RuntimeError):
-    """A training run cannot be recorded, resumed, reopened or replayed as asked."""
+    """A training run cannot be recorded, resumed, opened or replayed as requested."""
 
 
 class JobError(PopRiskError, RuntimeError):
-    """Jobs cannot be planned, done or assembled as asked."""
+    """Jobs cannot be planned, run or assembled as requested."""
 
 
 class MixedNumericsWarning(PopRiskWarning):
@@ -61,7 +61,7 @@ class MixedNumericsWarning(PopRiskWarning):
 
 
 class MissingLabError(PopRiskError, ImportError):
-    """Something of the lab, which is a project of its own, was asked for and the lab is not installed."""
+    """The lab, a separate project, is needed and not installed."""
 
     def __init__(self, purpose: str) -> None:
         super().__init__(f"{purpose} needs the lab, which is not installed: pip install ./lab in a checkout of poprisk")
