@@ -2,14 +2,14 @@
 Read a report
 =============
 
-One page says what a run learned, what it memorized, and what it cannot tell. Here a small run is
-made, its report is written, and the page itself is shown below.
+A report shows on one page what a run learned, what it memorized, and what remains unknown. This
+example trains a small model, writes the report of the run, and shows the page below.
 """
 
 # sphinx_gallery_thumbnail_path = '_static/report.png'
 
 # %%
-# A run worth reporting: digits of two kinds that look alike, with some labels wrong.
+# First, a run: two digits that look alike, with some labels wrong.
 
 import html
 import tempfile
@@ -38,7 +38,7 @@ labels = replace_labels(
 
 
 def network():
-    """A few hidden units are enough for this."""
+    """A network with a few hidden units."""
     return torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
 
 
@@ -47,9 +47,9 @@ problem = Problem(network, "cross_entropy", x, labels, name="threes and eights",
 run = train(problem, partial(PopRiskAdamW, lr=0.03), steps=40, batch_size=16, progress=False)
 
 # %%
-# The report: on the command line ``poprisk report FOLDER -o report.html``, from Python one
-# function. Each part may take ``budget`` seconds, about; what would be dearer is left out, and the
-# page says how to get it.
+# Write the report with one function; on the command line, use ``poprisk report FOLDER -o
+# report.html``. Each section may take about ``budget`` seconds. More expensive sections are
+# skipped; the page says how long each would take.
 
 path = Path(tempfile.mkdtemp()) / "report.html"
 write_report(run, path, budget=2.0)
@@ -61,7 +61,7 @@ print(f"{path.stat().st_size / 1e6:.1f} MB in one file")
 
 
 class Framed:
-    """Shows an HTML file inside of a page or a notebook."""
+    """An HTML file, shown inside a page or a notebook."""
 
     def __init__(self, path):
         self.page = path.read_text(encoding="utf-8")
@@ -75,9 +75,9 @@ class Framed:
 Framed(path)
 
 # %%
-# How to read it, from top to bottom. The sentences first: how much of the drop in training loss
-# new data would not have seen, the risk on new data with its error and whether it may be believed,
-# and how many labels look wrong. Then the losses with the estimated risk between them, the gate
-# over time, the operators of the run with signal channel and reservoir, and at the end every
-# example: sort by suspicion to see the labels to check first. Beside a suspect stand the examples
-# that did most to its loss.
+# How to read it, from top to bottom: the summary says how much of the drop in training loss does
+# not carry over to new data, what the population risk (the expected loss on new data) is, whether
+# that estimate is valid, and how many labels look wrong. Below are the losses with the estimated
+# risk, the gate over time, and the operators of the run with signal channel and reservoir. The
+# table at the end lists every example: sort it by suspicion to see which labels to check first. For
+# suspects it shows the examples with the largest influence on their loss.

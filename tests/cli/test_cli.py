@@ -147,7 +147,7 @@ def test_a_demo_writes_over_no_other_run(capsys, tmp_path, monkeypatch):
     write_text(tmp_path / "run" / "manifest.json", json.dumps({"kind": "run", "problem": {"name": "mine"}}))
     code, out, err = call(capsys, "demo", "--output", tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "holds something else than a demo's run" in err
+    assert "does not contain a run of the demo" in err
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 

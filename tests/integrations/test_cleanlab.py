@@ -43,7 +43,7 @@ def test_inputs_are_labels_and_probabilities(table):
 
 
 def test_a_regression_has_no_classes_for_cleanlab(regression):
-    with pytest.raises(DataError, match="audit is of regression"):
+    with pytest.raises(DataError, match="audit of kind 'regression'"):
         cleanlab_inputs(regression)
 
 

@@ -326,13 +326,13 @@ def test_other_bad_input(tmp_path):
         use_poprisk(run)
     with pytest.raises(HyperparameterError, match="matches no trainable parameter"):
         use_poprisk(trainer(tmp_path), ungated=("router",)).train()
-    with pytest.raises(HyperparameterError, match="name them with ungated"):
+    with pytest.raises(HyperparameterError, match="ungated_lr needs the names of the ungated parameters"):
         poprisk_optimizer(ungated_lr=1e-3)
-    with pytest.raises(HyperparameterError, match="every must be a whole number"):
+    with pytest.raises(HyperparameterError, match="every must be an integer"):
         PopRiskCallback(every=0)
-    with pytest.warns(PopRiskWarning, match="default of TrainingArguments, which is meant for AdamW"):
+    with pytest.warns(PopRiskWarning, match="default of TrainingArguments, which suits AdamW"):
         poprisk_optimizer(arguments(tmp_path, learning_rate=5e-5))
-    with pytest.warns(PopRiskWarning, match="found AdamW and not PopRiskAdamW"):
+    with pytest.warns(PopRiskWarning, match="needs PopRiskAdamW, found AdamW"):
         trainer(tmp_path, callbacks=[PopRiskCallback()], max_steps=1).train()
 
 

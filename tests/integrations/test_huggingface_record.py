@@ -123,7 +123,7 @@ def test_without_a_problem_there_are_batches_and_losses(tmp_path):
     ("options", "message"),
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
-        ({"bf16": True}, "bf16=True computes other gradients"),
+        ({"bf16": True}, "bf16=True gives other gradients"),
         ({"label_smoothing_factor": 0.1}, "label smoothing"),
     ],
 )
@@ -144,11 +144,11 @@ def test_more_that_is_refused(tmp_path):
     swapped = [{**row, "labels": 1 - row["labels"]} for row in rows]
     turned = [{**row, "input_ids": row["input_ids"][::-1]} for row in rows]
     cases = [
-        ({"data": Stream()}, problem(), "Stream does not say which examples"),
+        ({"data": Stream()}, problem(), "Stream does not tell which examples"),
         ({}, classification_problem(classifier, rows[:30]), "30 examples, .* dataset 40"),
-        ({}, classification_problem(classifier, swapped), "does not have their targets"),
+        ({}, classification_problem(classifier, swapped), "targets of the batch are not those of the problem"),
         ({}, classification_problem(classifier, turned), "gradient of step 0 is not that"),
-        ({"model": classifier(dropout=0.1)}, problem(), r"attention_dropout=0.1 .*draws at random"),
+        ({"model": classifier(dropout=0.1)}, problem(), r"attention_dropout=0.1 .*applies dropout"),
     ]
     for options, given, message in cases:
         made = trainer(tmp_path, RecordRun(None, given), **options)
@@ -169,7 +169,7 @@ def test_more_that_is_refused(tmp_path):
         ([(1, 2)], "mappings with labels or label, got tuple"),
         ([], "got"),
         ([{"input_ids": [1], "label": 0}, {"label": 1}], "example 1 has"),
-        ([{"input_ids": [1], "label": 0}, {"input_ids": [1, 2], "label": 1}], "needs an attention_mask"),
+        ([{"input_ids": [1], "label": 0}, {"input_ids": [1, 2], "label": 1}], "there is no attention_mask"),
         ([{"input_ids": [1], "label": -100}], "classes from 0, got -100"),
     ],
 )

@@ -224,9 +224,9 @@ def test_more_that_is_refused(tmp_path):
     cases = [
         (RecordRun(None, problem()), loader(), r"not watched.*record.watch\(loader\)"),
         (other(inputs[:40], labels[:40]), None, "40 examples, .* dataset 42"),
-        (other(inputs, labels.flip(0)), None, "does not have their targets"),
+        (other(inputs, labels.flip(0)), None, "targets of the batch are not those of the problem"),
         (other(inputs.flip(1), labels), None, "gradient of step 0 is not that"),
-        (RecordRun(None, problem(), network="head"), None, r"no part 'head': network= is one of net, net.0"),
+        (RecordRun(None, problem(), network="head"), None, r"no part 'head': network must be one of net, net.0"),
         (other(inputs, labels, width=5), None, "no part of Module"),
     ]
     for record, data, message in cases:
@@ -234,7 +234,7 @@ def test_more_that_is_refused(tmp_path):
         with pytest.raises(RunError, match=message):
             fit(record, module, data)
         assert len(module.losses) <= 1
-    with pytest.raises(RunError, match="Stream does not say which examples"):
+    with pytest.raises(RunError, match="Stream does not tell which examples"):
         RecordRun(None).watch(DataLoader(Stream(), batch_size=4))
     with pytest.raises(RunError, match="gradient of step 0 is not that"):
         fit(RecordRun(None, problem()), Module(factor=2.0))
@@ -249,14 +249,14 @@ def test_a_training_that_goes_on_is_refused():
     trainer.fit_loop.max_epochs = 2
     record = RecordRun(None, problem())
     trainer.callbacks.append(record)
-    with pytest.raises(RunError, match="goes on from step 6"):
+    with pytest.raises(RunError, match="continues from step 6"):
         trainer.fit(Module(), record.watch(loader()))
 
 
 def test_a_collate_function_that_drops_examples_is_refused():
     short = loader(collate_fn=lambda rows: torch.utils.data.default_collate(rows[1:]))
     record = RecordRun(None, problem())
-    with pytest.raises(RunError, match="a batch of 7 should be made of the 8 examples"):
+    with pytest.raises(RunError, match="a batch of 7 should consist of the 8 examples"):
         fit(record, Module(), record.watch(short))
 
 

@@ -1,20 +1,23 @@
-"""Readings of the gate between two log lines, shared by every trainer's callback and every logger."""
+"""Readings of the gate between two log lines, shared by all callbacks and loggers."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+from poprisk._core.store import write_json
 from poprisk.errors import HyperparameterError
 from poprisk.optim import GateDiagnostics, PopRiskAdamW
 
 PREFIX = "poprisk/"
+METERS_FILE = "poprisk_meters.json"
 AVERAGED = ("active_fraction", "mean_gate", "population_rate", "training_rate")
 
 
 class Readings:
-    """Meters taken on the device, averaged and waited for only when a line is logged.
+    """Gate diagnostics that stay on the device, and are averaged only when a line is logged.
 
-    Single batches give noisy rates, so a log line is the mean of the readings since the last one; the noise scale is
-    their harmonic mean (the signal's power is what fluctuates), and ``self_fit`` is that of the mean rates.
+    Rates of single batches are noisy, so a log line is the mean of the readings since the last one; the noise scale is
+    their harmonic mean (the signal's power is what fluctuates), and ``self_fit`` is computed from the mean rates.
 
     Example:
         >>> import torch
@@ -37,17 +40,17 @@ class Readings:
         return len(self._taken)
 
     def take(self, optimizer: PopRiskAdamW) -> None:
-        """Reads the meters of all groups together; between ``backward()`` and ``step()`` the rates are among them.
+        """Read the diagnostics of all groups together; between ``backward()`` and ``step()`` they include the rates.
 
-        Before the first step there is nothing to read, and nothing is taken.
+        Before the first step there is nothing to read.
         """
         if optimizer.state:
             self._taken.append(optimizer.overall_diagnostics())
 
     def flush(self) -> dict[str, float]:
-        """The meters of the log line now due, by their names with ``poprisk/`` in front; readings begin anew.
+        """The values of the next log line, with names that start with ``poprisk/``; clears the readings.
 
-        What is not a number is left out: rates without fresh gradients, a noise scale where no signal stood out.
+        Values that are not finite are left out: rates without new gradients, a noise scale without any signal.
         """
         rows = [reading.to_floats() for reading in self._taken]
         self._taken = []
@@ -59,17 +62,22 @@ class Readings:
         return {PREFIX + name: value for name, value in values.items() if math.isfinite(value)}
 
 
+def write_readings(folder: str | Path, lines: list[dict[str, Any]]) -> None:
+    """Write the readings of a run, one entry per log line, to its directory."""
+    write_json(Path(folder) / METERS_FILE, {"format_version": 1, "readings": lines})
+
+
 def interval(every: int | None, log_every: int) -> int:
-    """How many steps from one reading to the next: as asked, else ten readings to a log line."""
+    """Steps between two readings: as given, otherwise ten readings per log line."""
     if every is None:
         return max(1, log_every // 10)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise HyperparameterError(f"every must be a whole number ≥ 1, or None for ten readings per line, got {every!r}")
+        raise HyperparameterError(f"every must be an integer ≥ 1, or None for ten readings per line, got {every!r}")
     return every
 
 
 def find_poprisk(optimizer: Any) -> PopRiskAdamW | None:
-    """The PopRiskAdamW inside the wrappers that trainers put around an optimizer, or None if there is none."""
+    """The PopRiskAdamW inside the wrappers of a trainer, or None."""
     seen: set[int] = set()
     while optimizer is not None and id(optimizer) not in seen:
         if isinstance(optimizer, PopRiskAdamW):

@@ -1,4 +1,4 @@
-"""Schedules after a checkpoint of AdamW: they carry its learning rate, which means something else here."""
+"""Learning-rate schedules restored from a checkpoint of AdamW, whose learning rate has another scale."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from poprisk.optim import PopRiskAdamW
 
 
 def keep_own_lr(optimizer: PopRiskAdamW, scheduler: Any) -> None:
-    """Puts this run's learning rate into a schedule restored from an AdamW run, at the place the schedule has reached.
+    """Put this run's learning rate into a schedule restored from an AdamW run, at the schedule's current position.
 
-    Nothing happens if the optimizer did not go on from AdamW, or if the schedule has no base learning rates (one that
-    waits for a plateau). Absolute bounds of a schedule, such as ``eta_min`` or a cycle's upper end, stay AdamW's.
+    No effect if the optimizer did not continue from AdamW, or if the schedule has no base learning rates
+    (``ReduceLROnPlateau``). Absolute bounds of a schedule, such as ``eta_min``, remain those of AdamW.
 
     Args:
-        optimizer: Ours, after ``load_state_dict``.
-        scheduler: A scheduler of torch, or one wrapped by accelerate.
+        optimizer: The optimizer, after ``load_state_dict``.
+        scheduler: A torch scheduler, or one wrapped by accelerate.
     """
     scheduler = getattr(scheduler, "scheduler", scheduler)
     parts = [part for part in getattr(scheduler, "_schedulers", [scheduler]) if hasattr(part, "base_lrs")]

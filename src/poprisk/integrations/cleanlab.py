@@ -1,4 +1,4 @@
-"""cleanlab on an audit: its inputs, its label issues beside ours, and a Datalab, if the package is there."""
+"""Use cleanlab on an audit: its inputs, its label issues, and a Datalab."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from poprisk.risk import AuditTable
 
 
 def cleanlab_inputs(table: AuditTable) -> dict[str, np.ndarray]:
-    """What cleanlab's functions take: ``labels`` and ``pred_probs``.
+    """The arguments of cleanlab's functions: ``labels`` and ``pred_probs``.
 
-    The probabilities are the audit's: averaged over training, or those it was given as out-of-fold. cleanlab asks for
-    the latter; with the former its ranking is good, and its count of wrong labels too low the longer one trained
-    (``table.wrong_labels`` is made for them).
+    The probabilities are those of the audit: averaged over training, or out-of-fold ones if the audit was given any.
+    cleanlab expects the latter. With the former its ranking is good, but the longer the training, the more its count
+    of wrong labels is too low; use ``table.wrong_labels`` instead.
 
     >>> import torch
     >>> from functools import partial
@@ -28,25 +28,25 @@ def cleanlab_inputs(table: AuditTable) -> dict[str, np.ndarray]:
     (array([0, 1, 2]), (3, 3))
 
     Raises:
-        DataError: the audit is not of classes.
+        DataError: The audit is not of class labels.
     """
     if table.probabilities is None:
-        raise DataError(f"cleanlab needs one class for each example, and this audit is of {table.kind}")
+        raise DataError(f"cleanlab needs one class label per example, but this is an audit of kind {table.kind!r}")
     probabilities = table.probabilities.double()
     probabilities = probabilities / probabilities.sum(1, keepdim=True)  # float32 sums are not 1 to double precision
     return {"labels": table["given_label"].numpy(), "pred_probs": probabilities.numpy()}
 
 
 def cleanlab_columns(table: AuditTable, **options: Any) -> dict[str, np.ndarray]:
-    """Cleanlab's own columns: ``cleanlab_is_issue`` and ``cleanlab_quality`` (1 is good), one entry for each example.
+    """The columns ``cleanlab_is_issue`` and ``cleanlab_quality`` (1 is good), with one entry per example.
 
     Args:
-        table: Of classes.
-        options: For ``cleanlab.filter.find_label_issues``, e.g. ``filter_by="both"``.
+        table: An audit of class labels.
+        options: Options of ``cleanlab.filter.find_label_issues``, e.g. ``filter_by="both"``.
 
     Raises:
         MissingExtraError: cleanlab is not installed.
-        DataError: the audit is not of classes.
+        DataError: The audit is not of class labels.
     """
     inputs = cleanlab_inputs(table)
     try:
@@ -61,15 +61,15 @@ def cleanlab_columns(table: AuditTable, **options: Any) -> dict[str, np.ndarray]
 
 
 def to_datalab(table: AuditTable, **find_issues: Any) -> Any:
-    """A ``cleanlab.Datalab`` over the audit's columns, with its issues already looked for.
+    """A ``cleanlab.Datalab`` over the audit's columns, after ``find_issues``.
 
     Args:
-        table: Of classes.
+        table: An audit of class labels.
         find_issues: Further arguments of ``Datalab.find_issues``, e.g. ``features=`` for outliers and duplicates.
 
     Raises:
         MissingExtraError: cleanlab with its Datalab is not installed.
-        DataError: the audit is not of classes.
+        DataError: The audit is not of class labels.
     """
     inputs = cleanlab_inputs(table)
     try:

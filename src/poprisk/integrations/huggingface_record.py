@@ -1,26 +1,16 @@
-"""Recording a run in Hugging Face's Trainer, for ``poprisk audit``, ``poprisk report`` and other analyses of a run."""
+"""Record a training of the Hugging Face Trainer as a run, for ``poprisk audit``, ``poprisk report`` and more."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from poprisk._core.store import importable, resolve
 from poprisk.errors import DataError, MissingExtraError, RunError
-from poprisk.integrations.recording import (
-    DrawnBatches,
-    StepBlocks,
-    check_batch,
-    find_network,
-    make_recorder,
-    unwatch_loader,
-    unwrapped,
-    watch_loader,
-)
-from poprisk.runs import Problem, Recorder, Run, randomness_of
+from poprisk.integrations.recording import TrainerRecording, check_batch, check_from_start, find_network
+from poprisk.runs import Problem, randomness_of
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -34,8 +24,8 @@ class Logits(nn.Module):
     """A Hugging Face model as a function from tensors to logits, without labels and loss.
 
     Args:
-        model: Whose forward takes the columns by name and returns something with ``logits``.
-        columns: The names of the tensors, in order.
+        model: A model whose forward takes the columns by name and returns an object with ``logits``.
+        columns: Names of the tensors, in order.
     """
 
     def __init__(self, model: nn.Module, columns: Sequence[str] = ("input_ids",)) -> None:
@@ -48,7 +38,7 @@ class Logits(nn.Module):
 
 
 def make_logits(make_model: str | Callable[..., nn.Module], columns: Sequence[str], **arguments: Any) -> Logits:
-    """A model by its factory, or the import path of that, as :class:`Logits`."""
+    """Build a model from its factory, or the factory's import path, as :class:`Logits`."""
     factory = resolve(make_model) if isinstance(make_model, str) else make_model
     return Logits(factory(**arguments), columns)
 
@@ -62,24 +52,24 @@ def classification_problem(
     test: Any = None,
     **options: Any,
 ) -> Problem:
-    """The problem that a Trainer solves for a model with one label for each example, under its own cross entropy.
+    """The problem that a Trainer solves for a model with one label per example and its cross-entropy loss.
 
-    Sequences are padded on the right to the longest one, their attention masks with 0; the Trainer pads each batch by
-    itself, which a model with attention masks does not see beyond rounding.
+    Sequences are padded on the right to the longest one, their attention masks with 0. The Trainer pads each batch
+    separately; with attention masks the difference is only rounding.
 
     Args:
-        make_model: Builds the model, e.g. a ``…ForSequenceClassification`` from a configuration: a function of a module
-            of yours if the run is to be opened by itself later.
-        dataset: The training set as the Trainer gets it, in the same order: examples that are mappings with a label
-            (``labels`` or ``label``) and the model's inputs (``input_ids``, ``attention_mask``, ``pixel_values``, …).
-        arguments: Keyword arguments of ``make_model``.
-        padding: The token of padding, the tokenizer's ``pad_token_id``.
-        test: A data set to test on, of the same form.
-        options: Of :class:`~poprisk.runs.Problem`: ``name``, ``show``, ``seed``.
+        make_model: Function that builds the model, e.g. a ``…ForSequenceClassification`` from a configuration. Define
+            it in a module if the run should be able to rebuild its problem later.
+        dataset: The Trainer's training set, in the same order: examples are mappings with a label (``labels`` or
+            ``label``) and the model's inputs (``input_ids``, ``attention_mask``, ``pixel_values``, …).
+        arguments: Keyword arguments for ``make_model``.
+        padding: The padding token, the tokenizer's ``pad_token_id``.
+        test: A test set of the same form.
+        options: Options of :class:`~poprisk.runs.Problem`: ``name``, ``show``, ``seed``.
 
     Raises:
-        DataError: examples without a label or with different columns, sequences of different lengths without an
-            attention mask, or labels that are no class.
+        DataError: Examples have no label or different columns, sequences differ in length without an attention mask,
+            or labels are not classes.
 
     Example::
 
@@ -90,7 +80,7 @@ def classification_problem(
     tested = None if test is None else _tensors_of(test, padding)
     if tested is not None and tested[0] != columns:
         raise DataError(
-            f"the training examples have {list(columns)}, those to test on {list(tested[0])}: give the same"
+            f"the training examples have the columns {list(columns)}, the test examples {list(tested[0])}: use the same"
         )
     path = importable(make_model, arguments).path
     made = partial(make_logits, make_model=path or make_model, columns=list(columns))
@@ -99,128 +89,93 @@ def classification_problem(
     return Problem(made, "cross_entropy", taken, labels, arguments=arguments, test=rest, **options)
 
 
-class RecordRun(TrainerCallback):
-    """Records what a Trainer does as a :class:`~poprisk.runs.Run`; the training is what it is without.
+class RecordRun(TrainerRecording, TrainerCallback):
+    """Record a training of a Trainer as a :class:`~poprisk.runs.Run`, without changing the training.
 
-    Which examples are in a batch is known from the Trainer's own loader, whose draws are noted::
+    The examples of each batch are read from the Trainer's own loader::
 
         record = RecordRun("runs/first", classification_problem(classifier, data))
         Trainer(model, args, train_dataset=data, callbacks=[record]).train()
         table = audit(record.run)
 
     Supported: one process and device, float32 or float64, an optimizer that :class:`~poprisk.runs.Recorder` knows (the
-    Trainer's AdamW, PopRiskAdamW), clipping by norm, schedules, any sampler and collate function that leaves the
-    examples in order. Refused before the first step: several processes or devices, ``fp16`` and ``bf16``, gradient
-    accumulation (the Trainer may weigh micro-batches by their labels, which cannot be seen here), label smoothing, and
-    a training that goes on from a checkpoint.
+    Trainer's AdamW, PopRiskAdamW), clipping by norm, schedules, any sampler, and collate functions that keep the order
+    of the examples. Not supported, with an error before the first step: several processes or devices, ``fp16`` and
+    ``bf16``, gradient accumulation (the Trainer may weight micro-batches by their labels, which the callback cannot
+    see), label smoothing, and a training that continues from a checkpoint.
 
-    A problem is needed for the audit and for every analysis with the network. :func:`classification_problem` makes one
-    for models with one label for each example. Losses that are means over the tokens of a batch (language models) or
-    compare with another model (TRL's DPO) are no mean over examples: record them without a problem, and there are
-    batches, weights and the losses of the steps, which ``poprisk report`` shows. The exact tier (influence, operators)
-    takes models that torch can differentiate example by example: ``attn_implementation="eager"`` and no dropout. With
-    any other attention the audit has everything but the exact columns, and says so.
+    The audit and every analysis with the network need a problem. :func:`classification_problem` makes one for models
+    with one label per example. Losses that average over the tokens of a batch (language models) or compare with
+    another model (TRL's DPO) are not means over examples: record these without a problem, and ``poprisk report`` shows
+    their losses. Exact analyses (influence, operators) need a model that torch can differentiate example by example:
+    ``attn_implementation="eager"`` and no dropout. With other attention the audit has all but the exact columns.
 
     Args:
-        path: A directory for the run, new or empty; None keeps it in memory.
+        path: Directory for the run, new or empty; None keeps it in memory.
         problem: What is trained, or None.
         every: Steps between checkpoints; 1 records every step, about three weight vectors each.
-        augmentation: ``"unseeded"`` if the dataset changes its inputs at random: recorded, but not for exact analyses.
-        verify_steps: How many first steps to compare with the problem; without effect where the model has dropout.
+        augmentation: ``"unseeded"`` if the dataset changes its inputs at random; the run cannot be analyzed exactly.
+        verify_steps: Number of initial steps to compare with the problem; no effect with dropout.
 
     Raises:
-        RunError: when training begins, with what cannot be recorded and what to do.
+        RunError: When training begins: what cannot be recorded, and what to do.
     """
 
-    def __init__(
-        self,
-        path: str | Path | None,
-        problem: Problem | None = None,
-        *,
-        every: int = 1,
-        augmentation: Literal["unseeded"] | None = None,
-        verify_steps: int = 2,
-    ) -> None:
-        self.path, self.problem = path, problem
-        self._options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps}
-        self._blocks: StepBlocks | None = None
-        self._recorder: Recorder | None = None
-        self._drawn: DrawnBatches | None = None
-        self._loader: Any = None
-        self._forward: Any = None
-        self._batch: Any = None
-        self._loss: Tensor | None = None
-
-    @property
-    def run(self) -> Run:
-        """The run as far as it has been written.
-
-        Raises:
-            RunError: training has not begun.
-        """
-        if self._recorder is None:
-            raise RunError("nothing has been recorded yet: train a Trainer with this callback first")
-        return self._recorder.run
+    _forward: Any = None
+    _batch: Any = None
+    _loss: Tensor | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Looks at all that could stand in the way, and begins."""
+        """Check that the training can be recorded, and begin."""
         self.close()
-        _check_arguments(args, state)
-        model, loader = kwargs["model"], kwargs["train_dataloader"]
-        optimizer = unwrapped(kwargs["optimizer"])
+        _check_arguments(args)
+        check_from_start(state.global_step)
+        model = kwargs["model"]
         network = self._network(model)
         self._check_randomness(model, network)
         about = {"trainer": "transformers", "clip_norm": args.max_grad_norm or None}
-        options = {**self._options, "steps": state.max_steps or None, "training": about}
-
-        def make() -> Recorder:
-            return make_recorder(self.path, network, optimizer, self.problem, len(loader.dataset), **options)
-
-        self._drawn, self._loader = watch_loader(loader), loader
-        self._blocks = StepBlocks(make, optimizer, self._batches)
-        self._recorder = self._blocks.recorder
+        self._begin(kwargs["train_dataloader"], network, kwargs["optimizer"], state.max_steps or None, about)
         self._forward = model.register_forward_hook(self._look, with_kwargs=True)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Writes the steps so far beside every checkpoint of the Trainer's."""
-        if self._recorder is not None and self._blocks is not None:
+        """Write the steps so far at every checkpoint of the Trainer."""
+        if self._recorder is not None and self._hooks:
             self._recorder.flush()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Writes what is left."""
+        """Write the rest."""
         self.close()
 
     def close(self) -> None:
-        """Write what is left; the Trainer calls for it at the end, but not after an exception."""
-        blocks, self._blocks, self._drawn = self._blocks, None, None
-        if blocks is not None:
+        """Write the rest; the Trainer does this at the end, but not after an exception."""
+        if self._forward is not None:
             self._forward.remove()
-            unwatch_loader(self._loader)
-            blocks.end()
+            self._forward = None
+        self._end()
 
     def _network(self, model: nn.Module) -> nn.Module:
-        """What the problem's model is: the trained one, or its logits."""
+        """The problem's model: the trained one, or its logits."""
         if self.problem is None:
             return model
         rebuilt = self.problem.module()
         return find_network(Logits(model, rebuilt.columns) if isinstance(rebuilt, Logits) else model, rebuilt)
 
     def _check_randomness(self, model: nn.Module, network: nn.Module) -> None:
-        """Dropout that a configuration asks for and no module shows would be taken for a fixed function."""
+        """Check for dropout that the configuration asks for but no module shows."""
         config = vars(getattr(model, "config", object)) if self._options["augmentation"] is None else {}
         hidden = [name for name, p in config.items() if "dropout" in name and isinstance(p, float) and p > 0]
         if hidden and randomness_of(network.train()) is None:
             raise RunError(
-                f"{hidden[0]}={config[hidden[0]]:g} of the model's configuration draws at random where no module shows "
-                'it: set it to 0, or pass augmentation="unseeded", which allows all analyses that are not exact'
+                f"{hidden[0]}={config[hidden[0]]:g} in the model's configuration applies dropout that no module shows: "
+                'set it to 0, or pass augmentation="unseeded", which allows all analyses that are not exact'
             )
 
     def _look(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Keeps the batch and its loss; forwards without labels are not the training's."""
+        """Keep the batch and its loss; forward passes without labels are not part of the training."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if model.training and loss is not None:
             self._batch, self._loss = dict(kwargs), loss.detach()
@@ -233,31 +188,26 @@ class RecordRun(TrainerCallback):
         return [indices], None, loss
 
 
-def _check_arguments(args: TrainingArguments, state: TrainerState) -> None:
+def _check_arguments(args: TrainingArguments) -> None:
     if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
         raise RunError(
-            f"{max(args.world_size, args.n_gpu)} processes or devices share each step, one can be recorded: start one "
-            "process, with CUDA_VISIBLE_DEVICES set to one device"
+            f"{max(args.world_size, args.n_gpu)} processes or devices share each step, but only one can be recorded: "
+            "start one process, with CUDA_VISIBLE_DEVICES set to one device"
         )
     if args.fp16 or args.bf16:
         which = "fp16" if args.fp16 else "bf16"
-        raise RunError(f"{which}=True computes other gradients than the problem's in full precision: train without it")
+        raise RunError(f"{which}=True gives other gradients than the problem in full precision: train without it")
     if args.gradient_accumulation_steps > 1:
         raise RunError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: the Trainer may weigh micro-batches by "
-            "their labels, which cannot be seen here; use a larger per_device_train_batch_size and 1"
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: the Trainer may weight micro-batches by "
+            "their labels, which cannot be recorded; use 1 and a larger per_device_train_batch_size"
         )
     if args.label_smoothing_factor:
-        raise RunError("label smoothing is another loss than the model's own: set label_smoothing_factor=0")
-    if state.global_step:
-        raise RunError(
-            f"the training goes on from step {state.global_step} of a checkpoint, whose first steps were not recorded: "
-            "record a training from its beginning"
-        )
+        raise RunError("label smoothing changes the loss of the model: set label_smoothing_factor=0")
 
 
 def _tensors_of(dataset: Any, padding: int) -> tuple[tuple[str, ...], tuple[Tensor, ...], Tensor]:
-    """Columns, their tensors, labels."""
+    """Names of the columns, their tensors, and the labels."""
     examples = [dataset[i] for i in range(len(dataset))]
     first = examples[0] if examples else {}
     label = next((name for name in _LABELS if name in first), None) if isinstance(first, Mapping) else None
@@ -267,7 +217,8 @@ def _tensors_of(dataset: Any, padding: int) -> tuple[tuple[str, ...], tuple[Tens
     columns = tuple(name for name in first if name != label)
     odd = next((i for i, example in enumerate(examples) if {*columns, label} != set(example)), None)
     if odd is not None:
-        raise DataError(f"example {odd} has {sorted(examples[odd])}, the first {sorted(first)}: give all the same")
+        got = sorted(examples[odd])
+        raise DataError(f"example {odd} has the columns {got}, the first one {sorted(first)}: use the same for all")
     inputs = tuple(_padded([torch.as_tensor(e[name]) for e in examples], name, columns, padding) for name in columns)
     labels = torch.as_tensor([int(e[label]) for e in examples])
     if bool((labels < 0).any()):
@@ -280,8 +231,6 @@ def _padded(rows: list[Tensor], name: str, columns: Sequence[str], padding: int)
     if all(row.shape == rows[0].shape for row in rows):
         return torch.stack(rows)
     if "attention_mask" not in columns or any(row.dim() != 1 for row in rows):
-        raise DataError(
-            f"{name!r} has rows of different shapes, which needs an attention_mask beside sequences: pad them"
-        )
+        raise DataError(f"{name!r} has rows of different shapes, but there is no attention_mask: pad them, or add one")
     value = padding if name == "input_ids" else 0
     return torch.stack([nn.functional.pad(row, (0, longest - len(row)), value=value) for row in rows])

@@ -1,18 +1,16 @@
-"""PopRiskAdamW in Lightning: it needs no help to train there, and a callback to be looked at."""
+"""A callback that logs the gate of PopRiskAdamW in Lightning; the optimizer itself works there unchanged."""
 
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
-from poprisk._core.store import write_json
 from poprisk.errors import MissingExtraError, PopRiskWarning
-from poprisk.integrations._readings import PREFIX, Readings, find_poprisk, interval
+from poprisk.integrations._readings import METERS_FILE, PREFIX, Readings, find_poprisk, interval, write_readings
 from poprisk.integrations._schedules import keep_own_lr
 from poprisk.integrations.loggers import before_each_step, steps_taken
 from poprisk.optim import PopRiskAdamW
@@ -22,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def _base() -> Any:
-    """The Callback of the package in use: Lightning goes by two names, whose classes do not know each other."""
+    """The Callback class of the package in use; Lightning has two names, with unrelated classes."""
     names = ["lightning.pytorch", "pytorch_lightning"]
-    names.sort(key=lambda name: name not in sys.modules)  # the one already imported, else the first
+    names.sort(key=lambda name: name not in sys.modules)  # the one already imported, otherwise the first
     for name in names:
         with suppress(ImportError):
             return import_module(name).Callback
@@ -34,25 +32,23 @@ def _base() -> Any:
 if not TYPE_CHECKING:
     Callback = _base()
 
-METERS_FILE = "poprisk_meters.json"
-
 
 class PopRiskCallback(Callback):
-    """Logs gate, noise scale and population rate of every PopRiskAdamW, and stores them with the run.
+    """Log gate, noise scale and population rate of every PopRiskAdamW, and store them with the run.
 
-    They join the lines that Lightning logs every ``log_every_n_steps`` steps, for whatever logger the trainer has, and
-    the metrics that other callbacks see; names begin with ``poprisk/``, and with ``poprisk/0/`` and so on where several
-    of the optimizers are ours. They are written to ``poprisk_meters.json`` in the logger's directory (the trainer's
-    ``default_root_dir`` without one) at every checkpoint and at the end; there ``step`` counts finished steps, as
-    ``trainer.global_step`` does. A resumed run keeps what was read up to its checkpoint and nothing beyond.
+    They are added to the lines that Lightning logs every ``log_every_n_steps`` steps, whatever the logger, and to the
+    metrics that other callbacks see. Names start with ``poprisk/``, or with ``poprisk/0/`` and so on if there are
+    several PopRiskAdamW optimizers. They are also written to ``poprisk_meters.json`` in the logger's directory (without
+    a logger, the trainer's ``default_root_dir``) at every checkpoint and at the end; ``step`` counts finished steps, as
+    ``trainer.global_step`` does. A resumed run keeps the readings up to its checkpoint.
 
-    Meters are read in the step itself, when its gradients are those it will use: after the closure, after
-    accumulation, unscaled, and clipped. ``on_before_optimizer_step`` comes before clipping, where a large batch would
-    seem to move the weights farther than it will, and ``self_fit`` would be too high.
+    The diagnostics are read inside the step, with the gradients that it will use: after the closure, after
+    accumulation, unscaled and clipped. ``on_before_optimizer_step`` would be too early: before clipping, a large batch
+    seems to move the weights farther than it will, and ``self_fit`` would be too high.
 
     Args:
-        every: Steps from one reading to the next; by default ten readings per log line, which are averaged. Where it
-            is longer than a log line, Lightning repeats the last values in between.
+        every: Steps between two readings; by default ten readings per log line, which are averaged. If it is longer
+            than a log line, Lightning repeats the last values in between.
 
     Example::
 
@@ -69,14 +65,14 @@ class PopRiskCallback(Callback):
         self._step_is_due = False
 
     def on_train_start(self, trainer: Any, pl_module: "LightningModule") -> None:
-        """Looks for gates to read, and drops what was read in a past that this run does not continue."""
+        """Find the optimizers with a gate, and drop readings that do not belong to this run."""
         self._remove()
         self.lines = [line for line in self.lines if line["step"] <= trainer.global_step]
         found = [(index, find_poprisk(optimizer)) for index, optimizer in enumerate(trainer.optimizers)]
         gated = [(index, optimizer) for index, optimizer in found if optimizer is not None]
         if not gated:
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "no optimizer"
-            warnings.warn(f"PopRiskCallback found {kinds} and no PopRiskAdamW: it logs nothing", PopRiskWarning, 2)
+            warnings.warn(f"PopRiskCallback logs nothing: it needs PopRiskAdamW, found {kinds}", PopRiskWarning, 2)
         for index, optimizer in gated:
             for config in trainer.lr_scheduler_configs:
                 if config.scheduler.optimizer is optimizer:
@@ -99,46 +95,46 @@ class PopRiskCallback(Callback):
         return read
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: "LightningModule", optimizer: Any) -> None:
-        """Notes that this batch ends an accumulation."""
+        """Note that this batch completes a step."""
         self._step_is_due = True
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Adds the meters to Lightning's log line, where there is one."""
-        stepped = self._step_is_due or not pl_module.automatic_optimization  # by hand steps may come at any batch
+        """Add the values to Lightning's log line, if one is due."""
+        stepped = self._step_is_due or not pl_module.automatic_optimization
         self._step_is_due = False
         if stepped and (trainer._logger_connector.should_update_logs or trainer.fast_dev_run):
             meters = self._flush(trainer)
-            # Lightning repeats a value until it gets a new one, so a meter that has none now must say so
+            # Lightning repeats a value until it gets a new one, so a missing value must be logged as NaN
             values = {**dict.fromkeys(self._logged, float("nan")), **meters} if meters else {}
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
             self._logged |= meters.keys()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: "LightningModule", checkpoint: dict[str, Any]) -> None:
-        """Writes what was read so far."""
+        """Write the readings so far."""
         self._store(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: "LightningModule") -> None:
-        """Writes everything, also what came after the last log line."""
+        """Write all readings, those after the last log line included."""
         self._flush(trainer)
         self._store(trainer)
         self._remove()
 
     def on_exception(self, trainer: Any, pl_module: "LightningModule", exception: BaseException) -> None:
-        """Lets go of the optimizers; what is on the disk stays as the last checkpoint left it."""
+        """Detach from the optimizers; the file stays as the last checkpoint left it."""
         self._remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into the checkpoint: the lines so far."""
+        """The state for the checkpoint: the lines so far."""
         return {"lines": [dict(line) for line in self.lines]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the lines of a checkpoint, in place of any others."""
+        """Restore the lines of a checkpoint."""
         self.lines = [dict(line) for line in state_dict["lines"]]
 
     def _flush(self, trainer: Any) -> dict[str, float]:
-        """The meters of one line, which is also kept."""
+        """The values of one line, which is also kept."""
         meters = {
             PREFIX + name + key.removeprefix(PREFIX): value
             for name, readings in self._readings.items()
@@ -156,13 +152,13 @@ class PopRiskCallback(Callback):
         folder = _folder(trainer)
         if "://" in folder:
             warnings.warn(
-                f"{METERS_FILE} can be written to local directories only, not to {folder}: the meters are in the "
+                f"{METERS_FILE} can be written to a local directory only, not to {folder}; its values are in the "
                 "checkpoints and in the logger",
                 PopRiskWarning,
                 stacklevel=2,
             )
             return
-        write_json(Path(folder) / METERS_FILE, {"format_version": 1, "readings": self.lines})
+        write_readings(folder, self.lines)
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -171,7 +167,7 @@ class PopRiskCallback(Callback):
 
 
 def _folder(trainer: Any) -> str:
-    """The directory of this run: the logger's, or where ModelCheckpoint puts its own for loggers without one."""
+    """The directory of this run: the logger's, or the one that ModelCheckpoint would use."""
     logger = trainer.logger
     if logger is None:
         return str(trainer.default_root_dir)

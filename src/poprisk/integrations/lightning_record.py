@@ -1,4 +1,4 @@
-"""Recording a run in Lightning, for ``poprisk audit``, ``poprisk report`` and every other analysis of a run."""
+"""Record a Lightning training as a run, for ``poprisk audit``, ``poprisk report`` and other analyses."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,13 @@ from poprisk.errors import RunError
 from poprisk.integrations.lightning import _base
 from poprisk.integrations.recording import (
     DrawnBatches,
-    StepBlocks,
+    TrainerRecording,
     check_batch,
+    check_from_start,
     find_network,
-    make_recorder,
-    unwatch_loader,
-    unwrapped,
     watch_loader,
 )
-from poprisk.runs import Problem, Recorder, Run, StepContext
+from poprisk.runs import Problem, StepContext
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
@@ -31,10 +29,10 @@ Loader = TypeVar("Loader")
 _PRECISIONS = ("32-true", "64-true")
 
 
-class RecordRun(Callback):
-    """Records a Lightning training as a :class:`~poprisk.runs.Run`; the training is what it is without.
+class RecordRun(TrainerRecording, Callback):
+    """Record a Lightning training as a :class:`~poprisk.runs.Run`, without changing the training.
 
-    Which examples are in a batch is known from the loader, which has to be watched from its beginning::
+    The examples of each batch are read from the loader, which must be watched from the start::
 
         record = RecordRun("runs/first", problem)
         trainer = Trainer(max_epochs=20, callbacks=[record])
@@ -43,26 +41,26 @@ class RecordRun(Callback):
 
     Supported: automatic optimization with one optimizer that :class:`~poprisk.runs.Recorder` knows, one process and
     device, full precision, any number of loader workers and any sampler, accumulation, clipping by norm, schedulers.
-    Refused before the first step: several processes, mixed or half precision, manual optimization, clipping by value,
-    a loader that was not watched, and a training that goes on from a checkpoint.
+    Not supported, with an error before the first step: several processes, mixed or half precision, manual
+    optimization, clipping by value, a loader that is not watched, and a training that continues from a checkpoint.
 
-    The problem's examples must be those of the loader's dataset in the same order, and its model a part of the module
-    (the module itself, ``module.net``, …). That is checked: each batch has its examples' targets, and the first steps
-    have their gradients, so that a ``training_step`` that computes another loss than the problem's is refused, unless
-    the network draws at random or mixes the batch, where there is no such gradient.
+    The problem's examples must be those of the loader's dataset, in the same order, and its model a part of the module
+    (the module itself, ``module.net``, …). The targets of each batch and the gradients of the first steps are checked,
+    so a ``training_step`` with another loss than the problem's gives an error. The gradients cannot be checked if the
+    network is random (dropout) or mixes the examples of a batch.
 
     Args:
-        path: A directory for the run, new or empty; None keeps it in memory.
-        problem: What is trained. Without it the run has batches, weights and losses, which ``poprisk report`` shows,
-            and no analysis that needs the network; ``Run.load(path, problem=…)`` brings it later, if ``network`` said
-            which part of the module is its model.
-        network: The name of the module's part that is the problem's model; default: the one with its parameters.
+        path: Directory for the run, new or empty; None keeps it in memory.
+        problem: What is trained. Without it, the run has batches, weights and losses, which ``poprisk report`` shows,
+            but analyses that need the network are not possible. It can be added later with
+            ``Run.load(path, problem=…)`` if ``network`` names the part of the module that is its model.
+        network: Name of the part of the module that is the problem's model; by default, the part with its parameters.
         every: Steps between checkpoints; 1 records every step, about three weight vectors each.
-        augmentation: ``"unseeded"`` if the dataset changes its inputs at random: recorded, but not for exact analyses.
-        verify_steps: How many first steps to compare with the problem.
+        augmentation: ``"unseeded"`` if the dataset changes its inputs at random; the run cannot be analyzed exactly.
+        verify_steps: Number of initial steps to compare with the problem.
 
     Raises:
-        RunError: when training begins, with what cannot be recorded and what to do.
+        RunError: When training begins: what cannot be recorded, and what to do.
     """
 
     def __init__(
@@ -75,12 +73,8 @@ class RecordRun(Callback):
         augmentation: Literal["unseeded"] | None = None,
         verify_steps: int = 2,
     ) -> None:
-        self.path, self.problem, self.network = path, problem, network
-        self._options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps}
-        self._blocks: StepBlocks | None = None
-        self._recorder: Recorder | None = None
-        self._drawn: DrawnBatches | None = None
-        self._loader: Any = None
+        super().__init__(path, problem, every=every, augmentation=augmentation, verify_steps=verify_steps)
+        self.network = network
         self._parts: list[Tensor] = []
         self._losses: list[Tensor] = []
         self._accumulated = 1
@@ -95,51 +89,28 @@ class RecordRun(Callback):
             The same loader.
 
         Raises:
-            RunError: its batches cannot be told from each other.
+            RunError: The examples of its batches cannot be known.
         """
         watch_loader(loader)
         return loader
 
-    @property
-    def run(self) -> Run:
-        """The run as far as it has been written.
-
-        Raises:
-            RunError: training has not begun.
-        """
-        if self._recorder is None:
-            raise RunError("nothing has been recorded yet: call trainer.fit(…) with this callback first")
-        return self._recorder.run
-
     def on_train_start(self, trainer: Any, pl_module: "LightningModule") -> None:
-        """Looks at all that could stand in the way, and begins."""
-        loader = trainer.train_dataloader
+        """Check that the training can be recorded, and begin."""
         _check_trainer(trainer, pl_module)
-        _check_watched(loader)
-        self._loader, self._drawn = loader, watch_loader(loader)
+        _check_watched(trainer.train_dataloader)
         self._parts, self._losses, self._accumulated = [], [], trainer.accumulate_grad_batches
         network = find_network(pl_module, None if self.problem is None else self.problem.module(), self.network)
-        optimizer = unwrapped(trainer.optimizers[0])
-        planned = trainer.estimated_stepping_batches
-        about = {
-            "trainer": "lightning",
-            "accumulate": self._accumulated,
-            "clip_norm": trainer.gradient_clip_val or None,
-        }
-        options = {**self._options, "steps": int(planned) if math.isfinite(planned) else None, "training": about}
-
-        def make() -> Recorder:
-            return make_recorder(self.path, network, optimizer, self.problem, len(loader.dataset), **options)
-
-        self._blocks = StepBlocks(make, optimizer, self._batches, self._add_losses)
-        self._recorder = self._blocks.recorder
+        planned, clip = trainer.estimated_stepping_batches, trainer.gradient_clip_val or None
+        about = {"trainer": "lightning", "accumulate": self._accumulated, "clip_norm": clip}
+        steps = int(planned) if math.isfinite(planned) else None
+        self._begin(trainer.train_dataloader, network, trainer.optimizers[0], steps, about)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: "LightningModule") -> None:
-        """An epoch that was ended early leaves nothing behind."""
+        """Discard what an epoch that ended early left behind."""
         self._parts, self._losses = [], []
 
     def on_train_batch_start(self, trainer: Any, pl_module: "LightningModule", batch: Any, batch_idx: int) -> None:
-        """Takes the indices of the batch."""
+        """Take the indices of the batch."""
         if self._drawn is None:
             return
         indices = self._drawn.take()
@@ -149,68 +120,60 @@ class RecordRun(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keeps the loss of a batch that was only accumulated."""
+        """Keep the loss of a batch that was only accumulated."""
         if self._parts and isinstance(outputs, dict) and "loss" in outputs:
             self._losses.append(outputs["loss"].detach())
 
     def on_train_end(self, trainer: Any, pl_module: "LightningModule") -> None:
-        """Writes what is left."""
-        self._end(None)
+        """Write the rest."""
+        self._end()
 
     def on_exception(self, trainer: Any, pl_module: "LightningModule", exception: BaseException) -> None:
-        """Keeps the steps that were whole."""
+        """Keep the complete steps."""
         self._end(exception)
 
     def _batches(self) -> tuple[Sequence[Tensor], Sequence[Tensor] | None, None]:
-        """Lightning divides by the number of micro-batches that were asked for, also where an epoch ends early."""
+        """Lightning divides by the configured number of micro-batches, even if an epoch ends early."""
         parts, self._parts = self._parts, []
         if len(parts) in (0, self._accumulated):
             return parts, None, None
         return parts, [torch.full((len(part),), 1 / (self._accumulated * len(part))) for part in parts], None
 
-    def _add_losses(self, step: StepContext) -> None:
-        """The recorder has the last micro-batch's loss, from the closure."""
+    def _before_close(self, step: StepContext) -> None:
+        """Add the losses of the other micro-batches; the recorder has that of the last one, from the closure."""
         losses, self._losses = self._losses, []
         if step.loss is not None:
             for loss in losses:
                 step.loss = step.loss + loss
 
-    def _end(self, error: BaseException | None) -> None:
-        blocks, self._blocks, self._drawn = self._blocks, None, None
-        if blocks is not None:
-            blocks.end(error)
-            unwatch_loader(self._loader)
-
 
 def _check_trainer(trainer: Any, module: nn.Module) -> None:
     if trainer.world_size > 1:
         raise RunError(
-            f"{trainer.world_size} processes share each step, one process can be recorded: Trainer(devices=1)"
+            f"{trainer.world_size} processes share each step, but only one can be recorded: use Trainer(devices=1)"
         )
     if trainer.precision not in _PRECISIONS:
         raise RunError(
-            f"precision={trainer.precision!r} computes other gradients than the problem's in full precision: train "
-            'with precision="32-true" or "64-true"'
+            f"precision={trainer.precision!r} gives other gradients than the problem in full precision: train with "
+            'precision="32-true" or "64-true"'
         )
     if not getattr(module, "automatic_optimization", True):
         raise RunError(
-            "with manual optimization the loss of a step is not known here: put a poprisk.Recorder into training_step"
+            "manual optimization hides the loss of a step: use poprisk.Recorder inside training_step instead"
         )
     if len(trainer.optimizers) != 1:
-        raise RunError(f"a run has one optimizer, got {len(trainer.optimizers)}: record a training with one")
-    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm).lower().endswith("value"):
-        raise RunError('clipping by value is no step of the recorded loss: gradient_clip_algorithm="norm"')
-    if trainer.global_step:
         raise RunError(
-            f"the training goes on from step {trainer.global_step} of a checkpoint, whose first steps were not "
-            "recorded: record a training from its beginning"
+            f"only one optimizer can be recorded, got {len(trainer.optimizers)}: use a module with one optimizer"
         )
+    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm).lower().endswith("value"):
+        raise RunError('clipping by value cannot be recorded: use gradient_clip_algorithm="norm"')
+    check_from_start(trainer.global_step)
 
 
 def _check_watched(loader: Any) -> None:
     places = [getattr(loader, place, None) for place in ("sampler", "batch_sampler")]
     if not any(isinstance(place, DrawnBatches) for place in places):
         raise RunError(
-            f"the training loader ({type(loader).__name__}) is not watched, and the examples of its batches not known: "
-            "pass trainer.fit(module, record.watch(loader)), or return record.watch(loader) from train_dataloader"
+            f"the loader ({type(loader).__name__}) is not watched, so the examples of its batches are unknown: call "
+            " trainer.fit(module, record.watch(loader)), or return record.watch(loader) from train_dataloader"
         )

@@ -1,4 +1,4 @@
-"""The gate in TensorBoard, Weights & Biases or a plain file, for training loops that are written by hand."""
+"""Log the gate to TensorBoard, Weights & Biases or a file, from your own training loop."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -36,9 +36,9 @@ SAMPLE = 10_000
 
 
 class Watch:
-    """A running :func:`watch`; ``remove()`` or the end of a ``with`` block ends it and writes what is still unwritten.
+    """Handle of :func:`watch`; ``remove()`` or the end of a ``with`` block stops it and writes the last line.
 
-    The sink stays open: whoever opened it closes it.
+    The sink stays open; close it where you opened it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Watch:
         ]
 
     def remove(self) -> None:
-        """Stops watching; the readings since the last line become one more line. Calling it again does nothing."""
+        """Stop watching, and write the readings since the last line. Calling it again has no effect."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -75,7 +75,7 @@ class Watch:
         self.remove()
 
     def _before_step(self) -> None:
-        """Counts the step now due, takes a reading if it is time for one, and writes a line if it is time for that."""
+        """Count the step, and take a reading or write a line if one is due."""
         self._step += 1
         line = self._step % self._every == 0
         if _capturing() or not (line or self._step % self._read_every == 0):
@@ -88,7 +88,7 @@ class Watch:
                 self._write(self._step)
 
     def _take(self) -> None:
-        """One pass over the state for the meters of every group and of all."""
+        """Read the diagnostics of every group, and of all together, in one pass over the state."""
         groups = self._optimizer.param_groups
         if not self._optimizer.state:
             return
@@ -120,7 +120,7 @@ class Watch:
             self._last_drawn = step
 
     def _restart(self, _: Any) -> None:
-        """After loading a checkpoint the count goes on from there, and what was read before belongs to another past."""
+        """After loading a checkpoint, continue its count of steps and discard earlier readings."""
         self._overall, self._groups = _Readings(), {}
         self._step = steps_taken(self._optimizer)
         self._last_line = self._last_drawn = self._read_at = 0
@@ -135,32 +135,32 @@ def watch(
     histograms: bool | int = True,
     prefix: str = PREFIX,
 ) -> Watch:
-    """Writes the optimizer's meters while it trains; no line of the loop changes.
+    """Log the optimizer's gate diagnostics during training, without changes to the training loop.
 
-    A hook reads them in each step just before the weights move: after a closure, if there is one, after clipping, and
-    with the gradient scale taken out. The step written beside them is the optimizer's own count, so that a resumed run
-    goes on with its curve. Steps replayed from a CUDA graph run no hooks and are not seen. Where several processes
-    train one model, let one of them watch.
+    A hook reads them in each step just before the weights are updated: after a closure, if there is one, after
+    clipping, and without the gradient scale. Steps are counted by the optimizer, so the curves of a resumed run
+    continue. Steps replayed from a CUDA graph run no hooks and are not seen. If several processes train one model,
+    call this in one of them.
 
     Args:
         optimizer: A :class:`poprisk.PopRiskAdamW`, or a trainer's wrapper around one.
         writer: A ``torch.utils.tensorboard.SummaryWriter``, a ``wandb`` run (or ``wandb`` itself, once it has one), or
             any :class:`Sink`, such as :class:`JsonLinesSink`, which needs no further package.
-        model: Gives the histograms the names of its parameters. Without it they have those that the optimizer was
+        model: Model whose parameter names the histograms use. Without it they use the names that the optimizer was
             built with (``model.named_parameters()``), or numbers.
-        every: Steps from one line of scalars to the next; a line is the mean of ten readings, each of which takes
-            about as long as two steps that are not fused. With several parameter groups each has its own meters too,
-            under ``group_0/``, or ``group_x/`` for a group with ``"name": "x"``.
-        histograms: Draw the gate q and log10 of its signal-to-noise ratio m̂²/ŝ for each parameter, at the first line
-            and then at every tenth; a number instead of True draws at the first line after so many steps.
-        prefix: Put before every name.
+        every: Steps between two log lines; a line is the mean of ten readings, each of which takes about as long as
+            two steps that are not fused. With several parameter groups each one is logged too, under ``group_0/``, or
+            ``group_x/`` for a group with ``"name": "x"``.
+        histograms: Whether to log histograms of the gate q and of log10 of its signal-to-noise ratio m̂²/ŝ for each
+            parameter, at the first line and every tenth one; an integer is the number of steps between histograms.
+        prefix: Prefix of all names.
 
     Returns:
         A handle with ``remove()``, which is also a context manager.
 
     Raises:
-        HyperparameterError: the optimizer has no gate to watch, the writer is not one that can be written to, or an
-            interval is not a whole number ≥ 1.
+        HyperparameterError: The optimizer has no gate, the writer is not supported, or an interval is not an
+            integer ≥ 1.
 
     Example:
         >>> class Printer:
@@ -189,7 +189,7 @@ def watch(
 
 
 def before_each_step(optimizer: PopRiskAdamW, read: Callable[[], None]) -> RemovableHandle:
-    """Calls ``read`` in every step when its gradients are whole: at its beginning, or when its closure has run."""
+    """Call ``read`` in every step once its gradients are complete: at the start, or after its closure."""
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -208,14 +208,14 @@ def before_each_step(optimizer: PopRiskAdamW, read: Callable[[], None]) -> Remov
 
 
 def steps_taken(optimizer: PopRiskAdamW) -> int:
-    """How many steps the optimizer has made, over all its checkpoints: the count of its most often moved parameter."""
+    """Number of steps of the optimizer, those before a checkpoint included: the largest count of its parameters."""
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 
 def sampled_gates(
     optimizer: PopRiskAdamW, sample: int = SAMPLE
 ) -> Iterator[tuple[Tensor, Float[Tensor, " n"], Float[Tensor, " k"]]]:
-    r"""Of each gated parameter the gate q of its last step and :math:`\log_{10}(\hat m^2/\hat s)`, for histograms.
+    r"""For each gated parameter, the gate q of its last step and :math:`\log_{10}(\hat m^2/\hat s)`, for histograms.
 
     At most ``sample`` coordinates, evenly spread, on the CPU; those without signal or noise have no ratio and are left
     out of the second. With ``granularity`` or ``normalize_gate`` q is the one really used, the ratio is each
@@ -237,7 +237,7 @@ def sampled_gates(
 
 
 def _log_snr(state: PopulationState, hyper: Hyper) -> Tensor:
-    """In logarithms throughout: m̂² alone may be too small for its dtype."""
+    """Computed with logarithms, since m̂² may underflow."""
     c = current(hyper, state.step, state.var_step, state.gain)
     signal = (state.m.double() * c.m_debias).abs().log10()
     return 2 * signal - debiased_variance(state, hyper).double().log10()
@@ -253,7 +253,7 @@ def _every_nth(x: Tensor, stride: int) -> Tensor:
 
 
 def _stride(count: int, sample: int) -> int:
-    """The first stride that leaves at most ``sample`` and, having no divisor in common, does not stay in one column."""
+    """The first stride that leaves at most ``sample`` values and, being coprime, does not stay in one column."""
     stride = -(-count // sample)
     while math.gcd(stride, count) > 1:
         stride += 1
@@ -265,14 +265,14 @@ def _finite(x: Tensor) -> Tensor:
 
 
 class _Readings(Readings):
-    """Readings that were taken elsewhere."""
+    """Readings that are computed elsewhere."""
 
     def add(self, reading: GateDiagnostics) -> None:
         self._taken.append(reading)
 
 
 def _parameter_names(optimizer: PopRiskAdamW, model: nn.Module | None) -> dict[Tensor, str]:
-    """What the model calls its parameters, else what the optimizer does, else group and place."""
+    """Names of the parameters from the model, otherwise from the optimizer, otherwise group and position."""
     names: dict[Tensor, str] = {
         p: group["param_names"][place] if "param_names" in group else f"{index}.{place}"
         for index, group in enumerate(optimizer.param_groups)
@@ -285,7 +285,7 @@ def _parameter_names(optimizer: PopRiskAdamW, model: nn.Module | None) -> dict[T
 
 def _check_interval(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise HyperparameterError(f"{name} must be a whole number of steps ≥ 1, got {value!r}")
+        raise HyperparameterError(f"{name} must be a number of steps ≥ 1, got {value!r}")
 
 
 def _draw_interval(histograms: bool | int, every: int) -> int | None:

@@ -1,30 +1,30 @@
-"""What the recording callbacks of all trainers share: which examples made a batch, and a block around each step.
+"""What the recording callbacks of all trainers share: which examples are in a batch, and a block around each step.
 
-Which examples. A :class:`torch.utils.data.DataLoader` draws the indices of its batches in the main process, whatever
-the number of its workers, and hands the batches out in the order in which it drew them. So the order of the draws is
-noted, and each batch that is trained on takes the next one. Every batch is compared with the examples it should be made
-of: their number, and their targets where the batch has a tensor of the same shape and dtype; and the first gradients
-are compared with the problem's (:mod:`poprisk.runs._gradients`).
+Examples: a :class:`torch.utils.data.DataLoader` draws the indices of its batches in the main process, whatever the
+number of its workers, and returns the batches in the order in which it drew them. The draws are noted, and each batch
+that is trained on takes the next one. Every batch is compared with its examples: their number, and their targets if the
+batch has a tensor of the same shape and dtype. The first gradients are compared with the problem's.
 
-The block. It is opened when the optimizer is about to move and closed right after it moved, before schedulers.
+Block: it is opened just before the optimizer step and closed right after it, before schedulers.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.hooks import RemovableHandle
 
 from poprisk.errors import RunError
-from poprisk.runs import Problem, Recorder, StepContext
+from poprisk.runs import Problem, Recorder, Run, StepContext
 
 
 class DrawnBatches:
-    """A sampler that notes what it draws; everything else is the sampler it stands before.
+    """A sampler that notes what it draws; everything else is passed on to the sampler it wraps.
 
     >>> drawn = DrawnBatches([[2, 0], [1, 3]])
     >>> batches = iter(drawn)
@@ -39,7 +39,7 @@ class DrawnBatches:
         self._waiting: deque[list[int]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        self._waiting.clear()  # what was drawn ahead in an epoch that ended early is never trained on
+        self._waiting.clear()  # batches drawn ahead in an epoch that ended early are never trained on
         for drawn in self.drawn_from:
             self._waiting.append([int(drawn)] if not isinstance(drawn, list | tuple | Tensor) else [*map(int, drawn)])
             yield drawn
@@ -48,29 +48,29 @@ class DrawnBatches:
         return len(self.drawn_from)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("drawn_from", "_waiting"):  # not there yet, while it is copied or unpickled
+        if name in ("drawn_from", "_waiting"):  # not set yet while being copied or unpickled
             raise AttributeError(name)
         return getattr(self.drawn_from, name)
 
     def take(self) -> Tensor:
-        """The indices of the batch that comes next.
+        """The indices of the next batch.
 
         Raises:
-            RunError: more batches were trained on than drawn.
+            RunError: More batches were trained on than drawn.
         """
         if not self._waiting:
             raise RunError(
-                "a batch was trained on that the watched loader did not draw, so that its examples are not known: "
-                "train on the batches of one torch DataLoader"
+                "the watched loader did not draw this training batch, so its examples are unknown: train on the "
+                "batches of one torch DataLoader"
             )
         return torch.tensor(self._waiting.popleft())
 
 
 def watch_loader(loader: Any) -> DrawnBatches:
-    """Note, from now on, which examples a loader draws; a second call finds what the first one left.
+    """Note which examples a loader draws from now on; a second call returns the same object.
 
     Raises:
-        RunError: it is no torch DataLoader over a dataset with indices, or hands batches out in another order.
+        RunError: It is not a torch DataLoader over a dataset with indices, or returns batches in another order.
 
     >>> loader = DataLoader(range(6), batch_size=4)
     >>> drawn = watch_loader(loader)
@@ -79,25 +79,25 @@ def watch_loader(loader: Any) -> DrawnBatches:
     >>> watch_loader(loader) is drawn
     True
     """
-    base = getattr(loader, "base_dataloader", loader)  # accelerate wraps another one
+    base = getattr(loader, "base_dataloader", loader)  # accelerate wraps the loader
     if not isinstance(base, DataLoader) or isinstance(base.dataset, IterableDataset):
         what = type(base.dataset if isinstance(base, DataLoader) else base).__name__
         raise RunError(
-            f"{what} does not say which examples are in a batch: train on a torch DataLoader over a dataset with "
-            "__len__ and __getitem__"
+            f"{what} does not tell which examples are in a batch: use a torch DataLoader over a dataset with __len__ "
+            "and __getitem__"
         )
     if not getattr(base, "in_order", True):
-        raise RunError("a loader with in_order=False hands batches out as they come: their examples are not known")
+        raise RunError("the examples in batches of a loader with in_order=False are unknown: use in_order=True")
     place = "sampler" if base.batch_sampler is None else "batch_sampler"
     found = getattr(base, place)
     if not isinstance(found, DrawnBatches):
         found = DrawnBatches(found)
-        object.__setattr__(base, place, found)  # torch's own guards against samplers that disagree with batch_size
+        object.__setattr__(base, place, found)  # torch forbids a plain assignment
     return found
 
 
 def unwatch_loader(loader: Any) -> None:
-    """Put a loader's own sampler back."""
+    """Restore a loader's own sampler."""
     base = getattr(loader, "base_dataloader", loader)
     for place in ("sampler", "batch_sampler"):
         found = getattr(base, place, None)
@@ -106,17 +106,17 @@ def unwatch_loader(loader: Any) -> None:
 
 
 def check_batch(batch: Any, indices: Tensor, problem: Problem | None) -> None:
-    """Refuses a batch that cannot be made of these examples.
+    """Check that a batch can consist of these examples.
 
     Raises:
-        RunError: another number of examples, or other targets.
+        RunError: The number of examples or their targets differ.
     """
     found = list(_tensors(batch))
     sizes = {len(x) for x in found if x.dim()}
     if sizes and len(indices) not in sizes:
         raise RunError(
-            f"a batch of {max(sizes)} should be made of the {len(indices)} examples {indices[:4].tolist()} …: the "
-            "collate function, or a hook that changes batches, must leave each example in its place"
+            f"a batch of {max(sizes)} should consist of the {len(indices)} examples {indices[:4].tolist()} …: the "
+            "collate function, or a hook that changes batches, must keep each example in its place"
         )
     if problem is None:
         return
@@ -124,21 +124,21 @@ def check_batch(batch: Any, indices: Tensor, problem: Problem | None) -> None:
     alike = [x.detach().cpu() for x in found if x.shape == targets.shape and x.dtype == targets.dtype]
     if alike and not any(torch.equal(x, targets) for x in alike):
         raise RunError(
-            f"the batch of examples {indices[:4].tolist()} … does not have their targets: the problem's examples must "
-            "be those of the loader's dataset, in the same order"
+            f"the targets of the batch are not those of the problem's examples {indices[:4].tolist()} …: the problem "
+            "must have the examples of the loader's dataset, in the same order"
         )
 
 
 def find_network(model: nn.Module, wanted: nn.Module | None, name: str | None = None) -> nn.Module:
-    """The part of a trainer's module that a problem's model is: of that name, or with the same parameters.
+    """Find the part of a trainer's module that is the problem's model, by name or by its parameters.
 
     Args:
-        model: The trainer's.
-        wanted: The problem's model, built anew; None where there is no problem.
-        name: Of the part.
+        model: The trainer's module.
+        wanted: The problem's model, newly built; None if there is no problem.
+        name: Name of the part.
 
     Raises:
-        RunError: there is none, or the named one is another.
+        RunError: There is no such part, or the named one differs.
 
     >>> part = nn.Linear(2, 1)
     >>> find_network(nn.ModuleDict({"net": part}), nn.Linear(2, 1)) is part
@@ -146,7 +146,7 @@ def find_network(model: nn.Module, wanted: nn.Module | None, name: str | None = 
     """
     parts = dict(model.named_modules())
     if name is not None and name not in parts:
-        raise RunError(f"{type(model).__name__} has no part {name!r}: network= is one of {_some(list(parts)[1:])}")
+        raise RunError(f"{type(model).__name__} has no part {name!r}: network must be one of {_some(list(parts)[1:])}")
     named = model if name is None else parts[name]
     if wanted is None:
         return named
@@ -155,60 +155,110 @@ def find_network(model: nn.Module, wanted: nn.Module | None, name: str | None = 
         if _shapes(part) == shapes:
             return part
     raise RunError(
-        f"no part of {type(model).__name__} is the problem's model: that has parameters {_some(list(shapes))}, the "
-        f"module {_some(list(_shapes(named)))}, or their shapes differ; make_model must build what the module trains"
+        f"no part of {type(model).__name__} matches the problem's model, which has the parameters "
+        f"{_some(list(shapes))}; the module has {_some(list(_shapes(named)))}, or other shapes: make_model must build "
+        "what the module trains"
     )
 
 
-class StepBlocks:
-    """A recorder's block around each step of a trainer that steps by itself.
+class TrainerRecording:
+    """What the recording callbacks of all trainers share: a recorder, and a block around each optimizer step.
 
     Args:
-        make: Makes the recorder of an optimizer, whose hooks stand between those that open and close the block.
-        optimizer: That is stepped.
-        batches: The micro-batches of the step at hand, their weights where these are not 1 / (their number), and the
-            step's loss if it is known before the step.
-        after: Called with the block before it is closed.
+        path: Directory for the run, new or empty; None keeps it in memory.
+        problem: What is trained, or None.
+        every: Steps between checkpoints; 1 records every step, about three weight vectors each.
+        augmentation: ``"unseeded"`` if the dataset changes its inputs at random.
+        verify_steps: Number of initial steps to compare with the problem.
     """
 
     def __init__(
         self,
-        make: Callable[[], Recorder],
-        optimizer: Optimizer,
-        batches: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor] | None, Any]],
-        after: Callable[[StepContext], None] = lambda step: None,
+        path: str | Path | None,
+        problem: Problem | None = None,
+        *,
+        every: int = 1,
+        augmentation: Literal["unseeded"] | None = None,
+        verify_steps: int = 2,
     ) -> None:
-        self._batches, self._after = batches, after
+        self.path, self.problem = path, problem
+        self._options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps}
+        self._recorder: Recorder | None = None
+        self._drawn: DrawnBatches | None = None
+        self._loader: Any = None
         self._step: StepContext | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def run(self) -> Run:
+        """The run, as far as it has been written.
+
+        Raises:
+            RunError: Training has not begun.
+        """
+        if self._recorder is None:
+            raise RunError("nothing has been recorded yet: train with this callback first")
+        return self._recorder.run
+
+    def _begin(self, loader: Any, network: nn.Module, optimizer: Any, steps: int | None, about: dict[str, Any]) -> None:
+        """Begin to record; the recorder's hooks run between those that open and close a step."""
+        optimizer = unwrapped(optimizer)
+        self._loader, self._drawn = loader, watch_loader(loader)
         self._hooks = [optimizer.register_step_pre_hook(self._open)]
         try:
-            self.recorder = make()
+            options = {**self._options, "steps": steps, "training": about}
+            self._recorder = make_recorder(self.path, network, optimizer, self.problem, len(loader.dataset), **options)
         except BaseException:
-            self._hooks[0].remove()
+            self._hooks.pop().remove()
             raise
         self._hooks.append(optimizer.register_step_post_hook(self._close))
 
+    def _batches(self) -> tuple[Sequence[Tensor], Sequence[Tensor] | None, Any]:
+        """The micro-batches of the current step, their weights if not 1 / (their size), and the loss if known."""
+        raise NotImplementedError
+
+    def _before_close(self, step: StepContext) -> None:
+        """Called with each step before it is closed."""
+
     def _open(self, *_: Any) -> None:
+        assert self._recorder is not None
         indices, weights, loss = self._batches()
-        self._step = self.recorder.step(list(indices), weights=None if weights is None else list(weights))
+        self._step = self._recorder.step(list(indices), weights=None if weights is None else list(weights))
         self._step.__enter__()
         self._step.loss = loss
 
     def _close(self, *_: Any) -> None:
         step, self._step = self._step, None
         if step is not None:
-            self._after(step)
+            self._before_close(step)
             step.__exit__(None, None, None)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Close the recorder; after an error as one that was interrupted, with the steps that were whole."""
-        for hook in self._hooks:
-            hook.remove()
+    def _end(self, error: BaseException | None = None) -> None:
+        """Close the recorder; after an error, keep the complete steps."""
+        hooks, self._hooks, self._drawn = self._hooks, [], None
         step, self._step = self._step, None
+        if not hooks or self._recorder is None:
+            return
+        for hook in hooks:
+            hook.remove()
         kind = RunError if error is None else type(error)
         if step is not None:
             step.__exit__(kind, error, None)
-        self.recorder.__exit__(None if error is None else kind, error, None)
+        self._recorder.__exit__(None if error is None else kind, error, None)
+        unwatch_loader(self._loader)
+
+
+def check_from_start(step: int) -> None:
+    """Check that a training starts at its first step.
+
+    Raises:
+        RunError: It continues from a checkpoint.
+    """
+    if step:
+        raise RunError(
+            f"the training continues from step {step} of a checkpoint, and its first steps were not recorded: record a "
+            "training from the start"
+        )
 
 
 def make_recorder(
@@ -219,23 +269,23 @@ def make_recorder(
     examples: int,
     **options: Any,
 ) -> Recorder:
-    """A recorder for a problem, or, without one, for so many examples under whatever loss the trainer computes.
+    """A recorder for a problem or, without one, for a number of examples under the trainer's own loss.
 
     Raises:
-        RunError: the problem and the loader's dataset are not of one length, or as by :class:`~poprisk.runs.Recorder`.
+        RunError: The problem and the dataset differ in length, or see :class:`~poprisk.runs.Recorder`.
     """
     if problem is None:
         return Recorder(path, network, optimizer, loss="the trainer's own", examples=examples, **options)
     if len(problem) != examples:
         raise RunError(
-            f"problem {problem.name!r} has {len(problem)} examples, the training loader's dataset {examples}: they "
-            "must be the same, in the same order"
+            f"problem {problem.name!r} has {len(problem)} examples, the training loader's dataset {examples}: "
+            "both must have the same examples, in the same order"
         )
     return Recorder(path, network, optimizer, problem=problem, **options)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside what trainers put around it."""
+    """The torch optimizer inside the wrappers of a trainer."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer

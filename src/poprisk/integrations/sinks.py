@@ -1,4 +1,4 @@
-"""Places that readings can be written to: TensorBoard, Weights & Biases, a file of JSON lines."""
+"""Where readings are written: TensorBoard, Weights & Biases, or a file of JSON lines."""
 
 import json
 import math
@@ -20,19 +20,19 @@ BINS = 32
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where readings go; anything with these two methods will do. A line's histograms come before its scalars."""
+    """Anything with these two methods can receive readings. The histograms of a line come before its scalars."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Take the meters of one log line, all finite."""
+        """Write the values of one log line, all finite."""
         ...
 
     def histogram(self, name: str, values: Tensor, step: int) -> None:
-        """Take a sample of one tensor's coordinates: at least one number, all finite, on the CPU."""
+        """Write a sample of one tensor's entries: at least one number, all finite, on the CPU."""
         ...
 
 
 def as_sink(writer: Any) -> Sink:
-    """The sink that writes to a TensorBoard writer or a W&B run; a sink is returned as it is."""
+    """The sink for a TensorBoard writer or a W&B run; a sink is returned unchanged."""
     if isinstance(writer, Sink) and not isinstance(writer, type):
         return writer
     if hasattr(writer, "add_scalar") and hasattr(writer, "add_histogram"):
@@ -41,19 +41,19 @@ def as_sink(writer: Any) -> Sink:
         return WandbSink(writer)
     if isinstance(writer, ModuleType) and writer.__name__ == "wandb":
         if writer.run is None:
-            raise HyperparameterError("wandb has no run yet: call wandb.init(...) first, or give WandbSink(mode=…)")
+            raise HyperparameterError("wandb has no run yet: call wandb.init(…) first, or use WandbSink(mode=…)")
         return WandbSink(writer.run)
     raise HyperparameterError(
-        f"writer must be a SummaryWriter of TensorBoard, a run of wandb, or a Sink (scalars(values, step) and "
-        f"histogram(name, values, step)), got {writer!r}: for a plain file give JsonLinesSink(path)"
+        "writer must be a TensorBoard SummaryWriter, a wandb run, or a Sink with scalars(values, step) and "
+        f"histogram(name, values, step), got {writer!r}; to write to a file, use JsonLinesSink(path)"
     )
 
 
 class TensorBoardSink:
-    """Writes to TensorBoard.
+    """Write to TensorBoard.
 
     Args:
-        target: The directory of the event file, or a ``SummaryWriter`` to share.
+        target: Directory of the event file, or an existing ``SummaryWriter``.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
@@ -63,27 +63,27 @@ class TensorBoardSink:
         self.writer = _summary_writer(target) if isinstance(target, str | os.PathLike) else target
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One curve for each name."""
+        """Write one curve per name."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
     def histogram(self, name: str, values: Tensor, step: int) -> None:
-        """One slice of the distribution of that name."""
+        """Write one slice of the distribution of that name."""
         self.writer.add_histogram(name, values, step)
 
     def close(self) -> None:
-        """Closes the writer, and with it the event file."""
+        """Close the writer and its event file."""
         self.writer.close()
 
 
 class WandbSink:
-    """Writes to Weights & Biases, also without a network: ``WandbSink(mode="offline")``.
+    """Write to Weights & Biases; ``WandbSink(mode="offline")`` needs no network.
 
-    The curves have an axis of their own, ``poprisk/step``, so that they do not depend on how else the run is logged to.
+    The curves have their own axis, ``poprisk/step``, so they do not depend on what else is logged to the run.
 
     Args:
-        run: A run to share; without it one is begun.
-        init: For ``wandb.init``, where a run is begun.
+        run: An existing run; without it, a new one is started.
+        init: Arguments for ``wandb.init``, if a new run is started.
 
     Raises:
         MissingExtraError: wandb is not installed.
@@ -96,7 +96,7 @@ class WandbSink:
             raise MissingExtraError("wandb", "wandb", "logging to Weights & Biases") from error
         if run is not None and (init or not _is_wandb_run(run)):
             raise HyperparameterError(
-                f"WandbSink takes a run of wandb, or arguments for a new one, got {type(run).__name__} and {init}"
+                f"WandbSink takes a wandb run or arguments for a new one, got {type(run).__name__} and {init}"
             )
         self.run = wandb.init(**init) if run is None else run
         self.run.define_metric(f"{PREFIX}step", hidden=True)
@@ -105,7 +105,7 @@ class WandbSink:
         self._axes: set[str] = set()
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One line of the run's history, with the histograms that came for it."""
+        """Write one line of the run's history, with its histograms."""
         line = {**self._waiting, **values}
         self._waiting = {}
         for name in line.keys() - self._axes:  # by name: with other prefixes there is no common pattern
@@ -114,22 +114,22 @@ class WandbSink:
         self.run.log({**line, f"{PREFIX}step": step})
 
     def histogram(self, name: str, values: Tensor, step: int) -> None:
-        """Kept for the line of scalars: W&B counts every call as a step of its own."""
+        """Keep a histogram for the next line, since W&B counts every call as a step."""
         self._waiting[name] = self._histogram(np_histogram=_counted(values))
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Finish the run."""
         self.run.finish()
 
 
 class JsonLinesSink:
-    """Appends one line of JSON per log line to a file, and needs nothing but this package.
+    """Append one line of JSON per log line to a file; needs no other package.
 
-    Each line is whole on the disk before training goes on. A line that a killed process left unfinished is removed when
-    the file is opened again, and not read by :meth:`read`.
+    Each line is completely on disk before training continues. An incomplete line left by a killed process is removed
+    when the file is opened again, and ignored by :meth:`read`.
 
     Args:
-        path: The file; our lines in it are kept, a file with anything else is refused.
+        path: The file. Existing log lines are kept; a file with other contents gives an error.
 
     Example:
         >>> import tempfile
@@ -146,33 +146,33 @@ class JsonLinesSink:
             content = self.path.read_bytes()
             whole, _, tail = content.rpartition(b"\n")
             if tail and not whole and not tail.startswith(b'{"step": '):
-                raise DataError(f"{path} holds something else than our log lines: give the name of a new file")
+                raise DataError(f"{path} does not contain log lines of JsonLinesSink: choose a new file")
             if whole:
                 _parsed(whole.split(b"\n")[0], f"line 1 of {path}")
             os.truncate(self.path, content.rfind(b"\n") + 1)
         self._waiting: dict[str, Any] = {}
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One line: the step, the meters, and under ``histograms`` what came for it."""
+        """Write one line: the step, the values, and the histograms under ``histograms``."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = {"step": step, **finite, **({"histograms": self._waiting} if self._waiting else {})}
         self._waiting = {}
         _append(self.path, json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
     def histogram(self, name: str, values: Tensor, step: int) -> None:
-        """Kept for the line of scalars, as counts between edges."""
+        """Keep a histogram for the next line, as counts between edges."""
         counts, edges = _counted(values)
         self._waiting[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-        """The lines of such a file, in the order of their steps.
+        """Read the lines of such a file, in the order of their steps.
 
-        An unfinished last line is left out. Where a run was resumed from an earlier step, the lines from there on are
-        those of the resumed run.
+        An incomplete last line is ignored. If a run was resumed from an earlier step, later lines of the first run are
+        dropped.
 
         Raises:
-            DataError: a finished line is not one of ours.
+            DataError: A complete line is not a log line.
         """
         whole = Path(path).read_bytes().rpartition(b"\n")[0]
         lines: list[dict[str, Any]] = []
@@ -201,7 +201,7 @@ def _summary_writer(directory: str | os.PathLike[str]) -> Any:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Adds a line, or, where the disk is full, leaves the file as it was."""
+    """Append a line; if the disk is full, leave the file unchanged."""
     with open(path, "ab") as file:
         before = file.tell()
         try:
@@ -219,5 +219,7 @@ def _parsed(text: bytes, place: str) -> dict[str, Any]:
     except ValueError:
         line = None
     if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-        raise DataError(f"{place} must be a JSON object with a step, got {text[:60]!r}: is this a file of meters?")
+        raise DataError(
+            f"{place} must be a JSON object with a step, got {text[:60]!r}: is this a log of JsonLinesSink?"
+        )
     return line

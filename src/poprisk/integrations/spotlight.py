@@ -1,4 +1,4 @@
-"""Renumics Spotlight on an audit: the DataFrame it shows, the kinds of its columns, and the call."""
+"""Show an audit in Renumics Spotlight."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,16 +10,16 @@ _KINDS = {"label": "Category", "bool": "bool", "int": "int", "float": "float"}
 
 
 def spotlight_inputs(table: AuditTable, **extra: tuple[Sequence[Any], str]) -> tuple[Any, dict[str, str]]:
-    """A DataFrame and the ``dtype`` mapping that ``renumics.spotlight.show`` takes with it.
+    """A DataFrame, and its ``dtype`` mapping for ``renumics.spotlight.show``.
 
     Args:
-        table: Any audit.
-        extra: Further columns by name, each with its values and Spotlight's name of their kind, e.g.
+        table: An audit.
+        extra: Further columns by name, each with its values and their Spotlight type, e.g.
             ``image=(list_of_arrays, "Image")`` or ``features=(list(embeddings), "Embedding")``.
 
     Raises:
         MissingExtraError: pandas is not installed.
-        DataError: an extra column has another number of rows.
+        DataError: An extra column has the wrong number of rows.
 
     >>> import torch
     >>> from functools import partial
@@ -39,7 +39,7 @@ def spotlight_inputs(table: AuditTable, **extra: tuple[Sequence[Any], str]) -> t
         frame[name] = frame[name].astype(str).astype("category")
     for name, (values, kind) in extra.items():
         if len(values) != len(table):
-            raise DataError(f"column {name!r} needs one entry for each of {len(table)} examples, got {len(values)}")
+            raise DataError(f"column {name!r} needs one entry for each of the {len(table)} examples, got {len(values)}")
         frame[name] = list(values)
         kinds[name] = kind
     return frame, kinds

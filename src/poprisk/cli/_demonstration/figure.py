@@ -15,9 +15,9 @@ try:
 except ImportError:
     raise MissingExtraError("matplotlib", "report,data", "the demo") from None
 
-# Okabe and Ito's colours, told apart with any colour vision.
+# Colours of Okabe and Ito, which people with any colour vision can distinguish.
 _COLOURS = ("#D55E00", "#E69F00", "#0072B2")
-_TEXT_COLOURS = ("#B84F00", "#9A6A00", "#00609A")  # the same, darker, for letters on white
+_TEXT_COLOURS = ("#B84F00", "#9A6A00", "#00609A")  # darker, for text on white
 _INK, _FAINT = "#222222", "#8A8A8A"
 _STYLE: Any = {
     "font.family": "sans-serif",
@@ -36,10 +36,10 @@ _STYLE: Any = {
 
 
 def draw_demo(saved: Mapping[str, Any]) -> Figure:
-    """Test accuracy over the steps, and at the last step against the learning rate.
+    """Test accuracy over the steps, and accuracy at the last step over the learning rate.
 
     Args:
-        saved: What ``poprisk._core.store.load_result(path, "demo")`` gives.
+        saved: The saved result, as loaded by ``load_result(path, "demo")``.
     """
     result, config = saved["result"], saved["config"]
     with matplotlib.rc_context(_STYLE):
@@ -56,7 +56,7 @@ def draw_demo(saved: Mapping[str, Any]) -> Figure:
 
 def _title(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     share = f"{result['wrong_share']:.0%}"
-    data = f"Digits, {share} of the training labels wrong; “memorized”: share of these that is reproduced."
+    data = f"Digits, {share} of the training labels wrong; “memorized”: share of the wrong labels that is reproduced."
     if config["seeds"] == 1:
         return f"{data} One seed."
     return f"{data}\nMean of {config['seeds']} seeds; band: lowest to highest seed; bars: standard error."
@@ -72,7 +72,7 @@ def _draw_curves(axes: Axes, result: Mapping[str, Any]) -> None:
         axes.plot(steps, curve["mean"], color=colour, linewidth=2.2)
         end = {"xy": (steps[-1], height), "xytext": (7, 0), "textcoords": "offset points"}
         axes.annotate(_curve_label(row), **end, color=ink, va="center", fontsize=9.5)
-    axes.set_title("Test accuracy along the training")
+    axes.set_title("Test accuracy during training")
     axes.set_xlabel("step")
     axes.set_xlim(0, steps[-1])
     axes.set_ylim(bottom, 1.0)
@@ -103,18 +103,18 @@ def _draw_learning_rates(axes: Axes, result: Mapping[str, Any]) -> None:
     axes.plot(best["lr"], best["last"]["value"], "o", markersize=7, color=tuned, zorder=5)
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_title("Last step against learning rate")
+    axes.set_title("Accuracy at the last step by learning rate")
     axes.set_xlabel("learning rate (ring: the optimizer's default)")
 
 
 def _lowest(result: Mapping[str, Any]) -> float:
-    """The bottom of the scale: a little under the lowest last step, to the next five percent."""
+    """Lower end of the scale: a little below the lowest accuracy, rounded to five percent."""
     finals = [x["value"] for means in result["summary"]["last_by_lr"].values() for x in means]
     return max(0.0, int(20 * (min(finals) - 0.03)) / 20)
 
 
 def _moved_apart(heights: list[float], gap: float) -> list[float]:
-    """Heights for labels, neighbours that are too close moved away from each other by equal parts."""
+    """Heights for labels, moved apart if they are too close."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     placed = list(heights)
     for _ in range(20 * len(heights)):

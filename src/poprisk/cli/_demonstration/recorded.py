@@ -1,4 +1,4 @@
-"""The demo's first seed by itself: the same digits, wrong labels, first weights and batches, recorded for a report."""
+"""The demo's first seed, recorded for a report: the same digits, wrong labels, initial weights and batches."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from poprisk.runs import MANIFEST, NUM_CLASSES, NUM_PIXELS, Problem, Recorder, R
 
 NAME = "digits with wrong labels"
 REPORT_TRAININGS = 5
-"""What the report of the demo may spend on the risk."""
+"""Number of trainings that the demo's report may spend on the risk."""
 _BUDGET_PER_STEP = 0.03
 _CHECKPOINTS = 10
 
 
 def first_network(width: int, depth: int) -> nn.Sequential:
-    """The network of the demo's first seed, with its first weights.
+    """The network of the demo's first seed, with its initial weights.
 
     >>> sum(p.numel() for p in first_network(8, 1).parameters())
     610
@@ -42,7 +42,7 @@ def first_network(width: int, depth: int) -> nn.Sequential:
 
 
 def first_problem(noise: float, train_size: int, width: int, depth: int) -> Problem:
-    """What the demo's first seed trains: labels partly wrong, and test images whose labels are right.
+    """The problem of the demo's first seed: training labels partly wrong, test labels correct.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -60,7 +60,7 @@ def first_problem(noise: float, train_size: int, width: int, depth: int) -> Prob
 
 
 def report_budget(config: DemoConfig) -> float:
-    """Seconds for each part of the report: enough to read the gates, not to linearize the run example by example.
+    """Time budget per section of the report: enough to read the gates, not to linearize the run for each example.
 
     >>> report_budget(DemoConfig())
     15.0
@@ -69,24 +69,24 @@ def report_budget(config: DemoConfig) -> float:
 
 
 def check_place(path: Path) -> None:
-    """Refuses a directory that holds something else than the run of an earlier demo.
+    """Check that a directory is new, or contains the run of an earlier demo.
 
     Raises:
-        RunError: what is there is not to be written over.
+        RunError: The directory contains something else.
     """
     if path.exists() and not _is_demo(path):
-        raise RunError(f"{path} holds something else than a demo's run: choose another --output, or --no-report")
+        raise RunError(f"{path} does not contain a run of the demo: choose another --output, or use --no-report")
 
 
 def record_demo(config: DemoConfig, path: Path) -> Run:
-    """Train the first seed with PopRiskAdamW at its defaults, and record it; an earlier demo's run is written over.
+    """Train the first seed with PopRiskAdamW at its defaults, and record it; replaces the run of an earlier demo.
 
     Args:
-        config: Of the demo.
-        path: A directory for the run.
+        config: Settings of the demo.
+        path: Directory for the run.
 
     Raises:
-        RunError: the directory holds something else.
+        RunError: The directory contains something else.
     """
     check_place(path)
     shutil.rmtree(path, ignore_errors=True)

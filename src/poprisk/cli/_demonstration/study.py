@@ -1,4 +1,4 @@
-"""PopRiskAdamW at its defaults beside AdamW, tuned and untuned, on digits whose labels were partly replaced."""
+"""PopRiskAdamW at its defaults compared with AdamW, tuned and untuned, on digits with partly wrong labels."""
 
 import inspect
 import time
@@ -23,15 +23,15 @@ from poprisk.optim import PopRiskAdamW
 from poprisk.runs import NUM_CLASSES, NUM_PIXELS, TRAIN_SIZES, digits_split, replace_labels
 
 KIND = "demo"
-MAX_NOISE = 0.9  # one label in ten right, as many as each wrong one gets: nothing is left to learn beyond it
+MAX_NOISE = 0.9  # at 0.9 each of the ten classes is equally likely, so nothing can be learned
 OPTIMIZERS: dict[str, type[Optimizer]] = {"AdamW": AdamW, "PopRiskAdamW": PopRiskAdamW}
 Progress = Callable[[str, int, float], None]
-"""Called with the optimizer's name, its steps so far, and its mean test accuracy at its own default lr."""
+"""Called with the optimizer's name, its number of steps, and its mean test accuracy at its default lr."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo runs. Learning rates are in addition to each optimizer's default, which is always among them."""
+    """Settings of the demo. Each optimizer's default learning rate is always added to its grid."""
 
     seeds: int = 5
     noise: float = 0.4
@@ -58,31 +58,31 @@ class DemoConfig:
 
     @property
     def examples_per_step(self) -> int:
-        """The batch size, at most a sixth of the data: the gate measures the noise between batches."""
+        """The batch size, at most a sixth of the data, since the gate measures the noise between batches."""
         return max(1, min(self.batch_size, self.train_size // 6))
 
     def learning_rates(self, name: str) -> list[float]:
-        """The optimizer's grid, its default included, in order."""
+        """The optimizer's grid of learning rates in order, its default included."""
         grid = self.adamw_lrs if name == "AdamW" else self.poprisk_lrs
         return sorted({*grid, default_lr(OPTIMIZERS[name])})
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One optimizer over its learning rates: lists are [learning rate][seed][evaluation]."""
+    """Results of one optimizer over its learning rates; lists are [learning rate][seed][evaluation]."""
 
     learning_rates: list[float]
     default_lr: float
     test_accuracy: list[list[list[float]]]
     train_accuracy: list[list[list[float]]]
     memorized: list[list[list[float]]] | None
-    """Share of the wrong labels that the network reproduces; None where there are none."""
+    """Share of the wrong labels that the network reproduces; None if there are no wrong labels."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """All that was measured; ``summary`` is what the table and the headline say of it."""
+    """All measurements; ``summary`` is what the table and the headline show."""
 
     config: DemoConfig
     evaluation_steps: list[int]
@@ -92,14 +92,14 @@ class DemoResult:
     summary: Summary
 
     def save(self, path: str | Path) -> Path:
-        """Write it, with its environment, as JSON."""
+        """Write the result, with its environment, as JSON."""
         content = asdict(self)
         return save_result(path, KIND, content.pop("config"), content)
 
 
 @dataclass(frozen=True)
 class DemoData:
-    """Each seed's own split of the digits, its own wrong labels among them."""
+    """For each seed, its split of the digits and its wrong labels."""
 
     inputs: Float[Tensor, "seeds train pixels"]
     labels: Int[Tensor, "seeds train"]
@@ -109,17 +109,17 @@ class DemoData:
 
 
 def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult:
-    """Train both optimizers over their learning rates, by turns, and summarize.
+    """Train both optimizers over their learning rates, taking turns, and summarize.
 
     Args:
         config: Sizes, seeds, noise, learning rates.
-        progress: Told after every stretch of steps; see :data:`Progress`.
+        progress: Called after each evaluation; see :data:`Progress`.
     """
     data = demo_data(config)
     steps = evaluation_steps(config.steps, config.evaluations)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ClosedGateWarning)  # on replayed wrong labels it should be all but closed
-        warnings.simplefilter("ignore", BackendWarning)  # slower, with the same result
+        warnings.simplefilter("ignore", ClosedGateWarning)  # with wrong labels the gate should be almost closed
+        warnings.simplefilter("ignore", BackendWarning)  # slower, but with the same result
         runs = {name: _Run(name, config, data) for name in OPTIMIZERS}
         for step in steps:
             for name, run in runs.items():
@@ -149,12 +149,12 @@ def demo_data(config: DemoConfig) -> DemoData:
 
 
 def default_lr(optimizer: type[Optimizer]) -> float:
-    """The learning rate an optimizer has if none is given."""
+    """The default learning rate of an optimizer."""
     return float(inspect.signature(optimizer).parameters["lr"].default)
 
 
 class _Run:
-    """One optimizer's ensemble, and what was seen of it so far."""
+    """The networks of one optimizer, and their evaluations so far."""
 
     def __init__(self, name: str, config: DemoConfig, data: DemoData) -> None:
         self.data, self.learning_rates = data, config.learning_rates(name)
@@ -171,7 +171,7 @@ class _Run:
         self.seconds = 0.0
 
     def advance(self, step: int) -> None:
-        """Train up to the given step, then look."""
+        """Train up to the given step, then evaluate."""
         start = time.perf_counter()
         self.training.advance(step - self.training.step)
         self.seconds += time.perf_counter() - start
@@ -183,11 +183,11 @@ class _Run:
         self.seen["memorized"].append((fitted & data.wrong).double().sum(-1) / data.wrong.double().sum(-1))
 
     def default_accuracy(self) -> float:
-        """Mean test accuracy at the optimizer's own default learning rate, now."""
+        """Current mean test accuracy at the optimizer's default learning rate."""
         return self.seen["test_accuracy"][-1][self.learning_rates.index(self.default)].mean().item()
 
     def sweep(self) -> Sweep:
-        """All that was seen, rounded to what the number of examples can tell apart."""
+        """All evaluations, rounded."""
         curves = {key: _rounded(torch.stack(values, -1)) for key, values in self.seen.items()}
         memorized = curves["memorized"] if self.data.wrong.any() else None
         return Sweep(

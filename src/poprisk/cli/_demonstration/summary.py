@@ -1,4 +1,4 @@
-"""What the demo's measurements say: the table, the comparison with the tuned AdamW, the sensitivity to the lr."""
+"""Summary of the demo: the table, the comparison with the tuned AdamW, the sensitivity to the learning rate."""
 
 import math
 from collections.abc import Mapping
@@ -37,9 +37,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How much the last step's mean accuracy varies over a range of learning rates around the default.
+    """How much the mean accuracy at the last step varies over a range of learning rates around the default.
 
-    Of the ranges of the grid that are :data:`LR_RANGE` wide and hold the default, the one that varies least.
+    Among the ranges of the grid that are :data:`LR_RANGE` wide and contain the default, the one that varies least.
     """
 
     optimizer: str
@@ -61,10 +61,10 @@ class Summary:
 
 
 def summarize(sweeps: Mapping[str, Mapping[str, Any]]) -> Summary:
-    """The three rows and what follows from them.
+    """The three rows of the table, and the comparison.
 
-    The tuned AdamW is the learning rate of its grid whose last step has the best mean *test* accuracy: chosen with the
-    answers in hand, which favours AdamW.
+    The tuned AdamW uses the learning rate with the best mean *test* accuracy at the last step, a choice that favours
+    AdamW.
     """
     adamw, poprisk = sweeps["AdamW"], sweeps["PopRiskAdamW"]
     usual = adamw["learning_rates"].index(adamw["default_lr"])
@@ -91,7 +91,7 @@ def summarize(sweeps: Mapping[str, Mapping[str, Any]]) -> Summary:
 
 
 def format_lr(lr: float) -> str:
-    """A learning rate as people write it.
+    """A learning rate in short form.
 
     >>> format_lr(1e-3), format_lr(3e-5), format_lr(0.025)
     ('1e-3', '3e-5', '2.5e-2')

@@ -118,7 +118,8 @@ def analyze(
     if callable(progress):
         return _Work(run, budget, retrain, clean, kept, progress).done()
     with Progress("analysis", len(PARTS), counted="{done} of {total} parts", shown=progress) as bar:
-        began = lambda part: bar.update(PARTS.index(part), doing=part)  # noqa: E731
+        # Parts differ too much to tell the time left.
+        began = lambda part: bar.update(PARTS.index(part), doing=part, worked=False)  # noqa: E731
         return _Work(run, budget, retrain, clean, kept, began).done()
 
 

@@ -233,7 +233,7 @@ def _norms(found: DriftDiffusion) -> dict[str, list[float]]:
     parts = {
         "drift": found.drift_steps,
         "diffusion": found.diffusion_steps,
-        "decay and momentum carried in": found.source_steps,
+        "weight decay and initial momentum": found.source_steps,
         "curvature": found.remainder_steps,
     }
     return {name: steps.cumsum(0).norm(dim=1).tolist() for name, steps in parts.items()}
