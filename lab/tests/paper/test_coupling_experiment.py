@@ -176,7 +176,7 @@ def test_figure_shows_the_stored_numbers(saved, runs):
     assert len(full.lines) == 3  # where the reservoir begins
     assert full.lines[2].get_xdata()[0] == SMOKE.examples - PAIRS + 0.5
     drawn = {line.get_label().split(":")[0]: line.get_ydata() for line in predicted.lines[1:]}
-    for label, name in (("kernel frozen at the start", "frozen"), (r"$-G\,g(0) + s_Q$", "transferred")):
+    for label, name in (("initial kernel", "frozen"), (r"$-G\,g(0) + s_Q$", "transferred")):
         np.testing.assert_array_equal(drawn[label], runs[MINIBATCH][name]["values"])
     for line, row in zip(drift.lines, saved["result"]["summary"], strict=True):
         np.testing.assert_array_equal(line.get_ydata(), row["drift_curve"]["mean"])

@@ -143,11 +143,13 @@ def test_says_what_is_missing(tmp_path):
 
 def test_figure_shows_the_stored_numbers(smoke, tmp_path):
     pytest.importorskip("matplotlib")
-    from poprisk_lab.paper.learning_rate import figure as learning_rate
+    from poprisk._core.store import write_figure
+    from poprisk_lab.paper.learning_rate.figure import draw
 
     saved = load_result(smoke, guide.KIND)
     rows = saved["result"]["summary"]
-    panels = learning_rate.draw_learning_rates(saved).axes
+    figure = draw(saved)
+    panels = figure.axes
     assert [panel.get_title(loc="left").lower() for panel in panels] == [task.lower() for task in tasks_of(rows)]
     for panel, task in zip(panels, tasks_of(rows), strict=True):
         drawn = {c.get_label(): c.lines[0].get_xydata().tolist() for c in panel.containers}
@@ -156,7 +158,7 @@ def test_figure_shows_the_stored_numbers(smoke, tmp_path):
             cells = cells_of(rows, task, optimizer)
             expected = [[lr / reference_lr(rows, task), row["last"]["value"]] for lr, row in cells.items()]
             np.testing.assert_allclose(drawn[label], expected)
-    learning_rate.main(["--result", str(smoke), "--output", str(tmp_path / "figure.png")])
+    write_figure(tmp_path / "figure.png", figure)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

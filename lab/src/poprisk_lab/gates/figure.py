@@ -39,20 +39,21 @@ _ROOTS = {idea.label: idea.root for idea in IDEAS}
 def draw(saved: Saved) -> Figure:
     """A: mean score on noisy tasks against mean slowdown on clean ones. B: each rule on each task.
 
-    In A the region of both bars is shaded; numbers are the rows of B. In B a cell is blue where the rule holds the
-    task. Noisy tasks: how far the last step is above the strict gate's, in standard errors. Clean tasks: the slowdown,
-    in brackets how many seeds reach the target if not all do.
+    In A, the region in which both requirements are met is shaded; the numbers are the rows of B. In B, a cell is blue if
+    the rule holds the task. Noisy tasks show how far the last step is above the strict gate's, in standard errors; clean
+    tasks show the slowdown and, in brackets, how many seeds reach the target if not all do.
 
     Args:
         saved: What ``poprisk._core.store.load_result(path, "gate_variants")`` gives.
     """
     found = outcomes(saved["result"]["studies"])
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(16.5, 1.8 + 0.27 * len(found)), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(0.8, 1.2))
-        _draw_trade(left, found)
-        _draw_tasks(right, found)
-        figure.legend(handles=_legend(found), loc="outside lower left", ncols=7, handletextpad=0.3)
+        rows = 1.0 + 0.25 * len(found)
+        figure = Figure(figsize=(10.0, 5.2 + rows), layout="constrained")
+        trade, tasks = figure.subplots(2, 1, height_ratios=(4.8, rows))
+        _draw_trade(trade, found)
+        _draw_tasks(tasks, found)
+        figure.legend(handles=_legend(found), loc="outside lower center", ncols=4, handletextpad=0.3)
     return figure
 
 
@@ -79,7 +80,7 @@ def _draw_trade(axes: Axes, found: Sequence[Outcome]) -> None:
     axes.set_ylabel("score on noisy tasks: AdamW 0, strict gate 1")
     axes.grid(color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_title("A  help with noise against time without")
+    axes.set_title("A  Score under noise against slowdown on clean tasks")
 
 
 def _draw_tasks(axes: Axes, found: Sequence[Outcome]) -> None:
@@ -103,7 +104,7 @@ def _draw_tasks(axes: Axes, found: Sequence[Outcome]) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title("B  noisy tasks: standard errors above the strict gate; clean tasks: slowdown")
+    axes.set_title("B  Noisy tasks: standard errors above the strict gate; clean tasks: slowdown")
 
 
 def _words(cell: Noisy | Clean) -> str:

@@ -122,7 +122,7 @@ PAGES: tuple[Page, ...] = (
         drawings=(
             Drawing(
                 "docs/learning_rate.png",
-                "poprisk_lab.paper.learning_rate.figure:draw_learning_rates",
+                "poprisk_lab.paper.learning_rate.figure:draw",
                 "learning_rate_guide",
                 dpi=140,
             ),
@@ -136,7 +136,7 @@ PAGES: tuple[Page, ...] = (
         "lab/docs/gates.md",
         "poprisk_lab.gates.numbers:page_slots",
         "poprisk_lab.gates/page.md.jinja",
-        drawings=(Drawing("lab/docs/gates.png", "poprisk_lab.gates.figure:draw", "gate_variants"),),
+        drawings=(Drawing("lab/docs/gates.png", "poprisk_lab.gates.figure:draw", "gate_variants", dpi=140),),
     ),
     Page(
         "lab/docs/scaling.md",

@@ -28,6 +28,20 @@ def draw_seeds(
     axes: "Axes", steps: Sequence[int], curves: Sequence[Sequence[float]], label: str, color: str, **style: Any
 ) -> None:
     """The mean as a line, the range as a band behind it."""
-    mean, low, high = mean_and_range(curves)
+    draw_band(axes, steps, *mean_and_range(curves), label=label, color=color, **style)
+
+
+def draw_band(
+    axes: "Axes",
+    steps: Sequence[int],
+    mean: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    *,
+    label: str,
+    color: str,
+    **style: Any,
+) -> None:
+    """The same from a mean and a range that are known already."""
     axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     axes.plot(steps, mean, color=color, label=label, **style)

@@ -5,6 +5,7 @@ from typing import Any
 
 from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
 from poprisk.errors import MissingExtraError
+from poprisk_lab.pages.seed_curves import draw_band
 from poprisk_lab.paper.coupling.study import FULL_BATCH, MINIBATCH, REPEATED
 
 try:
@@ -68,7 +69,7 @@ def _draw_predictions(axes: Axes, run: Mapping[str, Any]) -> None:
     ends = [min(true), max(true)]
     axes.plot(ends, ends, color=FAINT, linewidth=1, zorder=0)
     kinds = (
-        ("frozen", "kernel frozen at the start", {"marker": "^", "color": FAINT, "markersize": 5, "alpha": 0.8}),
+        ("frozen", "initial kernel", {"marker": "^", "color": FAINT, "markersize": 5, "alpha": 0.8}),
         ("coupled", r"$A_\circ(\Delta u_S - s_S) + s_Q$", {"marker": "o", "color": ORANGE, "markersize": 4.5}),
         ("transferred", r"$-G\,g(0) + s_Q$", {"marker": "o", "mfc": "none", "mec": BLUE, "markersize": 8}),
     )
@@ -88,8 +89,8 @@ def _draw_drift(axes: Axes, summary: Sequence[Mapping[str, Any]], config: Saved)
     for row in summary:
         colour, line = _DRIFT_LINES[row["case"]]
         curve = row["drift_curve"]
-        axes.fill_between(curve["steps"], curve["low"], curve["high"], color=colour, alpha=0.15, linewidth=0)
-        axes.plot(curve["steps"], curve["mean"], color=colour, linestyle=line, linewidth=2, label=_CASES[row["case"]])
+        values = (curve[name] for name in ("steps", "mean", "low", "high"))
+        draw_band(axes, *values, label=_CASES[row["case"]], color=colour, linestyle=line, linewidth=2)
     axes.set_title("C  Kernel drift" + ("" if config["seeds"] == 1 else f", mean and range of {config['seeds']} seeds"))
     axes.set_xlabel("step")
     axes.set_ylabel(r"$\Vert K_{SS}(t) - K_{SS}(0)\Vert\ /\ \Vert K_{SS}(0)\Vert$")

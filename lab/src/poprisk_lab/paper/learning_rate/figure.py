@@ -1,16 +1,13 @@
 """The learning-rate guide's figure, drawn from its saved result."""
 
-import argparse
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from poprisk._core.store import load_result, write_figure
+from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, STYLE
 from poprisk.cli._demonstration.summary import format_lr
 from poprisk.errors import MissingExtraError
 from poprisk.optim import suggest_lr
 from poprisk_lab.paper.learning_rate.factors import ADAMW, Rows, cells_of, reference_lr, tasks_of
-from poprisk_lab.paper.learning_rate.study import KIND
 
 try:
     import matplotlib
@@ -20,32 +17,17 @@ try:
 except ImportError:
     raise MissingExtraError("matplotlib", "report", "the learning-rate guide's figure") from None
 
-# Okabe and Ito's colours, told apart with any colour vision; markers tell the lines apart without any.
+# Markers tell the lines apart without colour.
 _LINES: dict[str, tuple[str, str, str]] = {
-    ADAMW: ("AdamW", "#444444", "s"),
-    "default": ("PopRiskAdamW, defaults", "#0072B2", "o"),
-    "soft": ("Algorithm 1 (soft, α = 1)", "#CC79A7", "v"),
-    "calibrated": ('soft, alpha="calibrated"', "#D55E00", "^"),
-    "snr": ("SNR, strength 1", "#009E73", "D"),
-}
-_INK, _FAINT = "#222222", "#8A8A8A"
-_STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 10.5,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    ADAMW: ("AdamW", INK, "s"),
+    "default": ("PopRiskAdamW, defaults", BLUE, "o"),
+    "soft": ("Algorithm 1 (soft, α = 1)", PURPLE, "v"),
+    "calibrated": ('soft, alpha="calibrated"', ORANGE, "^"),
+    "snr": ("SNR, strength 1", GREEN, "D"),
 }
 
 
-def draw_learning_rates(saved: Mapping[str, Any]) -> Figure:
+def draw(saved: Mapping[str, Any]) -> Figure:
     """The last step of every optimizer against its learning rate in units of AdamW's best, one panel for each task.
 
     Args:
@@ -53,13 +35,13 @@ def draw_learning_rates(saved: Mapping[str, Any]) -> Figure:
     """
     rows: Rows = saved["result"]["summary"]
     tasks = tasks_of(rows)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.9 * len(tasks), 4.6), layout="constrained")
         panels = figure.subplots(1, len(tasks), squeeze=False, gridspec_kw={"wspace": 0.08})[0]
         for axes, task in zip(panels, tasks, strict=True):
             _draw_task(axes, rows, task)
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
 
 
@@ -84,30 +66,16 @@ def _draw_task(axes: Axes, rows: Rows, task: str) -> None:
     axes.set_title(task[0].upper() + task[1:], pad=18)
     axes.set_ylabel("held-out nats, last step (axis upside down)" if is_loss else "test accuracy, last step")
     axes.set_xlabel(f"lr / AdamW's best lr ({format_lr(reference)})")
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    axes.grid(axis="y", color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
 def _mark_factors(axes: Axes) -> None:
     """Where an unchanged learning rate lies, and the one suggested for the defaults."""
     for factor, name in ((1.0, "unchanged"), (suggest_lr(1.0), "suggested")):
-        axes.axvline(factor, color=_FAINT, linewidth=1, linestyle=":", zorder=0)
+        axes.axvline(factor, color=FAINT, linewidth=1, linestyle=":", zorder=0)
         place: Any = {"xy": (factor, 1.0), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        axes.annotate(name, xytext=(0, 3), ha="center", va="bottom", fontsize=9, color="#5A5A5A", **place)
+        axes.annotate(name, xytext=(0, 3), ha="center", va="bottom", fontsize=9, color=FAINT, **place)
     axes.xaxis.set_major_locator(LogLocator(base=10))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×"))
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m poprisk_lab.paper.learning_rate.figure``."""
-    parser = argparse.ArgumentParser(prog="python -m poprisk_lab.paper.learning_rate.figure", description=__doc__)
-    parser.add_argument("--result", type=Path, default=Path("results/learning_rate_guide.json"))
-    parser.add_argument("--output", type=Path, default=Path("docs/learning_rate.png"))
-    options = parser.parse_args(arguments)
-    write_figure(options.output, draw_learning_rates(load_result(options.result, KIND)), dpi=140)
-    print(f"Wrote {options.output}")
-
-
-if __name__ == "__main__":
-    main()
