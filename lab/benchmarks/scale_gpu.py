@@ -1,7 +1,7 @@
 """Speed on one GPU: tangent kernels of ResNet-18, influence of 500 queries, K-fold, and a captured training step.
 
 Every measurement runs in a process of its own with a time limit and writes what it has after each part, so that a
-failure costs its own figures only; errors are recorded beside them. Inputs are made up (random images of CIFAR's shape,
+failure costs its own figures only; errors are recorded beside them. Inputs are synthetic (random images of CIFAR's shape,
 clusters of MNIST's shape, random tokens): no figure here depends on what they show. The CPU path of the adjoint is
 timed in a process pinned to two cores, beside the first measurements on the GPU, which keep to the other cores.
 

@@ -59,7 +59,7 @@ class Network:
 
     @staticmethod
     def of_square_layers(weights: float, positions: int, depth: int, outputs: int) -> "Network":
-        """About so many weights in equal layers, each used at every position: a stand-in for larger networks.
+        """A stand-in for larger networks: about this many weights in equal layers, each used at every position.
 
         Raises:
             DataError: a count below 1.

@@ -259,7 +259,7 @@ def load_preferences(path: str | Path) -> Preferences:
 
 
 def swapped_pairs(count: int, share: float, seed: int) -> Bool[Tensor, "count"]:
-    """Which of so many pairs are swapped: exactly ``round(share * count)`` of them, drawn without preference.
+    """Choose which pairs are swapped: exactly ``round(share * count)`` of them, drawn uniformly.
 
     >>> int(swapped_pairs(10, 0.3, seed=0).sum())
     3

@@ -39,9 +39,9 @@ _ROOTS = {idea.label: idea.root for idea in IDEAS}
 def draw(saved: Saved) -> Figure:
     """A: mean score on noisy tasks against mean slowdown on clean ones. B: each rule on each task.
 
-    In A, the region in which both requirements are met is shaded; the numbers are the rows of B. In B, a cell is blue if
-    the rule holds the task. Noisy tasks show how far the last step is above the strict gate's, in standard errors; clean
-    tasks show the slowdown and, in brackets, how many seeds reach the target if not all do.
+    In A, the region in which both requirements are met is shaded; the numbers are the rows of B. In B, a cell is blue
+    if the rule holds the task. Noisy tasks show how far the last step is above the strict gate's, in standard errors;
+    clean tasks show the slowdown and, in brackets, how many seeds reach the target if not all do.
 
     Args:
         saved: What ``poprisk._core.store.load_result(path, "gate_variants")`` gives.

@@ -82,7 +82,7 @@ class GateVariantsConfig:
         pinn: A differential equation from clean sensors.
         rate: AdamW's usual learning rate, on all tasks but grokking.
         factors: Multiples of it that are tried on noisy tasks.
-        seeds: Paired repetitions. None of the usual ones was looked at while variants were made up or sizes chosen;
+        seeds: Paired repetitions. None of the usual seeds was used while variants were designed or sizes chosen;
             that was done on others (0 to 2, and for grokking's size 10 to 12 as well).
         variants: Which are run, by name.
         only: Names of tasks to which the run is restricted, so that several processes can share the work; empty: all.

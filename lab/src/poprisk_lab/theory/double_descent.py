@@ -161,7 +161,7 @@ def double_descent_trial(
 def double_descent_study(
     problems: int = 20, *, first_seed: int = 0, most_seeds: int = 2000, **options: Any
 ) -> DoubleDescentStudy:
-    """Random-feature problems, seed after seed, until so many have their peak inside; all that were met are kept.
+    """Draw random-feature problems, one seed after another, until enough have an interior peak; keep all of them.
 
     Args:
         problems: Problems with an interior maximum wanted.

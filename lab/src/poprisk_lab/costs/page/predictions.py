@@ -64,7 +64,7 @@ class Stand:
 
     @staticmethod
     def of(name: str, weights: float, positions: int, depth: int, outputs: int = 1) -> "Stand":
-        """With about so many weights."""
+        """A network with about this many weights."""
         return Stand(name, Network.of_square_layers(weights, positions, depth, outputs))
 
 

@@ -34,7 +34,7 @@ class ModelConfig:
     batch_size: int = 32
     steps: int = 600
     gate_every: int = 10
-    """The mean gate is that of every so many steps."""
+    """Number of steps between readings of the mean gate."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class CouplingConfig:
     weight_decay: float = 1e-3
     steps: int = 200
     drift_every: int = 5
-    """The kernel is looked at every so many steps."""
+    """Number of steps between evaluations of the kernel."""
 
     def __post_init__(self) -> None:
         for name in ("seeds", "examples", "test_examples", "width", "steps", "drift_every"):
@@ -98,7 +98,7 @@ def interaction_problem(
         dimension: Of the inputs; all but two entries are of no use.
         noise: Standard deviation of the noise in the training labels.
         width: Of the two hidden layers.
-        repeated: The last so many inputs are the first ones once more, with noise of their own. Everything else is
+        repeated: Number of inputs at the end that repeat the first ones, with noise of their own. Everything else is
             the same for any number of them.
 
     >>> problem = interaction_problem(0, examples=4, test_examples=1, dimension=2, noise=0.0, width=3, repeated=1)

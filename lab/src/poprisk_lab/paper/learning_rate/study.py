@@ -65,7 +65,7 @@ class TrainerConfig:
     schedule: str = "linear"
     warmup_share: float = 0.1
     gate_every: int = 10
-    """The mean gate is that of every so many steps."""
+    """Number of steps between readings of the mean gate."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def _arguments(transformers: Any, task: Task, config: TrainerConfig, lr: float, 
 
 
 def _observer(transformers: Any, task: Task, gate_every: int) -> Any:
-    """A callback that scores the model on held-out data and reads the gate, every so many steps."""
+    """A callback that scores the model on held-out data and reads the gate at regular intervals."""
 
     class Observer(transformers.TrainerCallback):
         def __init__(self) -> None:

@@ -58,7 +58,7 @@ class MnistConfig:
     """Wrong labels for which the exact columns are made, in the first of the seeds; and right ones:"""
     exact_right: int = 90
     synthetic: bool = False
-    """Images of the same form made up on the spot."""
+    """Whether to generate synthetic images of the same shape instead of reading MNIST."""
 
 
 SMOKE = MnistConfig(

@@ -1,4 +1,4 @@
-r"""Does ``population_risk`` know when it may be believed? Trainings from underfit to interpolation, and the truth.
+r"""Does ``population_risk`` know when it is valid? Trainings from underfit to interpolation, compared with the truth.
 
 A setting is a task, a seed and a moment of training. In each, every estimator gives its value, its standard error and
 its verdict, and a large test set gives the truth. The baselines that others use stand beside them.
@@ -174,7 +174,7 @@ def setting_rows(config: HonestyConfig, task: Task, seed: int, folder: str | Pat
 
 
 def auto(row: Mapping[str, Any], *, budget: bool) -> dict[str, Any]:
-    """What ``population_risk`` answers in this setting: exclusion where believed, else K-fold where it may train."""
+    """What ``population_risk`` answers in this setting: exclusion where it is valid, else K-fold if training is allowed."""
     found = row["estimates"]
     return found["exclusion"] if found["exclusion"]["valid"] or not budget else found["k_fold"]
 
@@ -197,19 +197,19 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _column(found: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
     known = [(e, truth) for e, truth in found if e["value"] is not None]
     off = [abs(e["value"] - truth) / truth for e, truth in known]
-    believed = [(e, truth) for e, truth in known if e.get("valid", True)]
-    with_error = [(e, truth) for e, truth in believed if e.get("standard_error") is not None]
+    valid = [(e, truth) for e, truth in known if e.get("valid", True)]
+    with_error = [(e, truth) for e, truth in valid if e.get("standard_error") is not None]
     covered = [abs(e["value"] - t) <= 2 * e["standard_error"] + 0.05 * t for e, t in with_error]
-    wrong_and_believed = sum(abs(e["value"] - t) / t > 0.2 for e, t in believed)
+    wrong_but_valid = sum(abs(e["value"] - t) / t > 0.2 for e, t in valid)
     return {
         "settings": len(found),
-        "valid": len(believed),
+        "valid": len(valid),
         "covered": sum(covered),
         "coverage": sum(covered) / len(covered) if covered else None,
-        "off by more than 20%, believed": wrong_and_believed,
+        "off by more than 20%, believed": wrong_but_valid,
         "off by more than 20%": sum(o > 0.2 for o in off),
         "median error, all": _median(off),
-        "median error, valid": _median([abs(e["value"] - t) / t for e, t in believed]),
+        "median error, valid": _median([abs(e["value"] - t) / t for e, t in valid]),
     }
 
 

@@ -28,7 +28,7 @@ class SignalConfig:
     lr: float = 0.02
     steps: int = 300
     look_every: int = 5
-    """Losses are looked at every so many steps."""
+    """Number of steps between evaluations of the losses."""
     gamma: float = 10.0
     neighbours: int = 6
     digits: DigitsConfig = field(default_factory=DigitsConfig)

@@ -55,7 +55,7 @@ __all__ = [
     "sobolev_slope",
 ]
 
-_MARGIN = 20.0  # a remainder below so many rounding errors of C_Q is rounding, and has no slope
+_MARGIN = 20.0  # a remainder below this many rounding errors of C_Q counts as rounding and has no slope
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class SlopePoint:
     path_norm: float
     r""":math:`\Lambda_m`."""
     transfer: SobolevBound
-    """With every singular value of C_S that is told apart from rounding."""
+    """With every singular value of C_S that can be distinguished from rounding."""
     cut: SobolevBound
     """With those above ``rank_cutoff``; its right side holds the largest one cut off."""
     trajectory: SobolevBound

@@ -174,7 +174,7 @@ def measure(config: TimeConfig, seed: int) -> TimeRun:
 def descend(
     task: MemorizingTask, lr: float, looks: Sequence[int]
 ) -> tuple[Float[Tensor, "looks n"], Float[Tensor, "looks m"]]:
-    """Outputs of full-batch gradient descent from zero weights, after so many steps, with the loss a mean over n."""
+    """Outputs of full-batch gradient descent from zero weights after the given steps; the loss is a mean over n."""
     X, y = task.features, task.targets
     w, done = X.new_zeros(X.shape[1]), 0
     gram, pulled = X.T @ X * (lr / len(y)), X.T @ y * (lr / len(y))
@@ -212,7 +212,7 @@ def _looks(config: TimeConfig) -> list[int]:
 
 
 def _two_groups(problem: FrozenProblem, memorizing: int) -> tuple[Tensor, float]:
-    """The memorizing directions and the rest, told apart by mobility."""
+    """The memorizing directions and the rest, separated by mobility."""
     above, below = problem.mobility[memorizing - 1].item(), problem.mobility[memorizing].item()
     edge = math.sqrt(above * below)
     return mobility_groups(problem, [edge]), edge
