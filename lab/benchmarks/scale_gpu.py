@@ -1,9 +1,9 @@
 """Speed on one GPU: tangent kernels of ResNet-18, influence of 500 queries, K-fold, and a captured training step.
 
 Every measurement runs in a process of its own with a time limit and writes what it has after each part, so that a
-failure costs its own figures only; errors are recorded beside them. Inputs are synthetic (random images of CIFAR's shape,
-clusters of MNIST's shape, random tokens): no figure here depends on what they show. The CPU path of the adjoint is
-timed in a process pinned to two cores, beside the first measurements on the GPU, which keep to the other cores.
+failure costs only its own figures; errors are recorded beside them. Inputs are synthetic (random images with CIFAR's
+shape, clusters with MNIST's shape, random tokens): no figure depends on their content. The CPU path of the adjoint is
+timed in a process pinned to two cores, beside the first measurements on the GPU, which use the other cores.
 
     python benchmarks/scale_gpu.py --out results/scale_gpu.json
     python benchmarks/scale_gpu.py --out FILE --only adjoint k_fold

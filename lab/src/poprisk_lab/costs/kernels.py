@@ -191,7 +191,7 @@ def lanczos(product: OperationCost, size: float, products: float, *, block: floa
     .. math:: \text{cost} = \frac{k}{c}\,\text{product of } c \text{ columns} + 4 N k^2 \text{ flops}
 
     Args:
-        product: Of a block of columns.
+        product: Cost of the product with a block of columns.
         size: N.
         products: k columns in all.
         block: c, columns in a block.

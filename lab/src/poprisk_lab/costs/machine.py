@@ -39,7 +39,7 @@ class Machine:
     half_flops: float
     """The same in float16."""
     bytes_per_second: float
-    """Of a large copy, reading and writing counted."""
+    """Bytes per second in a large copy, counting both reads and writes."""
     memory_bytes: float | None = None
     asynchronous: bool = False
     """Whether work is queued for it while it is busy, as for a GPU."""
@@ -101,9 +101,9 @@ class Exponent:
     values: tuple[float, ...]
     measured: float
     model: float
-    """Of the predictions at the same sizes."""
+    """Exponent of the predictions at the same sizes."""
     limit: float
-    """Of the model's work alone, where the size is large."""
+    """Exponent of the model's work alone, for large sizes."""
 
 
 @dataclass(frozen=True)

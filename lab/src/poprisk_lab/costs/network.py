@@ -19,7 +19,7 @@ class LayerSize:
 
     @property
     def weights(self) -> int:
-        """Of the matrix and its bias."""
+        """Number of weights in the matrix and its bias."""
         return self.inputs * self.outputs + self.bias * self.outputs
 
     @property
@@ -79,22 +79,22 @@ class Network:
 
     @property
     def forward_flops(self) -> float:
-        """Of one example, f."""
+        """Flops of a forward pass for one example, f."""
         return sum(layer.flops for layer in self.layers)
 
     @property
     def first_flops(self) -> float:
-        """Of its first layer."""
+        """Flops of the first layer for one example."""
         return self.layers[0].flops
 
     @property
     def derivative_flops(self) -> float:
-        """Of one pull-back or push-forward of one vector through one example, the forward pass apart."""
+        """Flops of one vector-Jacobian or Jacobian-vector product for one example, without the forward pass."""
         return 2 * self.forward_flops - self.first_flops
 
     @property
     def gradient_flops(self) -> float:
-        """Of the gradient of one example's loss, with its forward pass."""
+        """Flops of the gradient of one example's loss, including the forward pass."""
         return self.forward_flops + self.derivative_flops
 
     @property

@@ -67,7 +67,7 @@ def training_step(weights: float, tokens: float, *, first: float = 0.0, itemsize
 
     Args:
         weights: d.
-        tokens: Of the batch on this machine.
+        tokens: Number of tokens in the batch on this machine.
         first: Weights of the first layer, where its inputs need no gradient.
         itemsize: Bytes of a number; 2 counts as half precision.
     """

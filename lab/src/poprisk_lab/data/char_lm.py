@@ -18,7 +18,7 @@ class CharText:
     held_out: Int[Tensor, "held_out"]
     vocabulary: str
     sha256: str
-    """Of the whole text in UTF-8: it differs a little from one version of CPython to the next."""
+    """Hash of the whole text in UTF-8; the text differs a little from one version of CPython to the next."""
 
 
 def help_topics(held_out_share: float = 0.1) -> CharText:

@@ -96,7 +96,7 @@ class HalvesCohort:
     """A cohort that sees its batches in halves.
 
     Args:
-        half: Of the task with batches of half the size.
+        half: The cohort of the task with batches of half the size.
     """
 
     def __init__(self, half: Cohort) -> None:

@@ -67,7 +67,7 @@ class TwoWorlds:
     truth: Float[Tensor, "examples"]
 
     def gradient(self, w: Float[Tensor, "examples"], batch: Tensor) -> Float[Tensor, "examples"]:
-        """Of the mean of half the squared errors on a batch: a function of the labels, not of the world."""
+        """Gradient of half the mean squared error on a batch; it depends on the labels, not on the population."""
         g = torch.zeros_like(w)
         g[batch] = (w - self.labels)[batch] / len(batch)
         return g

@@ -74,7 +74,7 @@ class GrowthExponents:
     diffusion: Estimate
     """1/2 for batches drawn afresh at every step."""
     remainder: Estimate
-    """Of the curvature remainder: between 1/2 and 1, for it fluctuates about a mean, which wins in the end."""
+    """Exponent of the curvature remainder: between 1/2 and 1, for it fluctuates about a mean, which wins in the end."""
     sizes: tuple[int, ...]
     """The numbers of steps looked at."""
 
@@ -266,7 +266,7 @@ def growth_exponents(
         first: The smallest number of steps looked at; an eighth of all by default.
         points: How many numbers of steps.
         resamples: Bootstrap samples.
-        generator: Of the bootstrap; a fixed seed by default.
+        generator: Generator for the bootstrap; by default one with a fixed seed.
 
     Raises:
         DataError: fewer than two runs, runs of different lengths, or too few steps for a line.

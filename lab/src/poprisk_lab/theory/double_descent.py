@@ -38,7 +38,7 @@ class SimulatedRisks:
 
     @property
     def standard_error(self) -> Float[Tensor, "capacities"]:
-        """Of the mean."""
+        """Standard error of the mean."""
         return self.errors.std(dim=0) / math.sqrt(len(self.errors))
 
     def distance_to_maximum(self, at: int) -> tuple[float, float]:
@@ -139,7 +139,7 @@ def double_descent_trial(
     """One random-feature problem along its predictive ranks: theory, simulation and the claimed peak.
 
     Args:
-        seed: Of the task and of the noise.
+        seed: Seed for the task and the noise.
         width: Random features.
         sigma: Standard deviation of the noise.
         draws: Simulated noise draws.
@@ -212,7 +212,7 @@ def width_sweep(
         widths: Numbers of features, each at most what the task has.
         sigma: Standard deviation of the noise.
         draws: Simulated noise draws, the same for all widths.
-        seed: Of the noise.
+        seed: Seed for the noise.
 
     Raises:
         HyperparameterError: a width outside the task's features.

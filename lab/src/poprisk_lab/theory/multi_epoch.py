@@ -54,7 +54,7 @@ def multi_epoch_residual(
         M: The step's preconditioner, fixed before the batch is drawn: of Adam and gates that of the step before.
         lr: η; 1 where M has it inside.
         batch_size: b, at least 2.
-        generator: Of the batches; a fixed seed by default.
+        generator: Generator for the batches; by default one with a fixed seed.
 
     Returns:
         The residual; its error is that of the two means over batches. Not valid if there are fewer than two batches of

@@ -65,7 +65,7 @@ def replicate_exponent(
         sizes: At least two different positive numbers.
         squares: One squared norm per replicate and size.
         resamples: Bootstrap samples of the replicates.
-        generator: Of the bootstrap; a fixed seed by default.
+        generator: Generator for the bootstrap; by default one with a fixed seed.
 
     Returns:
         The exponent; not valid for fewer than three replicates or where a mean square is 0.

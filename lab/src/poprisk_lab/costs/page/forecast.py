@@ -45,7 +45,7 @@ MODELS = {"1 B": 1e9, "70 B": 70e9}
 RUNS = ((SMALL, 10_000, 128), (BILLION, 1_000, 8), (LARGE, 1_000, 8))
 """Networks with the steps and the batch of the run that is analysed."""
 STEPS, SPARSE = 10_000, 1_000
-"""Of a recorded run, and those between the checkpoints of a sparse one."""
+"""Steps of a recorded run, and steps between the checkpoints of a sparse recording."""
 
 
 def optimizer_table(predictor: Predictor) -> str:

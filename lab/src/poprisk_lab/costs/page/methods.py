@@ -22,7 +22,7 @@ WEIGHTS = (10**6, 10**7, 10**8, 10**9)
 COUNTS = (10**3, 10**4, 10**5, 10**6)
 OUTPUTS = (1, 10)
 POSITIONS, DEPTH = 50, 18
-"""Of the networks: about as many operations for each weight as a ResNet-18 has."""
+"""Positions and layers of the networks: about as many operations for each weight as in a ResNet-18."""
 NEEDED = ("convolution_rows", "rounded_product", "kernel_product", "jacobian_tile", "factor_tile")
 """Operations whose speed the choice follows from."""
 

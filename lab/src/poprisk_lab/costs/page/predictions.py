@@ -25,11 +25,11 @@ NVLINK, NETWORK = 450e9, 50e9
 400 Gb/s port for each GPU between machines. Assumed, never measured here."""
 GPUS_IN_A_MACHINE = 8
 TOKENS = 16_384
-"""Of one GPU in a training step."""
+"""Tokens on one GPU in a training step."""
 STATES_SHARE = 0.5
-"""Of a GPU's memory that weights, gradients and states may take; the rest is for activations."""
+"""Share of a GPU's memory that weights, gradients and states may take; the rest is for activations."""
 WORK_SHARE = 0.6
-"""Of a GPU's memory that analyses fill."""
+"""Share of a GPU's memory that analyses may fill."""
 MANY = 64
 """GPUs of the larger machine that is asked about."""
 EXAMPLES = 10**6
@@ -156,7 +156,7 @@ class Messages:
 
 
 def messages(predictor: Predictor, weights: float, ranks: int) -> Messages:
-    """Of a step with the variance from ranks."""
+    """Messages of a step with the variance across ranks."""
     extra = rank_variance(weights, ranks)
     rate = NVLINK if ranks <= GPUS_IN_A_MACHINE else NETWORK
     squares = extra.bytes_moved / predictor.machine.bytes_per_second
@@ -179,7 +179,7 @@ class WholeKernel:
 
     @property
     def seconds(self) -> float:
-        """Of one GPU."""
+        """On one GPU."""
         return self.rows + self.products
 
 
@@ -232,7 +232,7 @@ class Products:
     """Products with a kernel that is not formed."""
 
     seconds: float
-    """Of one GPU."""
+    """On one GPU."""
     block: int
     """Columns at a time."""
     beyond: float
@@ -254,7 +254,7 @@ class Through:
     """Queries, or members, through a run."""
 
     seconds: float
-    """Of one GPU."""
+    """On one GPU."""
     held: float
     """Bytes, for all of them at once."""
     turns: int

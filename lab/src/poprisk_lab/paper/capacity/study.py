@@ -65,7 +65,7 @@ class RankStudy:
     """All problems along their predictive ranks, and one of them in full."""
 
     shown_seed: int
-    """Of the problems with a peak, the one whose peak stands out most: the clearest picture."""
+    """The problem with the most prominent peak, which the figure shows."""
     shown: Compared
     prominences: list[float]
     """Of every problem with a peak: the share of its highest risk by which that lies above the higher end."""
@@ -109,7 +109,7 @@ class NoiseStudy:
     """Weighted least squares through 0."""
     slope_error: float
     rank: int
-    """Of the kernel: the reservoir has as many directions as it lacks to the number of examples."""
+    """Rank of the kernel; the reservoir has as many directions as the rank is below the number of examples."""
     train_error: float
     """Largest squared error on a training target, relative to its variance."""
 

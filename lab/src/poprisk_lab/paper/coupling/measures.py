@@ -80,7 +80,7 @@ class CouplingRun:
     unresolved: int
     """Directions that dissipated and moved no training output."""
     corrections: list[float]
-    """Of each step: the largest of the shares that the secant supplies to the two Jacobians and to the curvature."""
+    """For each step, the largest of the shares that the secant supplies to the two Jacobians and to the curvature."""
     most_nodes: int
     bounds: list[CheckedBound]
     processor_seconds: float
@@ -93,7 +93,7 @@ def measure_run(run: Run, case: str, seed: int, drift_every: int) -> CouplingRun
     Args:
         run: In float64, with a problem that has a test set.
         case: What to call it.
-        seed: Of the run.
+        seed: Seed of the run.
         drift_every: Steps between looks at the kernel; the end is always looked at.
 
     Raises:

@@ -86,12 +86,12 @@ class CaseSummary:
     worst_relative_remainder: float
     lowest_train_root: float
     reservoir_dimensions: list[int]
-    """Of each seed."""
+    """One value for each seed."""
     worst_reservoir_leak: float
     residual_in_reservoir: Mean
     """Share of the output gradient at the end that lies in the reservoir."""
     tightness: Mean
-    """Of the bound on the test displacement by visibility and dissipation."""
+    """Share of the bound on the test displacement, by visibility and dissipation, that is used."""
     worst_correction: float
     train_loss: list[Mean]
     test_error: list[Mean]

@@ -95,9 +95,9 @@ def interaction_problem(
         seed: Of inputs, noise and first weights.
         examples: Training examples, the repeated ones among them.
         test_examples: Test examples.
-        dimension: Of the inputs; all but two entries are of no use.
+        dimension: Dimension of the inputs; only two entries matter.
         noise: Standard deviation of the noise in the training labels.
-        width: Of the two hidden layers.
+        width: Width of the two hidden layers.
         repeated: Number of inputs at the end that repeat the first ones, with noise of their own. Everything else is
             the same for any number of them.
 

@@ -33,12 +33,12 @@ def linear_datamodeling_score(
     out. The standard error is by a bootstrap over trainings and queries together.
 
     Args:
-        scores: Of each example for each query.
+        scores: Score of each example for each query.
         subsets: Which examples make up S_m, as a mask or weights: those removed if the scores say what a removal does,
             those kept if they say what an example adds.
-        outputs: Of the network retrained for each subset, at each query.
-        resamples: Of the bootstrap.
-        generator: Of its random numbers.
+        outputs: Outputs at each query of the network retrained for each subset.
+        resamples: Number of bootstrap resamples.
+        generator: Generator for the bootstrap.
 
     Returns:
         From -1 to 1; its cost is the number of trainings. Not valid where no query varies.
@@ -89,7 +89,7 @@ class LooCorrelation:
     """1 where the predictions are in the right units."""
     intercept: float | Tensor
     rmse: float | Tensor
-    """Of the predictions as they are, not of the fitted line."""
+    """Error of the predictions themselves, not of the fitted line."""
     count: int
     """Pairs in each fit."""
 
@@ -202,8 +202,8 @@ def brittleness(
     """Remove the highest-scored examples, retrain, and look whether the prediction is another one.
 
     Args:
-        scores: Of one query, highest for the examples that support its prediction most: those whose removal is said to
-            raise the loss of the predicted class most.
+        scores: Scores for one query, highest for the examples that support its prediction most: those whose removal
+            is predicted to raise the loss of the predicted class most.
         retrain: Trains without the examples at these positions and returns the query's predicted class.
         original: The class predicted with all of them.
         sizes: How many to remove, tried from the smallest until one changes the prediction. A larger removal that

@@ -2,7 +2,7 @@ r"""Influence on MNIST against real removals, from one recorded run, and its wro
 
 For each setting: the influence of every training example on the loss of every query, from one run, with its time;
 what really happens when single examples and subsets are given weight 0 (same order, same batches, others unchanged);
-and what stands between the two. That is told apart by
+and how the two differ. The causes of a difference are separated by
 
 - *rounding*: a training with all weights 1 through the same stacked arithmetic, against the recorded run;
 - *derivatives*: real trainings in float64 with weights changed by ±ε, for several ε, against the forward derivative;
@@ -249,7 +249,7 @@ def run(
 
 
 def _agreement(predicted: Float[Tensor, "q m"], actual: Float[Tensor, "q m"]) -> dict[str, float]:
-    """Of a prediction with the truth; the slope is that of the actual change regressed on the predicted one."""
+    """Agreement of a prediction with the truth; the slope regresses the actual change on the predicted one."""
     pooled = loo_correlation(predicted, actual)
     by_query = loo_correlation(predicted, actual, per_query=True).pearson
     return {

@@ -52,7 +52,7 @@ def gradient_disparity(
         inputs: The training inputs.
         targets: Their targets.
         batches: s, into how many batches of equal size the examples are dealt.
-        seed: Of the dealing.
+        seed: Seed for the assignment of examples to groups.
 
     Raises:
         DataError: fewer examples than batches.

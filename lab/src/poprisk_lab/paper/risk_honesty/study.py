@@ -174,7 +174,7 @@ def setting_rows(config: HonestyConfig, task: Task, seed: int, folder: str | Pat
 
 
 def auto(row: Mapping[str, Any], *, budget: bool) -> dict[str, Any]:
-    """What ``population_risk`` answers in this setting: exclusion where it is valid, else K-fold if training is allowed."""
+    """What ``population_risk`` returns in this setting: exclusion if valid, else K-fold if training is allowed."""
     found = row["estimates"]
     return found["exclusion"] if found["exclusion"]["valid"] or not budget else found["k_fold"]
 

@@ -89,9 +89,9 @@ class SignalRun:
     energy: list[float]
     """Share of each example that these directions hold."""
     energy_auc: float
-    """Of the energy as a score of wrong labels; 0.5 says nothing."""
+    """Area under the ROC curve of the energy as a score for wrong labels; 0.5 is chance."""
     tail_auc: float
-    """Of the output gradient outside as many directions as there are effective ones."""
+    """The same for the output gradient outside the leading directions, whose number is the effective rank."""
     processor_seconds: float
 
 

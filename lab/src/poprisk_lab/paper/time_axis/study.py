@@ -72,7 +72,7 @@ class TimeRun:
     train_accuracy: list[float]
     test_accuracy: list[float]
     predicted_test_accuracy: list[float]
-    """Of the outputs that the filter predicts."""
+    """Accuracy of the outputs that the filter predicts."""
     train_loss: list[float]
     output_error: float
     """Largest distance of descent from the filter's test outputs, relative to their largest, over all times."""

@@ -19,7 +19,7 @@ class TimeConfig:
     examples: int = 300
     test_examples: int = 1000
     dimension: int = 3
-    """Of the signal."""
+    """Dimension of the signal."""
     marks: int = 5
     """Entries of the marks."""
     memorizing: int = 280
