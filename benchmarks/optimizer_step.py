@@ -18,6 +18,7 @@ from torch import Tensor
 from poprisk._core.store.envelope import environment
 from poprisk._core.store.files import write_json
 from poprisk.cli._step_time import interleaved, step_parameters, timed
+from poprisk.optim import join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 
 QWEN = {"vocabulary": 151_936, "width": 896, "layers": 24, "key_value": 128, "hidden": 4864}
@@ -66,7 +67,7 @@ def compare(shapes: list[tuple[int, ...]], options: dict, device: str, rounds: i
     """Interleaved rounds of both optimizers on the same parameters and gradients."""
     params = step_parameters(shapes, device)
     baseline = torch.optim.AdamW(params, fused=True)
-    ours = PopRiskAdamW(params, fused=True, **{"gate": "soft", **options})
+    ours = PopRiskAdamW(params, fused=True, **join_gate({"gate": "soft", **options}))
     for optimizer in (baseline, ours, baseline, ours):
         optimizer.step()
     rows = interleaved({"adamw": baseline.step, "ours": ours.step}, rounds, repeats, device)

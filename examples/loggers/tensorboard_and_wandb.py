@@ -10,6 +10,7 @@ from torch import nn
 from poprisk import PopRiskAdamW
 from poprisk.integrations.loggers import watch
 from poprisk.integrations.sinks import JsonLinesSink, TensorBoardSink, WandbSink
+from poprisk.optim import Gate
 
 INPUTS = 5
 
@@ -27,7 +28,9 @@ def train(alpha: float | Literal["calibrated"], steps: int, sink: JsonLinesSink 
     torch.manual_seed(0)
     x, y = points(1000, wrong=0.3, seed=1)
     model = nn.Sequential(nn.Linear(INPUTS, 128), nn.ReLU(), nn.Linear(128, 2))
-    optimizer = PopRiskAdamW.paper(model.parameters(), lr=1e-2, alpha=alpha)  # Algorithm 1, whose gate can close
+    optimizer = PopRiskAdamW.paper(
+        model.parameters(), lr=1e-2, gate=Gate.paper(alpha=alpha)
+    )  # Algorithm 1, whose gate can close
     with watch(optimizer, sink, model=model, every=50):  # the only line that is not about training
         for _ in range(steps):
             batch = torch.randint(len(x), (64,))

@@ -25,6 +25,7 @@ _NAMES_BY_ROOM = {
         "train_kernel",
     ),
     "poprisk.optim": (
+        "Gate",
         "MicrobatchVariance",
         "PerExampleVariance",
         "PopRiskAdamW",

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from poprisk.optim import Gate
+from poprisk.optim._gate import GATE_FIELD
+
 EXAMPLES, STEPS, LOOK_EVERY = 16, 50, 10
+ALPHA = 0.3
+"""So that under each gate some coordinates move and some do not."""
 NAN_AT, NAN_ROW = 20, 4
 """At one step one gradient entry of the networks named nan… is NaN; its row lies on the third of four ranks."""
 FORLOOP, FOREACH, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
@@ -76,7 +81,17 @@ class Many(nn.Module):
 def groups(model: Many) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, one per network."""
     table = options()
-    return [{"params": list(net.parameters()), **table[name]} for name, net in model.networks.items()]
+    return [{"params": list(net.parameters()), **paper_gate(table[name])} for name, net in model.networks.items()]
+
+
+def paper_gate(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options with Algorithm 1's gate, changed where they say so."""
+    gate = {"alpha": ALPHA, **{name: options[name] for name in GATE_FIELD if name in options}}
+    rest = {name: value for name, value in options.items() if name not in GATE_FIELD}
+    if options.get("gate", "soft") is None:
+        return rest
+    fields = {GATE_FIELD[name]: value for name, value in gate.items()}
+    return {**rest, "gate": Gate.paper(kind=options.get("gate", "soft"), **fields)}
 
 
 def batch(step: int, rank: int = 0, ranks: int = 1, examples: int = EXAMPLES) -> tuple[Tensor, Tensor]:

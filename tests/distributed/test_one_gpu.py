@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.ranks import RankVariance
 from poprisk.optim._estimators.variance import MicrobatchVariance
@@ -56,7 +57,7 @@ def network() -> nn.Module:
 
 
 def train(model: nn.Module, steps: int = 20, **options) -> list[torch.Tensor]:
-    optimizer = PopRiskAdamW.paper(model.parameters(), alpha=0.3, **options)
+    optimizer = PopRiskAdamW.paper(model.parameters(), gate=Gate.paper(alpha=0.3), **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from poprisk.errors import DataError, GradientError, HyperparameterError, StateDictError
+from poprisk.optim import Gate, join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.ranks import RankVariance
 from poprisk.optim._estimators.variance import MicrobatchVariance
@@ -29,7 +30,7 @@ def sharded(mesh, *placements):
 
 
 def stepped(parameter, **options):
-    optimizer = PopRiskAdamW([parameter], **options)
+    optimizer = PopRiskAdamW([parameter], **join_gate(options))
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return optimizer
@@ -135,9 +136,9 @@ def test_flattened_parameters_have_no_rows():
     parameter = nn.Parameter(torch.ones(6))
     parameter._fsdp_flattened = True  # as FSDP1 marks what it flattens, with and without use_orig_params
     PopRiskAdamW([parameter])
-    for options in ({"granularity": "row"}, {"granularity": "tensor"}, {"normalize_gate": True}):
+    for gate in (Gate(granularity="row"), Gate(granularity="tensor"), Gate(normalize=True)):
         with pytest.raises(HyperparameterError, match=r"got the flattened parts of FullyShardedDataParallel \(FSDP1\)"):
-            PopRiskAdamW([parameter], **options)
+            PopRiskAdamW([parameter], gate=gate)
 
 
 @pytest.mark.parametrize(("name", "saved", "here", "lost"), [
@@ -147,9 +148,9 @@ def test_a_state_that_lost_its_variance_is_refused(name, saved, here, lost):
     """dcp.load reads what the new optimizer has, and no more."""
     parameter = nn.Parameter(torch.ones(3))
     state = stepped(parameter, **{"gate": "soft", name: saved}).state_dict()
-    second = PopRiskAdamW([parameter], **{"gate": "soft", name: here})
+    second = PopRiskAdamW([parameter], **join_gate({"gate": "soft", name: here}))
     second.load_state_dict(copy.deepcopy(state))
-    second = PopRiskAdamW([parameter], **{"gate": "soft", name: here})
+    second = PopRiskAdamW([parameter], **join_gate({"gate": "soft", name: here}))
     for entry in lost:
         del state["state"][0][entry]
     with pytest.raises(StateDictError, match=f"saved with {name}='{saved}' and came without its {lost[-1]}"):

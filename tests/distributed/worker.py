@@ -16,7 +16,7 @@ import torch._dynamo  # torch's optimizers import it in their first step: once h
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from cases import LOOK_EVERY, NAN_AT, NAN_ROW, ROUNDED, SAVED, STEPS, Many, batch, groups, options
+from cases import ALPHA, LOOK_EVERY, NAN_AT, NAN_ROW, ROUNDED, SAVED, STEPS, Many, batch, groups, options
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -32,13 +32,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from poprisk.errors import GradientError, NonFiniteGradientWarning, StateDictError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.ranks import RankVariance
 from poprisk.optim._estimators.variance import MicrobatchVariance
 
 WORLD = 4
 HANDED_OUT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-LR, ALPHA = 0.01, 0.3  # so that under each gate some coordinates move and some do not
+LR = 0.01
 
 
 def whole(x: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ def plant_nan(model: Many) -> None:
 
 def train(model: nn.Module, networks: Many, rank: int, ranks: int, steps: int = STEPS) -> dict[str, Any]:
     """The weights every few steps, the meters and gates, and how often a NaN was complained of in this process."""
-    optimizer = PopRiskAdamW.paper(groups(networks), lr=LR, alpha=ALPHA)
+    optimizer = PopRiskAdamW.paper(groups(networks), lr=LR, gate=Gate.paper(alpha=ALPHA))
     names = list(networks.networks)
     looks, meters = [], []
     with warnings.catch_warnings(record=True) as caught:
@@ -143,7 +144,7 @@ def sideways(rank: int, granularity: str) -> float:
         model = nn.Linear(8, 3, bias=False)
         if sharded:
             fully_shard(model, shard_placement_fn=lambda p: Shard(1))
-        optimizer = PopRiskAdamW.paper(model.parameters(), granularity=granularity, lr=LR, alpha=ALPHA)
+        optimizer = PopRiskAdamW.paper(model.parameters(), gate=Gate.paper(granularity=granularity, alpha=ALPHA), lr=LR)
         for step in range(LOOK_EVERY):
             x, _ = batch(step, rank, WORLD) if sharded else batch(step)
             optimizer.zero_grad()
@@ -217,7 +218,7 @@ def checkpoints(rank: int, mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
     """Saved at world size 4; resumed at 4, 2 and 1."""
     model = Many(SAVED)
     fully_shard(model, mesh=mesh)
-    optimizer = PopRiskAdamW.paper(groups(model), lr=LR, alpha=ALPHA)
+    optimizer = PopRiskAdamW.paper(groups(model), lr=LR, gate=Gate.paper(alpha=ALPHA))
     curve(model, optimizer, range(10), rank, WORLD)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder)
@@ -236,7 +237,7 @@ def checkpoints(rank: int, mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
         for p in model.parameters():  # nothing of the right start is left
             nn.init.ones_(p)
         fully_shard(model, mesh=few)
-        optimizer = PopRiskAdamW.paper(groups(model), lr=LR, alpha=ALPHA)
+        optimizer = PopRiskAdamW.paper(groups(model), lr=LR, gate=Gate.paper(alpha=ALPHA))
         load(model, optimizer, folder, few.get_group())
         found[f"at {ranks}"] = resumed(model, optimizer, rank, ranks, few.get_group())
     dist.barrier()
@@ -247,7 +248,7 @@ def from_rank_0(rank: int, mesh: DeviceMesh, full: dict[str, Any]) -> dict[str, 
     """A state gathered whole in rank 0, and handed out again."""
     model = Many(SAVED)
     fully_shard(model, mesh=mesh)
-    optimizer = PopRiskAdamW.paper(groups(model), lr=LR, alpha=ALPHA)
+    optimizer = PopRiskAdamW.paper(groups(model), lr=LR, gate=Gate.paper(alpha=ALPHA))
     handed_out = HANDED_OUT
     set_model_state_dict(model, full["model"], options=handed_out)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=full["optimizer"], options=handed_out)
@@ -288,7 +289,7 @@ def in_one_process(folder: Path) -> dict[str, Any]:
     dcp_to_torch_save(folder, folder / "plain.pt")
     saved = torch.load(folder / "plain.pt", weights_only=False)
     model = Many(SAVED)
-    optimizer = PopRiskAdamW.paper(groups(model), lr=LR, alpha=ALPHA)
+    optimizer = PopRiskAdamW.paper(groups(model), lr=LR, gate=Gate.paper(alpha=ALPHA))
     model.load_state_dict(saved["model"])
     set_optimizer_state_dict(model, optimizer, optim_state_dict=saved["optimizer"])
     return resumed(model, optimizer, 0, 1)
@@ -509,7 +510,9 @@ def gated_by_ranks(rank: int, mesh: DeviceMesh) -> dict[str, float]:
             fully_shard(model, mesh=mesh)
         runs = DistributedDataParallel(model) if kind == "ddp" else model
         with MicrobatchVariance(model.parameters()) if kind == "alone" else RankVariance(runs) as source:
-            optimizer = PopRiskAdamW.paper(model.parameters(), variance=source, lr=LR, alpha=ALPHA, fused=True)
+            optimizer = PopRiskAdamW.paper(
+                model.parameters(), variance=source, lr=LR, gate=Gate.paper(alpha=ALPHA), fused=True
+            )
             for step in range(LOOK_EVERY):
                 optimizer.zero_grad()
                 for k in range(samples):

@@ -24,6 +24,7 @@ from poprisk.integrations.huggingface import (
     poprisk_optimizer,
     use_poprisk,
 )
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._learning_rate import suggest_lr
 
@@ -80,13 +81,15 @@ def _in(p, group):
 def test_every_way_in_gives_the_same_run(tmp_path):
     """Class and kwargs, text in optim_args, the factory, an optimizer by hand, and use_poprisk after construction."""
     text = "gate=soft,alpha=0.5,betas=(0.9,0.99),strength=2"
-    options = {"gate": "soft", "alpha": 0.5, "betas": (0.9, 0.99), "strength": 2.0}
+    gate = {"gate": Gate("soft", alpha=0.5, strength=2.0)}
+    options = {**gate, "betas": (0.9, 0.99)}
     named = {"adam_beta1": 0.9, "adam_beta2": 0.99}
     ways = {
         "pair": lambda: trainer(tmp_path, pair=(PopRiskAdamW, {"lr": 1e-2, **options})),
         "text": lambda: trainer(tmp_path, pair=poprisk_optimizer(arguments(tmp_path, optim_args=text))),
         "factory": lambda: trainer(tmp_path, pair=(PopRiskFactory, {"lr": "1e-2", "weight_decay": 0.1, **options})),
         "after": lambda: use_poprisk(trainer(tmp_path, **named), gate="soft", alpha="0.5", strength=2),
+        "over text": lambda: use_poprisk(trainer(tmp_path, **named, optim_args="gate=hard,rho=0.5"), **gate),
     }
     results = {}
     for name, way in ways.items():

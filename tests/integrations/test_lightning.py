@@ -21,6 +21,7 @@ from poprisk.errors import HyperparameterError, PopRiskWarning
 from poprisk.integrations._readings import Readings
 from poprisk.integrations.loggers import watch
 from poprisk.integrations.sinks import JsonLinesSink
+from poprisk.optim import join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 
 # the process that is killed below knows Lightning by its other name
@@ -69,7 +70,7 @@ class Automatic(pl.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        optimizer = PopRiskAdamW(self.net.parameters(), **self.options)
+        optimizer = PopRiskAdamW(self.net.parameters(), **join_gate(self.options))
         if not self.scheduled:
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)

@@ -18,6 +18,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.integrations._readings import Readings
 from poprisk.integrations.loggers import sampled_gates, watch
 from poprisk.integrations.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink
+from poprisk.optim import join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 
 METERS = {"active_fraction", "mean_gate", "noise_scale", "population_rate", "training_rate", "self_fit"}
@@ -78,7 +79,7 @@ def train(net, optimizer, steps, first=0, scaler=None, closure=False):
 
 def watched(steps=20, every=4, options=None, **how):
     net, sink = network(), Recorder()
-    optimizer = PopRiskAdamW(net.parameters(), **(options or {}))
+    optimizer = PopRiskAdamW(net.parameters(), **join_gate(options or {}))
     with watch(optimizer, sink, model=net, every=every):
         train(net, optimizer, steps, **how)
     return net, sink
@@ -228,7 +229,7 @@ def test_histograms_come_at_the_first_line_and_then_now_and_then():
 )
 def test_histograms_hold_the_gates_and_the_ratios_behind_them(options):
     net = network()
-    optimizer = PopRiskAdamW(net.parameters(), **options)
+    optimizer = PopRiskAdamW(net.parameters(), **join_gate(options))
     train(net, optimizer, 30)
     gates = optimizer.gates()
     drawn = {p: (gate, log_snr) for p, gate, log_snr in sampled_gates(optimizer)}

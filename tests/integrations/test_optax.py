@@ -26,6 +26,7 @@ import poprisk.integrations.optax as integration  # noqa: E402
 from poprisk.errors import GradientError, HyperparameterError, MissingExtraError, StateDictError  # noqa: E402
 from poprisk.integrations._optax_rule import PopulationRiskState  # noqa: E402
 from poprisk.integrations.optax import gate_diagnostics, poprisk_adamw, population_risk_gate  # noqa: E402
+from poprisk.optim import Gate, join_gate  # noqa: E402
 from poprisk.optim._adamw import PopRiskAdamW  # noqa: E402
 from poprisk.optim._defaults import DEFAULTS  # noqa: E402
 
@@ -83,7 +84,7 @@ def torch_paths(rows, shapes, gradients, rate=schedule, start=None):
     begin = jax.tree.leaves(numbers(shapes) if start is None else start)
     dtypes = [torch.tensor(leaf[0]).dtype for leaf in leaves]
     groups = [[torch.nn.Parameter(torch.tensor(w).to(d)) for w, d in zip(begin, dtypes, strict=True)] for _ in rows]
-    optimizer = PopRiskAdamW([{"params": group, **options} for group, options in zip(groups, rows, strict=True)])
+    optimizer = PopRiskAdamW([{"params": group, **join_gate(o)} for group, o in zip(groups, rows, strict=True)])
     for i in range(len(leaves[0])):
         for group, weights in zip(optimizer.param_groups, groups, strict=True):
             group["lr"] = rate(i)
@@ -276,7 +277,7 @@ def test_the_gate_joins_a_run_that_began_with_adam():
     gradients = stream(MATRIX, steps=60, spoiled=False)
     first, rest = (jax.tree.map(lambda x, i=i: x[30 * i : 30 * (i + 1)], gradients) for i in (0, 1))
     parameter = torch.nn.Parameter(torch.tensor(numbers(MATRIX)["w"], dtype=torch.float32))
-    gated = PopRiskAdamW([parameter], alpha="calibrated", lr=1e-2, **ALGORITHM1)
+    gated = PopRiskAdamW([parameter], **join_gate({"alpha": "calibrated", "lr": 1e-2, **ALGORITHM1}))
     adamw = torch.optim.AdamW([parameter], lr=1e-3)
     for i, row in enumerate([*first["w"], *rest["w"]]):
         if i == 30:
@@ -689,6 +690,7 @@ def test_bad_options_are_refused_in_one_line(name, value):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:the option:DeprecationWarning")
 def test_what_torch_refuses_is_refused_with_the_same_words():
     for name, value in (("alpha", -1.0), ("rho", 1.0), ("gate", "x"), ("granularity", 3), ("strength", "1")):
         messages = []
@@ -697,6 +699,26 @@ def test_what_torch_refuses_is_refused_with_the_same_words():
                 make(**{name: value})
             messages.append(str(caught.value))
         assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(
+    "gate", [Gate(), Gate("soft", strength=1.0, alpha=0.3, eps=1e-3, centering="corrected")], ids=str
+)
+def test_a_gate_is_its_options(gate):
+    flat = {name: value for name, value in gate.options().items() if name != "gated_decay"}
+    w, g = jnp.array([1.0, -2.0]), jnp.array([0.3, 0.1])
+    results = []
+    for options in ({"gate": gate}, flat):
+        optimizer = poprisk_adamw(**options)
+        state = optimizer.init(w)
+        for k in range(4):
+            updates, state = optimizer.update(g * (k + 1), state, w)
+        results.append((updates, gate_diagnostics(state, **options)))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, *results))
+    with pytest.raises(HyperparameterError, match="rho=0.5 was given beside gate=Gate"):
+        poprisk_adamw(gate=gate, rho=0.5)
+    with pytest.raises(HyperparameterError, match="gated_decay is not an option here"):
+        poprisk_adamw(gate=Gate(gated_decay=True))
 
 
 def test_defaults_are_the_librarys():

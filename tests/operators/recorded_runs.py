@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import oracles.run_operators as oracle
 from poprisk.operators._window import Window
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
@@ -37,7 +38,9 @@ def optimizer(rule, kind="mlp", loss="squared"):
         "nesterov": partial(torch.optim.SGD, lr=lr, momentum=0.8, nesterov=True),
         "adam": partial(torch.optim.Adam, lr=0.05),
         "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
-        "poprisk": partial(PopRiskAdamW, gate="soft", strength=1.0, lr=0.2, alpha="calibrated", weight_decay=0.05),
+        "poprisk": partial(
+            PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated"), lr=0.2, weight_decay=0.05
+        ),
     }[rule]
 
 

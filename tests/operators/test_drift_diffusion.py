@@ -14,6 +14,7 @@ from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.operators._batch_law import batch_laws
 from poprisk.operators._drift_diffusion import curvature_bound, drift_bound, drift_diffusion
 from poprisk.operators._gradient_descent import RecordedSteps, gradient_descent
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._problem import Problem
 from poprisk.runs._step import AffineStep
@@ -25,7 +26,7 @@ RULES = {
     "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.02),
     "adam": partial(torch.optim.Adam, lr=0.05, weight_decay=0.05),
     "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
-    "poprisk": partial(PopRiskAdamW, gate="soft", strength=1.0, lr=0.2, alpha="calibrated", weight_decay=0.05),
+    "poprisk": partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated"), lr=0.2, weight_decay=0.05),
 }
 TEST = draw("mlp", 12)[8:]
 

@@ -18,6 +18,7 @@ from poprisk.operators._kernels.products import kernel_operator
 from poprisk.operators._kernels.tangent import cross_kernel, train_kernel
 from poprisk.operators._kernels.timescales import timescales
 from poprisk.operators._window import Window
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
@@ -33,7 +34,7 @@ def recorded(kind: str):
     everything = draw(kind, 9)
     targets = torch.randint(WIDTHS[kind], (6,), generator=torch.Generator().manual_seed(5))
     problem = Problem(build, "cross_entropy", everything[:6], targets, arguments={"kind": kind})
-    rule = partial(PopRiskAdamW, gate="soft", strength=1.0, lr=0.2, alpha="calibrated", weight_decay=0.05)
+    rule = partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated"), lr=0.2, weight_decay=0.05)
     return train(problem, rule, 4, batch_size=3, dtype=torch.float64, progress=False), problem, everything[6:]
 
 

@@ -9,6 +9,7 @@ from optimizer_table import BACKENDS, GATES, INPUTS
 from streams import SHAPES, relative_error, start, stream, train
 
 from poprisk.errors import BackendWarning
+from poprisk.optim import join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._work import hyper_of
 from poprisk.optim.rules._population import PopulationState, initial_state, population_step
@@ -27,7 +28,7 @@ def dtype_name(dtype):
 def reference(gate, row):
     """The pure rule in float64, tensor by tensor; the stream is the same in every dtype."""
     options = {"gate": gate, **INPUTS[row].options}
-    hyper = hyper_of(PopRiskAdamW(start(), **options).param_groups[0])
+    hyper = hyper_of(PopRiskAdamW(start(), **join_gate(options)).param_groups[0])
     sign, out = -1 if options.get("maximize") else 1, []
     for k, w in enumerate(start()):
         w = w.detach()
@@ -51,7 +52,7 @@ def test_smooth_gates_equal_the_rule_after_200_steps(backend, gate, row, dtype, 
     options = {"gate": gate, **row.options}
     gradients = stream(STEPS, dtype=dtype, device=device)
     params = start(dtype=dtype, device=device)
-    optimizer = PopRiskAdamW(params, **options, **BACKENDS[backend])
+    optimizer = PopRiskAdamW(params, **join_gate(options), **BACKENDS[backend])
     with expected_warning(backend, row):
         train(optimizer, params, gradients)
     assert relative_error(params, reference(gate, INPUTS.index(row))) <= TOLERANCE[dtype]
@@ -65,7 +66,7 @@ def test_hard_gate_equals_the_rule_step_by_step(backend, row, dtype, device):
     """From equal state each step: one flipped bit of a hard gate would otherwise separate the runs for good."""
     options = {"gate": "hard", **row.options}
     params = start(dtype=dtype, device=device)
-    optimizer = PopRiskAdamW(params, **options, **BACKENDS[backend])
+    optimizer = PopRiskAdamW(params, **join_gate(options), **BACKENDS[backend])
     hyper = hyper_of(optimizer.param_groups[0])
     sign = -1 if row.options.get("maximize") else 1
     compared = 0

@@ -20,6 +20,7 @@ def name_of(row):
     return ", ".join(f"{k}={v}" for k, v in row.options.items()) or "none"
 
 
+@pytest.mark.filterwarnings("ignore:the option:DeprecationWarning")
 @pytest.mark.parametrize("row", ERROR_INPUTS, ids=name_of)
 def test_the_constructor_refuses(row):
     with pytest.raises(row.error, match=row.words) as caught:
@@ -27,6 +28,7 @@ def test_the_constructor_refuses(row):
     assert isinstance(caught.value, PopRiskError)
 
 
+@pytest.mark.filterwarnings("ignore:the option:DeprecationWarning")
 @pytest.mark.parametrize("row", OF_GROUPS, ids=name_of)
 def test_a_group_s_options_are_refused_too(row):
     good, bad = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
@@ -34,6 +36,7 @@ def test_a_group_s_options_are_refused_too(row):
         PopRiskAdamW([{"params": [good]}, {"params": [bad], **row.options}])
 
 
+@pytest.mark.filterwarnings("ignore:the option:DeprecationWarning")
 @pytest.mark.parametrize("row", OF_GROUPS, ids=name_of)
 def test_a_group_added_later_is_refused_and_left_out(row):
     optimizer = PopRiskAdamW([nn.Parameter(torch.ones(2))])

@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError, StateDictError
+from poprisk.optim import Gate, join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._defaults import PAPER
 from poprisk.optim.rules._coefficients import Hyper
@@ -41,7 +42,7 @@ WAYS = {"in memory": lambda d: d, "file": through_file}
 
 def half_way(dtype, options):
     params = start(dtype=dtype)
-    optimizer = PopRiskAdamW(params, **options)
+    optimizer = PopRiskAdamW(params, **join_gate(options))
     train(optimizer, params, stream(10, dtype=dtype))
     return params, optimizer
 
@@ -75,7 +76,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(backend, options, dtype, way):
     """State dtypes included: float32 moments of bfloat16 weights, and bfloat16 moments of float32 weights."""
     params, optimizer = half_way(dtype, {**options, **backend})
     others = twins(params)
-    resumed = PopRiskAdamW(others, lr=7.0, gate="hard", alpha=0.5)  # the file decides
+    resumed = PopRiskAdamW(others, lr=7.0, gate=Gate("hard", alpha=0.5))  # the file decides
     resumed.load_state_dict(way(optimizer.state_dict()))
     for p, q in zip(params, others, strict=True):
         for name, value in optimizer.state[p].items():
@@ -204,7 +205,7 @@ def test_the_loss_goes_on_falling_after_a_change_from_adamw(options):
 
     for _ in range(10):
         adamw.step(closure)
-    ours = PopRiskAdamW(model.parameters(), **options)
+    ours = PopRiskAdamW(model.parameters(), **join_gate(options))
     ours.load_state_dict(adamw.state_dict())
     for _ in range(20):
         ours.step(closure)
@@ -296,7 +297,7 @@ def test_moments_made_with_other_betas_or_another_sign_are_refused():
     """Their bias corrections, or their sign, would be wrong from the first step on."""
     params, adamw = adamw_half_way({}, False)
     for options in ({}, {"betas": (0.8, 0.9), "maximize": True}, {"betas": (0.9, 0.9), "rho": 0.9, "state": "shared"}):
-        ours = PopRiskAdamW(twins(params), **options)
+        ours = PopRiskAdamW(twins(params), **join_gate(options))
         with pytest.raises(StateDictError, match="the moments were made with"):
             ours.load_state_dict(adamw.state_dict())
         assert not ours.state

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -15,7 +16,7 @@ def trained(compiled: bool) -> tuple[list[torch.Tensor], list[int]]:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-    optimizer = PopRiskAdamW.paper(model.parameters(), alpha=0.3, fused=True)
+    optimizer = PopRiskAdamW.paper(model.parameters(), gate=Gate.paper(alpha=0.3), fused=True)
 
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()

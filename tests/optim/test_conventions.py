@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError
+from poprisk.optim import Gate, join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim.rules._coefficients import Hyper
 from poprisk.optim.rules._population import initial_state, population_step
@@ -120,7 +121,7 @@ def test_a_group_added_in_the_middle_starts_from_its_first_step():
 
 def test_a_group_with_bad_options_is_not_added():
     optimizer = PopRiskAdamW([nn.Parameter(torch.ones(2))])
-    with pytest.raises(HyperparameterError, match="rho must be"):
+    with pytest.warns(DeprecationWarning, match="option rho"), pytest.raises(HyperparameterError, match="rho must be"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "rho": 1.0})
     assert len(optimizer.param_groups) == 1
 
@@ -135,7 +136,7 @@ def test_a_group_states_its_dtypes_and_betas_in_one_form():
 def test_a_scheduler_must_not_pull_shared_betas_apart():
     """state="shared" holds for ρ = β1 = β2 only, which OneCycleLR's momentum cycling would break in silence."""
     params = start()
-    optimizer = PopRiskAdamW(params, state="shared", betas=(0.9, 0.9), rho=0.9)
+    optimizer = PopRiskAdamW(params, state="shared", betas=(0.9, 0.9), gate=Gate(rho=0.9))
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     with pytest.raises(HyperparameterError, match="needs rho = betas"):
         train(optimizer, params, stream(1))
@@ -214,7 +215,10 @@ def test_clipping_between_backward_and_step_is_seen():
 def overflow_run(options, scaler, steps=8, bad=3):
     """A scaled run with one overflow and the same run without that step; gives both and the state around it."""
     params, plain = (start(dtype=torch.float32) for _ in range(2))
-    optimizer, other = PopRiskAdamW(params, **options), PopRiskAdamW(plain, **{**options, "fused": None})
+    optimizer, other = (
+        PopRiskAdamW(params, **join_gate(options)),
+        PopRiskAdamW(plain, **join_gate({**options, "fused": None})),
+    )
     around = []
     for t, row in enumerate(stream(steps, dtype=torch.float32)):
         scaler.scale(torch.zeros(()))
@@ -282,7 +286,7 @@ def test_only_an_all_fused_optimizer_takes_over_the_unscaling(fused):
 @EVERY_BACKEND
 def test_a_deep_copy_goes_on_with_its_own_model(backend):
     model = nn.Linear(4, 3)
-    optimizer = PopRiskAdamW(model.parameters(), alpha="calibrated", **backend)
+    optimizer = PopRiskAdamW(model.parameters(), gate=Gate(alpha="calibrated"), **backend)
     gradients = stream(10, shapes=((3, 4), (3,)), dtype=torch.float32)
     train(optimizer, list(model.parameters()), gradients[:5])
     twin, other = copy.deepcopy((model, optimizer))

@@ -8,6 +8,7 @@ import torch
 from streams import relative_error, start, stream, train
 
 from poprisk.errors import ClosedGateWarning, NonFiniteGradientWarning
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 
 pytestmark = pytest.mark.gpu
@@ -64,8 +65,8 @@ def test_a_compiled_and_captured_training_step_equals_an_eager_one():
         optimizer.step()
 
     eager, captured = network(), network()
-    plain = PopRiskAdamW(eager.parameters(), alpha=0.3, fused=True)
-    graphed = PopRiskAdamW(captured.parameters(), alpha=0.3, fused=True, capturable=True)
+    plain = PopRiskAdamW(eager.parameters(), gate=Gate(alpha=0.3), fused=True)
+    graphed = PopRiskAdamW(captured.parameters(), gate=Gate(alpha=0.3), fused=True, capturable=True)
     for x in batches:
         training_step(eager, plain, x)
     compiled, held = torch.compile(captured), batches[0].clone()

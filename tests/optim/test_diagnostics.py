@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError
+from poprisk.optim import Gate, join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim.rules._gates import hard_gate, snr_gate, soft_gate
 
@@ -28,7 +29,7 @@ def give(params, row):
 def test_mean_gate_and_active_fraction_are_the_last_step_s(gate, backend):
     """From the state and the formulas of the gates, not from the library's own reading of it."""
     params = start()
-    optimizer = PopRiskAdamW(params, gate=gate, alpha=0.3, strength=2.0, **backend)
+    optimizer = PopRiskAdamW(params, gate=Gate(gate, alpha=0.3, strength=2.0), **backend)
     train(optimizer, params, stream(25))
     q = []
     for p in params:
@@ -57,7 +58,7 @@ def test_the_noise_scale_is_that_of_the_stream(options):
     n = 20_000
     mean = torch.where(torch.arange(n) % 2 == 0, 0.5**0.5, 0.0)
     p = nn.Parameter(torch.zeros(n))
-    optimizer = PopRiskAdamW([p], fused=True, **options)
+    optimizer = PopRiskAdamW([p], fused=True, **join_gate(options))
     for _ in range(150):
         p.grad = mean + 2 * torch.randn(n)
         optimizer.step()
@@ -80,7 +81,7 @@ def test_the_noise_scale_of_a_given_variance_is_not_corrected_for_an_average_s_n
 @pytest.mark.parametrize("gate", ["snr", "hard"])
 def test_on_pure_noise_the_lagged_rate_is_zero_and_the_training_rate_is_not(gate):
     p = nn.Parameter(torch.zeros(2000))
-    optimizer = PopRiskAdamW([p], gate=gate, alpha=0.1, fused=True)
+    optimizer = PopRiskAdamW([p], gate=Gate(gate, alpha=0.1), fused=True)
     rates = []
     for step in range(200):
         p.grad = torch.randn(2000)
@@ -97,7 +98,7 @@ def test_on_pure_noise_the_lagged_rate_is_zero_and_the_training_rate_is_not(gate
 @pytest.mark.parametrize("gate", [*GATES, None])
 def test_on_pure_signal_the_two_rates_agree(gate):
     p = nn.Parameter(torch.zeros(50, dtype=torch.float64))
-    optimizer = PopRiskAdamW([p], gate=gate, centering="corrected", lr=0.1)
+    optimizer = PopRiskAdamW([p], gate=None if gate is None else Gate(gate, centering="corrected"), lr=0.1)
     g = torch.randn(50, dtype=torch.float64)
     for _ in range(10):
         p.grad = g.clone()
@@ -168,7 +169,7 @@ def test_rates_after_backward():
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_looking_changes_nothing(backend):
     params, plain = (start(dtype=torch.float32) for _ in range(2))
-    options = {"alpha": "calibrated", "state_dtype": torch.bfloat16, **backend}
+    options = {"gate": Gate(alpha="calibrated"), "state_dtype": torch.bfloat16, **backend}
     watched, other = PopRiskAdamW(params, **options), PopRiskAdamW(plain, **options)
     for row in stream(10, dtype=torch.float32):
         give(params, row)
@@ -213,7 +214,7 @@ def test_linearize_reproduces_the_last_step_of_every_group():
         {"gate": "hard", "granularity": "row", "normalize_gate": True, "warmup_steps": 3, "alpha": 0.1},
     ]
     params = start(shapes=shapes)
-    optimizer = PopRiskAdamW([{"params": [p], **o} for p, o in zip(params, options, strict=True)], lr=0.05)
+    optimizer = PopRiskAdamW([{"params": [p], **join_gate(o)} for p, o in zip(params, options, strict=True)], lr=0.05)
     for row in stream(12, shapes=shapes):
         before = [p.detach().clone() for p in params]
         train(optimizer, params, [row])
@@ -245,7 +246,7 @@ def test_linearize_knows_that_the_variance_came_from_outside():
 
 def test_linearize_needs_the_averaged_signal():
     params = start()
-    optimizer = PopRiskAdamW(params, signal="batch")
+    optimizer = PopRiskAdamW(params, gate=Gate(signal="batch"))
     train(optimizer, params, stream(2))
     with pytest.raises(HyperparameterError, match='signal="ema"'):
         optimizer.linearize()
@@ -271,8 +272,8 @@ def test_before_the_first_step_after_an_adamw_checkpoint_there_is_nothing_to_rea
 
 def test_overall_meters_are_those_of_one_big_group():
     params, other = start(), start()
-    split = PopRiskAdamW([{"params": params[:1]}, {"params": params[1:]}], alpha=0.3)
-    whole = PopRiskAdamW(other, alpha=0.3)
+    split = PopRiskAdamW([{"params": params[:1]}, {"params": params[1:]}], gate=Gate(alpha=0.3))
+    whole = PopRiskAdamW(other, gate=Gate(alpha=0.3))
     train(split, params, stream(20))
     train(whole, other, stream(20))
     give(params, stream(21)[-1])
@@ -284,7 +285,7 @@ def test_overall_meters_are_those_of_one_big_group():
 
 def test_overall_meters_leave_out_groups_without_a_gate_but_count_their_progress():
     params = start()
-    optimizer = PopRiskAdamW([{"params": params[:1]}, {"params": params[1:], "gate": None}], alpha=0.3)
+    optimizer = PopRiskAdamW([{"params": params[:1]}, {"params": params[1:], "gate": None}], gate=Gate(alpha=0.3))
     train(optimizer, params, stream(20))
     give(params, stream(21)[-1])
     overall, (gated, plain) = optimizer.overall_diagnostics(), optimizer.diagnostics()
@@ -296,7 +297,7 @@ def test_overall_meters_leave_out_groups_without_a_gate_but_count_their_progress
 @pytest.mark.parametrize("gate", GATES)
 def test_gates_are_the_last_step_s(gate):
     params = start()
-    optimizer = PopRiskAdamW(params, gate=gate, alpha=0.3)
+    optimizer = PopRiskAdamW(params, gate=Gate(gate, alpha=0.3))
     train(optimizer, params, stream(12))
     gates = optimizer.gates()
     assert [q.shape for q in gates.values()] == [p.shape for p in params]
@@ -307,7 +308,7 @@ def test_gates_are_the_last_step_s(gate):
 def test_scaled_gradients_are_read_as_the_step_will_read_them():
     """A fused step unscales on its own, so GradScaler leaves the scale on the optimizer."""
     params = start()
-    optimizer = PopRiskAdamW(params, alpha=0.3, fused=True)
+    optimizer = PopRiskAdamW(params, gate=Gate(alpha=0.3), fused=True)
     train(optimizer, params, stream(12))
     give(params, stream(13)[-1])
     plain = optimizer.overall_diagnostics().to_floats()

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from oracles.algorithm1 import algorithm1
 from poprisk.errors import HyperparameterError
+from poprisk.optim import Gate, join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._defaults import DEFAULTS, PAPER, RULE_OPTIONS, Defaults
 from poprisk.optim.rules._coefficients import Hyper
@@ -41,7 +42,7 @@ def assert_finite(optimizer, params):
 def test_zero_gradients_and_no_learning_rate_only_make_the_state(backend, gate, row):
     """How checkpointing of sharded models brings states into being."""
     params, before = start(dtype=torch.float32), start(dtype=torch.float32)
-    optimizer = PopRiskAdamW(params, **{**row.options, "lr": 0.0, "gate": gate}, **backend)
+    optimizer = PopRiskAdamW(params, **join_gate({**row.options, "lr": 0.0, "gate": gate}), **backend)
     train(optimizer, params, [[torch.zeros_like(p) for p in params]])
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
     assert_finite(optimizer, params)
@@ -55,7 +56,7 @@ def test_zero_gradients_and_no_learning_rate_only_make_the_state(backend, gate, 
 @pytest.mark.parametrize("row", [r for r in INPUTS if r.name in LASTING], ids=lambda r: r.name)
 def test_zero_gradients_for_ever_are_decay_and_nothing_else(backend, gate, row):
     params = start(dtype=torch.float32)
-    optimizer = PopRiskAdamW(params, **{**row.options, "gate": gate}, **backend)
+    optimizer = PopRiskAdamW(params, **join_gate({**row.options, "gate": gate}), **backend)
     group = optimizer.param_groups[0]
     for _ in range(20):
         train(optimizer, params, [[torch.zeros_like(p) for p in params]])
@@ -73,7 +74,7 @@ def test_zero_gradients_for_ever_are_decay_and_nothing_else(backend, gate, row):
 def test_signal_after_silence_is_followed(backend):
     """A coordinate whose gradient was zero for 50 steps wakes up."""
     params = start(dtype=torch.float32)
-    optimizer = PopRiskAdamW.paper(params, lr=1e-2, weight_decay=0.0, rho=0.9, **backend)
+    optimizer = PopRiskAdamW.paper(params, lr=1e-2, weight_decay=0.0, gate=Gate.paper(rho=0.9), **backend)
     train(optimizer, params, [[torch.zeros_like(p) for p in params]] * 50)
     train(optimizer, params, [[torch.ones_like(p) for p in params]] * 100)
     moved = [(q - p).min().item() for p, q in zip(params, start(dtype=torch.float32), strict=True)]
@@ -91,7 +92,7 @@ def test_the_scale_of_the_gradients_does_not_matter(backend, gate, factor):
     """Powers of two change no bit of the trajectory."""
     params, scaled = (start(dtype=torch.float32) for _ in range(2))
     gradients = stream(80, dtype=torch.float32)
-    options = {**ALGORITHM1, "gate": gate, "eps": 0.0, **BACKENDS[backend]}
+    options = join_gate({**ALGORITHM1, "gate": gate, "eps": 0.0, **BACKENDS[backend]})
     train(PopRiskAdamW(params, **options), params, gradients)
     train(PopRiskAdamW(scaled, **options), scaled, [[g * factor for g in row] for row in gradients])
     assert relative_error(params, start(dtype=torch.float32)) > 0.01
@@ -101,7 +102,7 @@ def test_the_scale_of_the_gradients_does_not_matter(backend, gate, factor):
 def test_the_paper_s_epsilon_breaks_scale_invariance():
     """The contrast: with gate_eps the trajectory does depend on the scale."""
     params, scaled = start(), start()
-    options = {**ALGORITHM1, "gate": "soft", "eps": 0.0, "gate_eps": 1e-3}
+    options = join_gate({**ALGORITHM1, "gate": "soft", "eps": 0.0, "gate_eps": 1e-3})
     train(PopRiskAdamW(params, **options), params, stream(50))
     train(PopRiskAdamW(scaled, **options), scaled, [[g / 1024 for g in row] for row in stream(50)])
     assert relative_error(params, scaled) > 1e-3
@@ -134,7 +135,9 @@ def test_a_tensor_learning_rate_changed_in_place_takes_effect(mode, gate, shape)
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("extra", [{}, {"alpha": "calibrated"}, {"centering": "corrected"}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, {"gate": Gate(alpha="calibrated")}, {"gate": Gate(centering="corrected")}], ids=str
+)
 def test_capturable_on_the_cpu_is_the_plain_path(backend, extra):
     params, plain = start(), start()
     train(PopRiskAdamW(params, capturable=True, **extra, **backend), params, stream(20))
@@ -154,7 +157,7 @@ def test_autograd_runs_through_three_steps(gate):
 
     def final(theta, lr):
         w = (theta * base).clone().requires_grad_(True) if not theta.requires_grad else (theta * base).clone()
-        options = {"gate": gate, "alpha": 0.1, "strength": 1.0, "weight_decay": 0.1}
+        options = join_gate({"gate": gate, "alpha": 0.1, "strength": 1.0, "weight_decay": 0.1})
         optimizer = PopRiskAdamW([w], lr=lr, differentiable=True, **options)
         for k in range(3):
             w.grad = (mean + 0.1 * k) * (w if theta.requires_grad else w.detach())
@@ -226,4 +229,4 @@ def test_the_paper_s_constructor_does_not_follow_the_library_s_defaults(monkeypa
     defaults = PopRiskAdamW.paper([p]).defaults
     assert (defaults["lr"], defaults["gate"], defaults["alpha"], defaults["strength"]) == (1e-3, "soft", 1.0, 1.0)
     assert (defaults["rho"], defaults["gate_eps"], defaults["centering"]) == (0.99, 0.0, "paper")
-    assert PopRiskAdamW.paper([p], alpha=0.5).defaults["alpha"] == 0.5
+    assert PopRiskAdamW.paper([p], gate=Gate.paper(alpha=0.5)).defaults["alpha"] == 0.5

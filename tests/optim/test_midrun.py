@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import DataError, HyperparameterError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.variance import MicrobatchVariance
 
@@ -71,7 +72,7 @@ def test_a_gradient_scaler_does_not_close_the_gate_of_a_variance_source():
         torch.manual_seed(2)
         model = nn.Linear(5, 1)
         source = MicrobatchVariance(model.parameters())
-        optimizer = PopRiskAdamW(model.parameters(), variance=source, strength=1.0, fused=True)
+        optimizer = PopRiskAdamW(model.parameters(), variance=source, gate=Gate(strength=1.0), fused=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
         for _ in range(5):
             optimizer.zero_grad()
@@ -149,6 +150,6 @@ def test_threads_share_the_work_of_a_large_tensor():
 def test_numbers_of_any_kind_are_taken():
     import numpy as np
 
-    optimizer = PopRiskAdamW(start(), lr=np.float32(0.25), alpha=np.float64(0.5), eps=0)
+    optimizer = PopRiskAdamW(start(), lr=np.float32(0.25), gate=Gate(alpha=np.float64(0.5)), eps=0)
     group = optimizer.param_groups[0]
     assert [type(group[name]) for name in ("lr", "alpha", "eps")] == [float] * 3

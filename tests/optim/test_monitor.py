@@ -9,6 +9,7 @@ from optimizer_table import BACKENDS
 from torch import nn
 
 from poprisk.errors import BackendWarning, ClosedGateWarning
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._learning_rate import FACTOR
 from poprisk.optim._monitor import closed_below
@@ -57,7 +58,9 @@ def test_pure_noise_is_reported_once_after_200_steps(backend):
 def test_what_counts_as_closed_follows_the_strength():
     """A soft gate of strength 100 passes a hundredth of one of strength 1, and is judged by that."""
     params = parameters()
-    steps, messages = warned_at(PopRiskAdamW.paper(params, strength=100.0, fused=True), params, [0.0] * 210)
+    steps, messages = warned_at(
+        PopRiskAdamW.paper(params, gate=Gate.paper(strength=100.0), fused=True), params, [0.0] * 210
+    )
     assert steps == [200]
     assert "under 0.02% " in messages[0]
     assert shown(messages[0]) < 0.02
@@ -76,7 +79,7 @@ def test_the_default_gate_is_not_reported_at_its_work(mean):
 def test_groups_of_different_strength_are_judged_together():
     """The mean of their gates is held against the mean of what each would count as closed."""
     params = parameters()[:1] + parameters()[:1]
-    groups = [{"params": params[:1], "strength": 1.0}, {"params": params[1:], "strength": 100.0}]
+    groups = [{"params": [p], "gate": Gate.paper(strength=s)} for p, s in zip(params, (1.0, 100.0), strict=True)]
     limits = [closed_below(Hyper(gate="soft", strength=s)) for s in (1.0, 100.0)]
     steps, messages = warned_at(PopRiskAdamW.paper(groups, fused=True), params, [0.0] * 205)
     assert steps == [200]
@@ -93,11 +96,11 @@ def test_the_reported_value_is_the_measured_one():
     assert 0.6 < shown(messages[0]) < 0.9
 
 
-@pytest.mark.parametrize("options", [{}, {"gate": "snr"}, {"granularity": "row"}, {"normalize_gate": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"kind": "snr"}, {"granularity": "row"}, {"normalize": True}], ids=str)
 @EVERY_BACKEND
 def test_a_healthy_gate_is_not_reported(backend, options):
     params = parameters()
-    steps, _ = warned_at(PopRiskAdamW.paper(params, **options, **backend), params, [3.0] * 230)
+    steps, _ = warned_at(PopRiskAdamW.paper(params, gate=Gate.paper(**options), **backend), params, [3.0] * 230)
     assert steps == []
 
 
@@ -125,7 +128,7 @@ def test_a_gate_that_closes_late_is_reported():
 
 def test_pooled_gates_are_watched_too():
     params = parameters()[:1]
-    optimizer = PopRiskAdamW.paper(params, granularity="row", foreach=False)
+    optimizer = PopRiskAdamW.paper(params, gate=Gate.paper(granularity="row"), foreach=False)
     steps, _ = warned_at(optimizer, params, [0.0] * 220)
     assert steps == [200]
 

@@ -9,6 +9,7 @@ from streams import SHAPES, start, stream, train
 from torch.testing import assert_close
 
 from poprisk.errors import NonFiniteGradientWarning
+from poprisk.optim import Gate, join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 
 pytestmark = [
@@ -47,7 +48,7 @@ def moments(optimizer, p):
 @EVERY_BACKEND
 def test_exactly_the_bad_coordinates_sit_the_step_out(backend, gate, extra, bad):
     params, clean = (start(dtype=torch.float32) for _ in range(2))
-    options = {"gate": gate, **extra, **backend}
+    options = join_gate({"gate": gate, **extra, **backend})
     optimizer, other = PopRiskAdamW(params, **options), PopRiskAdamW(clean, **options)
     gradients = stream(8, dtype=torch.float32)
     train(optimizer, params, gradients[:5])
@@ -93,7 +94,7 @@ def test_let_through_it_is_loud(backend, gate, steps, bad):
 def test_pooled_gates_do_not_spread_it(backend, gate, signal, options):
     """Coordinates that share a gate with a bad one move on, by what is known of the others."""
     params, clean = (start(dtype=torch.float32) for _ in range(2))
-    options = {"gate": gate, "signal": signal, "alpha": 0.1, **options, **backend}
+    options = join_gate({"gate": gate, "signal": signal, "alpha": 0.1, **options, **backend})
     optimizer, other = PopRiskAdamW(params, **options), PopRiskAdamW(clean, **options)
     gradients = stream(10, dtype=torch.float32)
     train(optimizer, params, gradients[:5])
@@ -155,7 +156,7 @@ def test_the_largest_usable_gradient_is_used():
     for backend in BACKENDS.values():
         for dtype, limit in ((torch.float32, 2.0**62), (torch.float64, 2.0**510)):
             params = start(shapes=SHAPES, dtype=dtype)
-            optimizer = PopRiskAdamW(params, alpha=0.1, **backend)
+            optimizer = PopRiskAdamW(params, gate=Gate(alpha=0.1), **backend)
             train(
                 optimizer, params, [[torch.full_like(p, s * limit * (1 - 2**-20)) for p in params] for s in (1, -1, -1)]
             )

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from poprisk.errors import HyperparameterError
+from poprisk.optim import Gate, join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._defaults import DEFAULTS
 from poprisk.optim._parsing import parse_options
@@ -32,7 +33,7 @@ from poprisk.optim._parsing import parse_options
     ],
 )
 def test_text_becomes_typed_options(text, expected):
-    parsed = parse_options(text)
+    parsed, expected = parse_options(text), join_gate(expected)
     assert parsed == expected
     assert {name: type(value) for name, value in parsed.items()} == {n: type(v) for n, v in expected.items()}
     PopRiskAdamW([torch.zeros(2, requires_grad=True)], **parsed)
@@ -40,7 +41,8 @@ def test_text_becomes_typed_options(text, expected):
 
 def test_every_option_can_be_written_as_text():
     written = {name: str(value) for name, value in DEFAULTS.as_dict().items()}
-    assert parse_options(written) == DEFAULTS.as_dict()
+    assert parse_options(written) == join_gate(DEFAULTS.as_dict())
+    assert parse_options(written)["gate"] == Gate()
 
 
 @pytest.mark.parametrize(

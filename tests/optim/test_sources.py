@@ -6,6 +6,7 @@ from optimizer_table import BACKENDS
 from torch import nn
 from torch.testing import assert_close
 
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
 
@@ -47,10 +48,7 @@ def test_the_corollary_s_one_batch_test(backend):
     source = PerExampleVariance(model, "squared")
     optimizer = PopRiskAdamW(
         model.parameters(),
-        rho=0.0,
-        signal="batch",
-        gate="hard",
-        alpha=1.0,
+        gate=Gate("hard", rho=0.0, signal="batch", alpha=1.0),
         weight_decay=0.0,
         variance=source,
         **backend,

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from poprisk import PopRiskAdamW, cli
 from poprisk.errors import DataError, HyperparameterError
+from poprisk.optim import Gate
 from poprisk.report import CleanTargets, analyze, write_report
 from poprisk.report._analysis.gates import gate_curve
 from poprisk.report._drawing.example_contents import example_contents, png
@@ -30,7 +31,9 @@ from poprisk.runs._run import Run
 from poprisk.runs._training import train
 
 STEPS = 24
-GATED = partial(PopRiskAdamW, lr=0.1, gate="soft", strength=1.0, weight_decay=0.01)  # Algorithm 1: quick enough to err
+GATED = partial(
+    PopRiskAdamW, lr=0.1, gate=Gate("soft", strength=1.0), weight_decay=0.01
+)  # Algorithm 1: quick enough to err
 
 
 def call(capsys, *arguments):
@@ -146,7 +149,7 @@ def test_gates_are_those_that_the_training_had(every):
     optimizer = PopRiskAdamW(
         [
             {"params": module[0].parameters()},
-            {"params": module[2].parameters(), "lr": 3e-3, "gate": "soft", "alpha": 0.5},
+            {"params": module[2].parameters(), "lr": 3e-3, "gate": Gate("soft", alpha=0.5)},
         ]
     )
     live = {}

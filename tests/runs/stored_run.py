@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from poprisk import PopRiskAdamW, Problem, Run, train
+from poprisk.optim import Gate
 
 STEPS, BATCH, EVERY = 40, 8, 15
 
@@ -35,7 +36,7 @@ def write(folder: Path) -> list[Run]:
     made = Problem.build("stored_run:problem")
     options = {"batch_size": BATCH, "accumulate": 2, "clip_norm": 1.0, "dtype": torch.float64, "progress": False}
     gated, plain = (
-        partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.3),
+        partial(PopRiskAdamW, gate=Gate("soft", strength=1.0), weight_decay=0.01, lr=0.3),
         partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01),
     )
     return [

@@ -12,6 +12,7 @@ from torch.func import jvp, vmap
 from torch.optim import SGD, Adam, AdamW
 
 from poprisk.errors import DataError, RunError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._flat_rule import flat_rule
 from poprisk.runs._problem import Problem
@@ -21,16 +22,19 @@ from poprisk.runs._training import train
 OPTIMIZERS = {
     **{name: make for name, make in LINEARIZED.items() if "amsgrad" not in name},
     "poprisk tensor": partial(
-        PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha=0.1, granularity="tensor"
+        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1, granularity="tensor"), weight_decay=0.01, lr=0.05
     ),
     "poprisk calibrated paper": partial(
-        PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha="calibrated"
+        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated"), weight_decay=0.01, lr=0.05
     ),
     "poprisk hard rows calibrated": partial(
-        PopRiskAdamW, weight_decay=0.01, lr=0.05, gate="hard", alpha="calibrated", granularity="row", warmup_steps=2
+        PopRiskAdamW,
+        weight_decay=0.01,
+        lr=0.05,
+        gate=Gate("hard", alpha="calibrated", granularity="row", warmup_steps=2),
     ),
     "poprisk gated decay": partial(
-        PopRiskAdamW, gate="soft", strength=1.0, lr=0.05, alpha=0.1, gated_decay=True, weight_decay=0.3
+        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1, gated_decay=True), lr=0.05, weight_decay=0.3
     ),
 }
 POOLED = {
@@ -112,7 +116,7 @@ def test_options_that_begin_late():
             {2: {"momentum": 0.5}, 4: {"momentum": 0.0}, 6: {"momentum": 0.8}},
         ),
         "gate": (
-            partial(PopRiskAdamW, strength=1.0, weight_decay=0.01, lr=0.05, gate=None),
+            partial(PopRiskAdamW, gate=Gate(None, strength=1.0), weight_decay=0.01, lr=0.05),
             {2: {"gate": "soft", "alpha": 0.1}, 5: {"alpha": "calibrated"}, 7: {"gate": "snr"}},
         ),
     }
@@ -138,7 +142,7 @@ def test_options_that_begin_late():
         (partial(SGD, lr=0.1, momentum=0.9, dampening=0.5), ["momentum_buffer"]),
         (partial(AdamW, lr=0.05), ["exp_avg", "exp_avg_sq"]),
         (
-            partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha="calibrated"),
+            partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated"), weight_decay=0.01, lr=0.05),
             ["exp_avg", "exp_avg_sq", "exp_var"],
         ),
     ],
@@ -256,7 +260,7 @@ def test_what_has_no_flat_rule_is_refused():
         flat_rule(run)
     run, _ = record(
         problem,
-        partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, state_dtype=torch.bfloat16),
+        partial(PopRiskAdamW, gate=Gate("soft", strength=1.0), weight_decay=0.01, state_dtype=torch.bfloat16),
         steps=1,
     )
     with pytest.raises(RunError, match="state_dtype=None"):

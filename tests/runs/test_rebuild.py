@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from poprisk import PopRiskAdamW
 from poprisk.errors import DataError, RunError
+from poprisk.optim import Gate
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import retrain
@@ -24,7 +25,7 @@ X = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.f
 Y = X[:, :1] * X[:, 1:2]
 ADAM = partial(torch.optim.Adam, lr=0.05)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
-GATED = partial(PopRiskAdamW, gate="soft", strength=1.0, lr=0.1, alpha="calibrated", weight_decay=0.05)
+GATED = partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated"), lr=0.1, weight_decay=0.05)
 
 
 def network(activation="Tanh"):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from poprisk.errors import DataError, RunError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
@@ -157,7 +158,7 @@ def test_low_precision_runs_are_replayed():
     inputs, labels = tiny_data(dtype=torch.bfloat16)
     problem = Problem(make_mlp, "cross_entropy", inputs, labels)
     make = partial(
-        PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha=0.1, state_dtype=torch.bfloat16
+        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1), weight_decay=0.01, lr=0.05, state_dtype=torch.bfloat16
     )
     run = quiet(problem, make, 6, every=3, dtype=torch.bfloat16)
     assert replay(run).exact

@@ -13,6 +13,7 @@ import torch
 from tiny_problems import classification, regression, tied, with_dropout
 
 from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
@@ -49,7 +50,7 @@ def assert_same_run(one, other):
     [
         SGD,
         ADAM,
-        partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha=0.1, gated_decay=True),
+        partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1, gated_decay=True), weight_decay=0.01, lr=0.05),
     ],
 )
 def test_disk_and_memory_hold_the_same(tmp_path, every, make):
@@ -154,7 +155,7 @@ def test_a_directory_with_another_run_is_refused(tmp_path):
 def test_going_on_leads_to_the_same_bits(tmp_path, problem, every):
     options = {"every": every, "clip_norm": 0.5, "schedule": lambda k: 1 / (k + 1), "accumulate": 2}
     options["segment_steps"] = 5 if every == 1 else None
-    make = partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.1, alpha=0.1)
+    make = partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1), weight_decay=0.01, lr=0.1)
     quiet(problem, make, 20, path=tmp_path / "whole", **options)
     for steps in (10, 10, 20):  # the second time there is nothing to do
         run = quiet(problem, make, steps, path=tmp_path / "parts", resume=True, **options)

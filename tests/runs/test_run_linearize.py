@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from poprisk.errors import RunError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._linearize import optimizer_name
 from poprisk.runs._recorder import Recorder
@@ -34,43 +35,36 @@ OPTIMIZERS = {
     "adamw loop": partial(AdamW, lr=0.05, weight_decay=0.2, foreach=False),
     "adamw foreach": partial(AdamW, lr=0.05, weight_decay=0.2, foreach=True),
     "adamw fused": partial(AdamW, lr=0.05, weight_decay=0.2, fused=True),
-    "poprisk soft": partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha=0.1),
-    "poprisk hard": partial(PopRiskAdamW, weight_decay=0.01, lr=0.05, gate="hard", alpha=0.1),
-    "poprisk snr": partial(PopRiskAdamW, strength=1.0, weight_decay=0.01, lr=0.05, gate="snr"),
+    "poprisk soft": partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1), weight_decay=0.01, lr=0.05),
+    "poprisk hard": partial(PopRiskAdamW, weight_decay=0.01, lr=0.05, gate=Gate("hard", alpha=0.1)),
+    "poprisk snr": partial(PopRiskAdamW, gate=Gate("snr", strength=1.0), weight_decay=0.01, lr=0.05),
     "poprisk calibrated": partial(
-        PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha="calibrated", centering="corrected"
+        PopRiskAdamW,
+        gate=Gate("soft", strength=1.0, alpha="calibrated", centering="corrected"),
+        weight_decay=0.01,
+        lr=0.05,
     ),
     "poprisk gated decay rows": partial(
         PopRiskAdamW,
-        gate="soft",
-        strength=1.0,
+        gate=Gate("soft", strength=1.0, alpha=0.1, gated_decay=True, granularity="row"),
         weight_decay=0.01,
         lr=0.05,
-        alpha=0.1,
-        gated_decay=True,
-        granularity="row",
     ),
     "poprisk shared": partial(
         PopRiskAdamW,
-        gate="soft",
-        strength=1.0,
+        gate=Gate("soft", strength=1.0, alpha=0.1, rho=0.9),
         weight_decay=0.01,
         lr=0.05,
-        alpha=0.1,
         state="shared",
         betas=(0.9, 0.9),
-        rho=0.9,
     ),
     "poprisk no gate": partial(PopRiskAdamW, weight_decay=0.01, lr=0.05, gate=None),
     "poprisk foreach": partial(
         PopRiskAdamW,
-        gate="soft",
-        strength=1.0,
+        gate=Gate("soft", strength=1.0, alpha=0.1, normalize=True),
         weight_decay=0.01,
         lr=0.05,
-        alpha=0.1,
         foreach=True,
-        normalize_gate=True,
     ),
 }
 
@@ -238,4 +232,4 @@ def test_other_optimizers_are_refused_by_name():
     with pytest.raises(RunError, match="differentiable=True"):
         optimizer_name(SGD(w, differentiable=True))
     with pytest.raises(RunError, match="signal='batch' has no linearization"):
-        optimizer_name(PopRiskAdamW(w, signal="batch"))
+        optimizer_name(PopRiskAdamW(w, gate=Gate(signal="batch")))

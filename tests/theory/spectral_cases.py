@@ -7,6 +7,7 @@ from torch import nn
 
 from poprisk.operators._channels import dissipation_channels
 from poprisk.operators._window import Window
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
@@ -16,7 +17,7 @@ EXAMPLES, OUTPUTS, TESTS = 6, 2, 4
 RULES = {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.8),
     "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
-    "poprisk": partial(PopRiskAdamW, gate="soft", strength=1.0, lr=0.2, alpha="calibrated", weight_decay=0.05),
+    "poprisk": partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated"), lr=0.2, weight_decay=0.05),
 }
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from poprisk._core.seeds import stream
 from poprisk.cli._demonstration.training import epoch_batches
 from poprisk.errors import DataError, HyperparameterError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk_lab.engine.arms import ALL_ARMS, ARMS
 from poprisk_lab.engine.parameter_layout import ParameterLayout
@@ -155,12 +156,12 @@ def test_a_cosine_is_torchs_cosine():
 @pytest.mark.parametrize(
     ("arm", "options"),
     [
-        ("soft", {"gate": "soft", "alpha": 1.0}),
-        ("hard", {"gate": "hard", "alpha": 1.0}),
-        ("snr", {"gate": "snr"}),
-        ("soft_calibrated", {"gate": "soft", "alpha": "calibrated"}),
-        ("hard_calibrated", {"gate": "hard", "alpha": "calibrated"}),
-        ("tensor_gate", {"gate": "snr", "granularity": "tensor"}),
+        ("soft", {"kind": "soft", "alpha": 1.0}),
+        ("hard", {"kind": "hard", "alpha": 1.0}),
+        ("snr", {"kind": "snr"}),
+        ("soft_calibrated", {"kind": "soft", "alpha": "calibrated"}),
+        ("hard_calibrated", {"kind": "hard", "alpha": "calibrated"}),
+        ("tensor_gate", {"kind": "snr", "granularity": "tensor"}),
     ],
 )
 def test_gated_members_are_the_optimizer(arm, options):
@@ -171,7 +172,7 @@ def test_gated_members_are_the_optimizer(arm, options):
             task,
             seed,
             lambda p, strength=strength: PopRiskAdamW.paper(
-                p, lr=0.02, betas=(0.9, 0.98), weight_decay=0.1, rho=0.95, strength=strength, **options
+                p, lr=0.02, betas=(0.9, 0.98), weight_decay=0.1, gate=Gate.paper(rho=0.95, strength=strength, **options)
             ),
         )
         assert_equal_weights(weights, expected)
@@ -190,10 +191,9 @@ def test_members_of_one_stack_may_differ_in_threshold_and_warm_up():
                 lr=0.02,
                 betas=(0.9, 0.98),
                 weight_decay=0.1,
-                rho=0.95,
-                strength=0.7,
-                alpha=row.hyper["alpha"],
-                warmup_steps=int(row.hyper["gate_warmup"]),
+                gate=Gate.paper(
+                    rho=0.95, strength=0.7, alpha=row.hyper["alpha"], warmup_steps=int(row.hyper["gate_warmup"])
+                ),
             ),
         )
         assert_equal_weights(found, expected)

@@ -80,15 +80,17 @@ class TrainPlan:
         """
         from torch.optim import SGD, AdamW
 
-        from poprisk.optim import PopRiskAdamW
+        from poprisk.optim import DEFAULTS, PopRiskAdamW, join_gate
 
         made = {"poprisk": PopRiskAdamW, "adamw": AdamW, "sgd": SGD}[self.optimizer]
-        known = [name for name in inspect.signature(made.__init__).parameters if name not in ("self", "params")]
+        known = list(inspect.signature(made.__init__).parameters)[2:]  # without self and the parameters
+        if made is PopRiskAdamW:
+            known = [*DEFAULTS.as_dict()]  # with the gate's, one by one
         unknown = next((name for name in self.options if name not in known), None)
         if unknown is not None:
             raise HyperparameterError(f"{self.optimizer} has no option {unknown!r}; its options are {', '.join(known)}")
         plain = {name: tuple(v) if isinstance(v, list) else v for name, v in self.options.items()}
-        return partial(made, **plain)
+        return partial(made, **(join_gate(plain) if made is PopRiskAdamW else plain))
 
 
 def read_plan(task: str, given: Mapping[str, Any]) -> TrainPlan:

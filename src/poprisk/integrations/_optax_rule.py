@@ -291,7 +291,7 @@ def column(tree: Tree, structure: Any) -> list[Any]:
 
 def checked_options(given: dict[str, Any]) -> Options:
     """The options in one form; refuses those out of range, as ``poprisk.optim._validation`` does."""
-    o = Options(**given)
+    o = Options(**_unpack_gate(given))
     numbers = {
         **{name: ("a number in [0, 1)", lambda x: 0 <= x < 1) for name in ("b1", "b2", "rho")},
         **{name: ("a finite number ≥ 0", lambda x: x >= 0) for name in ("eps", "strength", "gate_eps")},
@@ -306,6 +306,24 @@ def checked_options(given: dict[str, Any]) -> Options:
     if o.mu_dtype is not None and not _is_real_dtype(o.mu_dtype):
         raise HyperparameterError(f"mu_dtype must be None or a real floating-point dtype, got {o.mu_dtype!r}")
     return replace(o, **{name: checked_number(name, getattr(o, name), *rule) for name, rule in numbers.items()})
+
+
+def _unpack_gate(given: dict[str, Any]) -> dict[str, Any]:
+    """The same options with the fields of a :class:`poprisk.Gate`, known by its method since its module needs torch."""
+    gate = given.get("gate")
+    if not hasattr(gate, "options"):
+        return given
+    gate_fields = gate.options()
+    if gate_fields.pop("gated_decay"):
+        raise HyperparameterError(
+            "Gate.gated_decay is not an option here: pass population_risk_gate(inner=optax.chain("
+            "optax.scale_by_adam(), optax.add_decayed_weights(...)))"
+        )
+    for name in gate_fields:
+        beside = given.get(name, getattr(DEFAULTS, name))
+        if name != "gate" and (isinstance(beside, jax.Array) or beside != getattr(DEFAULTS, name)):
+            raise HyperparameterError(f"{name}={beside!r} was given beside gate={gate!r}: write it inside the Gate")
+    return {**given, **gate_fields}
 
 
 def checked_number(name: str, value: Any, expected: str, ok: Callable[[float], bool]) -> Any:

@@ -18,7 +18,7 @@ from poprisk.integrations._readings import (
     write_readings,
 )
 from poprisk.integrations._schedules import keep_own_lr
-from poprisk.optim import DEFAULTS, PopRiskAdamW, parse_options, read_options, suggest_lr
+from poprisk.optim import DEFAULTS, Gate, PopRiskAdamW, parse_options, read_options, suggest_lr
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -36,8 +36,8 @@ def poprisk_optimizer(
     r"""The argument ``optimizer_cls_and_kwargs`` of :class:`transformers.Trainer`.
 
     The Trainer does not add anything to this pair, so it must contain what the Trainer's arguments say: lr, betas and
-    eps come from ``args``, then from the text ``args.optim_args`` (``"alpha=calibrated,betas=(0.9,0.95)"``), then from
-    ``options``; later ones override earlier ones. ``args`` is read now, so change it before. Weight decay is the
+    eps come from ``args``, then from the text ``args.optim_args`` (``"gate=snr,strength=30,betas=(0.9,0.95)"``), then
+    from ``options``; later ones override earlier ones. ``args`` is read now, so change it before. Weight decay is the
     Trainer's unless it is given here; which parameters are not decayed (biases, norms) is up to the Trainer.
 
     Args:
@@ -46,14 +46,15 @@ def poprisk_optimizer(
         ungated: Parameters whose name matches one of these patterns (``re.search``) are trained as by AdamW. In this
             case the pair contains a factory.
         ungated_lr: Learning rate of these parameters, as for AdamW; by default, the one whose ``suggest_lr`` is ``lr``.
-        options: Options of :class:`poprisk.PopRiskAdamW`; values may be text.
+        options: Options of :class:`poprisk.PopRiskAdamW`, with ``gate=Gate(...)`` or the fields of the gate one by one
+            under their names in a parameter group; values may be text.
 
     Raises:
         HyperparameterError: An option is unknown, of the wrong type, or out of range.
 
     Example:
-        >>> poprisk_optimizer(lr=1e-2, alpha="0.5")
-        (<class 'poprisk.optim._adamw.PopRiskAdamW'>, {'lr': 0.01, 'alpha': 0.5})
+        >>> poprisk_optimizer(lr=1e-2, strength="30")
+        (<class 'poprisk.optim._adamw.PopRiskAdamW'>, {'lr': 0.01, 'gate': Gate('snr', strength=30.0)})
     """
     source = {name: options.pop(name) for name in ("variance",) if name in options}  # an object, not text
     given = read_options(getattr(args, "optim_args", None)) | read_options(options)

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
     raise MissingExtraError("optax", "jax", "the optax integration") from None
 
 if TYPE_CHECKING:  # torch is imported where these live
-    from poprisk.optim import Centering, GateName, Granularity, Signal
+    from poprisk.optim import Centering, Gate, GateName, Granularity, Signal
 
 from poprisk.integrations._optax_rule import (
     DEFAULTS,
@@ -58,7 +58,7 @@ def population_risk_gate(
     b2: Number = DEFAULTS.b2,
     eps: Number = DEFAULTS.eps,
     *,
-    gate: "GateName | None" = DEFAULTS.gate,
+    gate: "Gate | GateName | None" = DEFAULTS.gate,
     alpha: Number | Literal["calibrated"] = DEFAULTS.alpha,
     strength: Number = DEFAULTS.strength,
     rho: Number = DEFAULTS.rho,
@@ -91,15 +91,17 @@ def population_risk_gate(
         b1: Decay of the average of the gradient.
         b2: Decay of the average of its square; without effect where ``inner`` is given, like ``eps``.
         eps: Added to Adam's denominator.
-        gate: ``"soft"`` (Algorithm 1), ``"hard"`` (the binary mask), ``"snr"`` (positive under the cutoff) or None:
-            Adam, or ``inner`` as it is.
+        gate: ``"snr"`` (positive even below the cutoff), ``"soft"`` (Algorithm 1), ``"hard"`` (the binary mask), or
+            None for Adam, or for ``inner`` as it is. Or a :class:`poprisk.Gate`, which holds the next nine options in
+            one value; given one by one, the numbers among them can be scheduled by ``optax.inject_hyperparams``.
         alpha: Leave-one-out coefficient in the paper's units, or ``"calibrated"``: where pure noise breaks even.
-        strength: How much noise a coordinate above the cutoff still pays for.
-        rho: Decay of s.
-        gate_eps: The paper's +ε in the gate; breaks scale invariance if it matters.
-        centering: ``"paper"`` centres s on the raw previous mean, ``"corrected"`` on the debiased one.
-        signal: What is compared with the noise: the average (``"ema"``) or this batch's gradient (``"batch"``).
-        warmup_steps: So many first steps are not gated.
+        strength: Weight of the noise.
+        rho: Decay rate of s.
+        gate_eps: Constant added to the gate's denominator; any value other than 0 makes the gate depend on the scale
+            of the gradients.
+        centering: ``"paper"`` centers s on the raw previous mean, ``"corrected"`` on the debiased mean.
+        signal: What is compared with the noise: the averaged gradient (``"ema"``) or this batch's (``"batch"``).
+        warmup_steps: Number of initial steps without gating.
         normalize_gate: Divide the gate by its mean over each leaf.
         granularity: One gate per ``"element"``, per ``"row"`` (first axis) or per ``"tensor"`` (leaf).
         skip_nonfinite: Leave a coordinate's m, v, s alone, and emit 0 for it, in a step where its gradient is NaN,
@@ -175,7 +177,7 @@ def poprisk_adamw(
     mask: Tree | Callable[[Tree], Tree] | None = None,
     mu_dtype: Any = DEFAULTS.mu_dtype,
     *,
-    gate: "GateName | None" = DEFAULTS.gate,
+    gate: "Gate | GateName | None" = DEFAULTS.gate,
     alpha: Number | Literal["calibrated"] = DEFAULTS.alpha,
     strength: Number = DEFAULTS.strength,
     rho: Number = DEFAULTS.rho,
@@ -206,14 +208,14 @@ def poprisk_adamw(
         weight_decay: Decoupled weight decay λ_wd, by default that of :class:`poprisk.PopRiskAdamW`, not of optax.
         mask: Which leaves decay, as in ``optax.adamw``.
         mu_dtype: As in :func:`population_risk_gate`, like everything below.
-        gate: ``"soft"``, ``"hard"``, ``"snr"``, or None for AdamW.
+        gate: ``"snr"``, ``"soft"``, ``"hard"``, a :class:`poprisk.Gate`, or None for AdamW.
         alpha: Leave-one-out coefficient, or ``"calibrated"``.
-        strength: λ_pop, or λ of the SNR gate.
-        rho: Decay of s.
-        gate_eps: The paper's +ε in the gate.
+        strength: Weight of the noise: λ_pop, or λ of the SNR gate.
+        rho: Decay rate of s.
+        gate_eps: Constant added to the gate's denominator.
         centering: ``"paper"`` or ``"corrected"``.
         signal: ``"ema"`` or ``"batch"``.
-        warmup_steps: So many first steps are not gated.
+        warmup_steps: Number of initial steps without gating.
         normalize_gate: Divide the gate by its mean over each leaf.
         granularity: ``"element"``, ``"row"`` or ``"tensor"``.
         skip_nonfinite: Leave a coordinate alone, decay included, where its gradient is not finite.

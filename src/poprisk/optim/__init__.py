@@ -7,6 +7,7 @@ from poprisk.optim._estimators.loo import one_step_loo_risk
 from poprisk.optim._estimators.projector import population_projector
 from poprisk.optim._estimators.rate import population_rate, rate_matrix
 from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
+from poprisk.optim._gate import Gate
 from poprisk.optim._learning_rate import suggest_lr
 from poprisk.optim.rules._gates import hard_gate, snr_gate, soft_gate
 from poprisk.optim.rules._threshold import calibrated_alpha, loo_coefficient
@@ -15,6 +16,7 @@ from poprisk.optim.rules._threshold import calibrated_alpha, loo_coefficient
 # For the rooms above: not public, and not in __all__.
 from poprisk.optim._defaults import DEFAULTS
 from poprisk.optim._diagnostics import GateDiagnostics, meters, over_all
+from poprisk.optim._gate import join_gate
 from poprisk.optim._parsing import parse_options, read_options
 from poprisk.optim._work import Work, hyper_of, number, rule_state, was_stepped
 from poprisk.optim.rules._adam import adam_options, adam_step, linearize_adam
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from poprisk.optim._projector_descent import PopulationProjectorDescent
 
 __all__ = [
+    "Gate",
     "MicrobatchVariance",
     "PerExampleVariance",
     "PopRiskAdamW",

@@ -16,105 +16,97 @@ from poprisk.optim import _checkpoint as checkpoint
 from poprisk.optim import backends
 from poprisk.optim._defaults import DEFAULTS, PAPER
 from poprisk.optim._diagnostics import GateDiagnostics, Sums, gate_sums, meters, over_all
+from poprisk.optim._gate import GATE_FIELD, Gate, unpack_gate
 from poprisk.optim._monitor import Monitor
 from poprisk.optim._shards import PLAIN, Shard, is_sharded, keep_counters, local_part, local_state
 from poprisk.optim._validation import check_group, check_one_device, usable_gradient
 from poprisk.optim._work import Job, Work, ensure_state, hyper_of, rule_state, was_stepped
-from poprisk.optim.rules._coefficients import Granularity, Hyper, Signal
+from poprisk.optim.rules._coefficients import Hyper
 from poprisk.optim.rules._gates import GateName
 from poprisk.optim.rules._population import current_gate, linearize
-from poprisk.optim.rules._threshold import Centering
 
 _CHECKED = tuple(name for name in DEFAULTS.as_dict() if name != "lr")
 
 
 class PopRiskAdamW(Optimizer):
-    r"""AdamW with a per-coordinate gate that descends population risk (Algorithm 1, ``alg:pop_risk``).
+    r"""AdamW with a gate per coordinate, which descends population risk instead of training loss.
 
     .. math::
        s_t &= \rho s_{t-1} + (1-\rho)(g_t - m_{t-1})^2, \quad
        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t, \quad v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2 \\
-       q_t &= \frac{\delta_t}{\delta_t + \lambda_{pop} \hat s_t + \varepsilon}, \quad
-       \delta_t = (\hat m_t^2 - \alpha \hat s_t)_+, \qquad
+       q_t &= \frac{\hat m_t^2}{\hat m_t^2 + \lambda \hat s_t}, \qquad
        w_t = w_{t-1} - \eta\, q_t \odot \frac{\hat m_t}{\sqrt{\hat v_t} + \epsilon} - \eta \lambda_{wd} w_{t-1}
 
-    With ``gate="snr"``, the default, q has no cutoff, :math:`q_t = \hat m_t^2 / (\hat m_t^2 + \lambda \hat s_t)`. A
-    drop-in for :class:`torch.optim.AdamW` with one more state vector, s.
+    *Population risk* is the expected loss on fresh examples. The *gate* q scales the step of each coordinate by how
+    clearly the signal of its gradient stands out of the noise. This is Algorithm 1 of the paper (``alg:pop_risk``)
+    with its SNR gate; :class:`poprisk.Gate` has the others, and everything that shapes a gate. A drop-in replacement
+    for :class:`torch.optim.AdamW` with one more state vector, s.
 
-    **Defaults.** An SNR gate of strength 100 at lr 0.06 with weight decay 5e-3: of 156 candidates the one that the rule
-    of ``poprisk_lab.paper.default_choice.study`` takes, with nine small noisy tasks, then CIFAR-10 with human labels, in
-    hand. Measured with other seeds on tasks like those (``results/``), at the last step:
+    **Defaults.** An SNR gate of strength 100 at lr 0.06 with weight decay 5e-3. They were chosen among 156 candidates
+    on nine small noisy tasks and on CIFAR-10 with human labels (``poprisk_lab.paper.default_choice.study``). Results
+    at the last step on tasks of these kinds, with other seeds (``lab/results/``):
 
-    - CIFAR-10N, 40% of labels wrong: 61.3% right on test data. AdamW at its usual lr 1e-3: 51.6%; tuned: 54.2%; its
+    - CIFAR-10N, 40% of the labels wrong: 61.3% test accuracy. AdamW at its usual lr 1e-3: 51.6%; tuned: 54.2%; its
       best checkpoint, picked with the test set: 63.5%.
     - Fashion-MNIST, 40% wrong: 82.7%. AdamW: 62.0%; tuned: 82.8%; its best checkpoint: 83.0%.
     - Digits, 40% wrong: 88.1%. AdamW: 68.2%; tuned: 93.0%; its best checkpoint: 92.7%. With 60% wrong the tuned AdamW
       is far ahead, 88.9% against 71.9%.
-    - What it costs on clean labels, beside the tuned AdamW: CIFAR-10 70.9% and 73.8%, Fashion-MNIST 85.0% and 85.5%,
+    - The cost on clean labels, compared with the tuned AdamW: CIFAR-10 70.9% and 73.8%, Fashion-MNIST 85.0% and 85.5%,
       digits 98.2% and 97.8%.
-    - **Slow where there is little noise to distrust or little signal in a step**: clean text 2.09 nats, the tuned AdamW
-      1.50; a clean PINN a relative error of 0.28, AdamW at its best given lr 0.02; also regression and images without
-      noise. Use a smaller ``strength``, or AdamW.
+    - **Slow where there is little noise, or little signal in a step**: clean text 2.09 nats, the tuned AdamW 1.50; a
+      clean PINN a relative error of 0.28, AdamW at its best given lr 0.02; also regression and images without noise.
+      Use a smaller ``strength`` there, or AdamW.
 
-    So it spares you the tuning and the clean data to tune with, and where labels are wrong it is far ahead of an AdamW
+    In short, it saves the tuning and the clean data to tune with. Where labels are wrong it is far ahead of an AdamW
     that had neither; it does not beat the tuned one in general.
 
-    **Learning rate.** A gate of strength λ passes about signal/(λ · noise), so an AdamW lr is far too small here, and a
-    strong gate wants a larger one: **60 times AdamW's** for the default (:func:`poprisk.suggest_lr`), about ten times
-    for ``strength=1.0`` or Algorithm 1. Measured on clean text (``results/clean_lm.json``), held-out nats of a small
-    language model: AdamW at lr 1e-3 ends at 1.64; Algorithm 1 at that lr, 2.41; at ten times the lr, 2.27; there with
-    ``alpha="calibrated"`` 1.66, and with ``gate="snr", strength=1.0`` 1.67. If the mean gate stays under 0.02/(1 + λ)
-    for 200 steps, a :class:`poprisk.errors.ClosedGateWarning` says so once, with the remedy.
+    **Learning rate.** A gate of strength λ passes about signal/(λ · noise), so AdamW's lr is far too small here, and a
+    stronger gate needs a larger one: **60 times AdamW's** for the default (:func:`poprisk.suggest_lr`), about ten times
+    for ``strength=1.0`` or Algorithm 1. Measured on clean text (``lab/results/clean_lm.json``), held-out nats of a
+    small language model: AdamW at lr 1e-3 ends at 1.64; Algorithm 1 at that lr, 2.41; at ten times the lr, 2.27; there
+    with ``Gate.paper(alpha="calibrated")`` 1.66, and with ``Gate("snr", strength=1.0)`` 1.67. If the mean gate stays
+    below 0.02/(1 + λ) for 200 steps, a :class:`poprisk.errors.ClosedGateWarning` says so once, with the remedy.
 
-    Symbol map: ``lr`` η, ``betas`` (β1, β2), ``eps`` ϵ, ``weight_decay`` λ_wd, ``alpha`` α, ``strength`` λ_pop (λ of
-    the SNR gate), ``rho`` ρ, ``gate_eps`` ε.
+    Symbol map: ``lr`` η, ``betas`` (β1, β2), ``eps`` ϵ, ``weight_decay`` λ_wd; of the gate ``alpha`` α, ``strength``
+    λ_pop (λ of the SNR gate), ``rho`` ρ, ``eps`` ε.
 
     Differs from the paper: ε defaults to 0, which makes the gate independent of the gradients' scale (0/0 is closed);
     at t = 1 with α ≥ 1, where m̂² = ŝ, the gate is closed by definition; s has a step count of its own, so that it can
-    join a run that began with AdamW; a coordinate whose gradient is not finite sits the step out.
+    join a run that began with AdamW; a coordinate whose gradient is not finite is not updated in that step.
 
     Args:
-        params: Parameters, named parameters, or parameter groups. Every option below may be set per group:
-            ``gate=None`` lets routers, norms or embeddings opt out.
+        params: Parameters, named parameters, or parameter groups. Every option except ``variance`` may be set per
+            group: ``gate=None`` lets routers, norms or embeddings opt out, a name changes the kind of the gate, a
+            ``Gate`` replaces it.
         lr: Learning rate, a number or a one-element tensor.
-        betas: Decay of the averages of the gradient and of its square.
-        eps: Added to Adam's denominator.
-        weight_decay: Decoupled weight decay, not gated (a closed gate still decays). Its default is not AdamW's: what
-            shrinks the weights is its product with the learning rate.
-        gate: ``"soft"`` (Algorithm 1), ``"hard"`` (the corollary's binary mask), ``"snr"`` (positive under the cutoff),
-            or None: torch's AdamW, bit for bit at the same lr and weight decay, whose defaults are not AdamW's.
-        alpha: Leave-one-out coefficient in the paper's units; see :func:`poprisk.loo_coefficient`. ``"calibrated"`` is
-            the threshold at which pure noise breaks even for these averages, (1-β1)/2 in the long run.
-        strength: How much noise a coordinate still pays for; a larger one wants a larger lr, in proportion.
-        rho: Decay of s.
-        gate_eps: The paper's +ε in the gate; breaks scale invariance if it matters.
-        centering: ``"paper"`` centres s on the raw previous mean, which counts the signal as noise in the first steps;
-            ``"corrected"`` centres on the debiased mean: a noise-free gradient passes from step 2.
-        signal: What is compared with the noise: the average (``"ema"``) or this batch's gradient (``"batch"``), which
-            with a ``variance`` source and ``rho=0`` is the corollary's own one-batch test.
-        warmup_steps: So many first steps are not gated (the paper's PINN table uses this).
-        normalize_gate: Divide the gate by its mean over each tensor: keeps AdamW's step size, for ablations.
-        gated_decay: Gate the weight decay too, so that a closed gate leaves a weight alone.
-        granularity: One gate per ``"element"``, per ``"row"`` (first axis) or per ``"tensor"``, from pooled m̂² and ŝ.
-        state: ``"shared"`` needs ρ = β1 = β2 and derives s from m and v: no memory beyond AdamW's.
+        betas: Decay rates of the averages of the gradient and of its square.
+        eps: Constant added to Adam's denominator.
+        weight_decay: Decoupled weight decay. It is not gated, so a closed gate still decays (see
+            ``Gate.gated_decay``). Its default differs from AdamW's, because its product with the learning rate is what
+            shrinks the weights.
+        gate: A :class:`poprisk.Gate`, or the name of its kind with all else at the defaults: ``"snr"``, ``"soft"`` or
+            ``"hard"``. None is torch's AdamW, bit for bit at the same lr and weight decay.
+        state: ``"shared"`` derives s from m and v, which needs ρ = β1 = β2 and no memory beyond AdamW's.
         state_dtype: ``torch.bfloat16`` for v and s, or a mapping such as ``{"s": torch.bfloat16}``; rounded
             stochastically, because round-to-nearest would freeze the averages. Default: float32 (float64 for float64).
-        skip_nonfinite: Leave a coordinate (w, m, v, s) alone for the step where its gradient is NaN or infinite, and
-            warn once; so too where it is finite but its square overflows. False lets it through, as AdamW does.
-        variance: Where the variance of the batch gradient comes from, if not from the stream:
+        skip_nonfinite: Leave a coordinate (w, m, v, s) unchanged in a step where its gradient is NaN or infinite, or
+            so large that its square overflows, and warn once. False lets it through, as AdamW does.
+        variance: Source of the variance of the batch gradient, in place of the stream of gradients:
             :class:`poprisk.PerExampleVariance` or :class:`poprisk.MicrobatchVariance`.
-        maximize: Ascend instead of descend.
+        maximize: Maximize the objective instead of minimizing it.
         foreach: As in torch: True, False, or None for torch's choice.
-        capturable: Counters on the device, safe to capture in a CUDA graph.
+        capturable: Keep counters on the device, so that a step can be captured in a CUDA graph.
         differentiable: Let autograd run through the step.
-        fused: One pass over memory: a C kernel on the CPU, a Triton kernel on CUDA. Falls back, and says so once.
+        fused: Update in one pass over memory: a C kernel on the CPU, a Triton kernel on CUDA. Where that is not
+            possible, a slower path with the same result is used, with one warning.
+        **gate_options: Deprecated: the fields of :class:`poprisk.Gate` one by one, ``strength=…`` for instance.
 
     Raises:
         HyperparameterError: an option is out of range, or contradicts another.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = PopRiskAdamW(model.parameters())
+        >>> optimizer = PopRiskAdamW(model.parameters(), gate=Gate("snr", strength=30.0))
         >>> model(torch.ones(4, 2)).square().mean().backward()
         >>> optimizer.step()
         >>> sorted(optimizer.state[model.weight])
@@ -129,17 +121,7 @@ class PopRiskAdamW(Optimizer):
         eps: float = DEFAULTS.eps,
         weight_decay: float = DEFAULTS.weight_decay,
         *,
-        gate: GateName | None = DEFAULTS.gate,
-        alpha: float | Literal["calibrated"] = DEFAULTS.alpha,
-        strength: float = DEFAULTS.strength,
-        rho: float = DEFAULTS.rho,
-        gate_eps: float = DEFAULTS.gate_eps,
-        centering: Centering = DEFAULTS.centering,
-        signal: Signal = DEFAULTS.signal,
-        warmup_steps: int = DEFAULTS.warmup_steps,
-        normalize_gate: bool = DEFAULTS.normalize_gate,
-        gated_decay: bool = DEFAULTS.gated_decay,
-        granularity: Granularity = DEFAULTS.granularity,
+        gate: Gate | GateName | None = DEFAULTS.gate,
         state: Literal["full", "shared"] = DEFAULTS.state,
         state_dtype: torch.dtype | dict[str, torch.dtype] | None = DEFAULTS.state_dtype,
         skip_nonfinite: bool = DEFAULTS.skip_nonfinite,
@@ -149,9 +131,14 @@ class PopRiskAdamW(Optimizer):
         capturable: bool = DEFAULTS.capturable,
         differentiable: bool = DEFAULTS.differentiable,
         fused: bool | None = DEFAULTS.fused,
+        **gate_options: Any,
     ) -> None:
         given = locals()
-        defaults = {name: given[name] for name in DEFAULTS.as_dict()}
+        unknown = next((name for name in gate_options if name not in GATE_FIELD), None)
+        if unknown is not None:
+            raise TypeError(f"PopRiskAdamW.__init__() got an unexpected keyword argument {unknown!r}")
+        options = {name: given[name] for name in DEFAULTS.as_dict() if name in given}
+        defaults = {**DEFAULTS.as_dict(), **options, **unpack_gate({"gate": gate, **gate_options})}
         check_group(defaults | {"params": []})
         if variance is not None and not isinstance(variance, VarianceSource):
             raise HyperparameterError(
@@ -163,18 +150,21 @@ class PopRiskAdamW(Optimizer):
 
     @classmethod
     def paper(cls, params: ParamsT, **options: Any) -> "PopRiskAdamW":
-        """Algorithm 1 as published, whatever the library's defaults become; ``options`` override single values.
+        """Algorithm 1 as published, independent of this library's defaults; ``options`` override single values.
+
+        To change a field of the gate, pass ``gate=Gate.paper(alpha=0.5)``.
 
         >>> PopRiskAdamW.paper([torch.zeros(1, requires_grad=True)]).defaults["alpha"]
         1.0
         """
-        return cls(params, **{**PAPER, **options})
+        return cls(params, **{**PAPER, **options, **unpack_gate(options)})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, also in the middle of training; its options are checked like the constructor's."""
         params = param_group["params"]
         if not isinstance(params, Tensor | set):  # torch refuses a set, whose order changes from run to run
             param_group = {**param_group, "params": list(params)}
+        param_group = {**param_group, **unpack_gate(param_group)}
         given = [params] if isinstance(params, Tensor) else [_tensor_of(p) for p in param_group["params"]]
         full = {**self.defaults, **param_group, "params": [p for p in given if isinstance(p, Tensor)]}
         check_group(full)
@@ -276,6 +266,8 @@ class PopRiskAdamW(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with dtypes by their names: ``torch.distributed.checkpoint`` gathers numbers and text only."""
+        for group in self.param_groups:
+            group.update(unpack_gate(group))  # a Gate that was set since the last step
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group["state_dtype"] = checkpoint.dtype_names(group["state_dtype"])

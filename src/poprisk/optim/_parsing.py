@@ -9,6 +9,7 @@ import torch
 
 from poprisk.errors import HyperparameterError
 from poprisk.optim._defaults import DEFAULTS
+from poprisk.optim._gate import join_gate
 from poprisk.optim._validation import CHOICES, STATE_DTYPES, check_group
 
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": None}
@@ -23,7 +24,8 @@ def parse_options(options: str | Mapping[str, Any] | None) -> dict[str, Any]:
             Commas inside brackets do not separate: ``betas=(0.9,0.95)``. Values that are not text are kept.
 
     Returns:
-        Keyword arguments for the optimizer.
+        Keyword arguments for the optimizer. Options that shape the gate (``gate``, ``strength``, ``alpha``, …, by their
+        names in a parameter group) are joined into one :class:`poprisk.Gate`.
 
     Raises:
         HyperparameterError: an unknown name (the nearest one is suggested), a value that is not of the option's type
@@ -31,12 +33,13 @@ def parse_options(options: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
     Example:
         >>> parse_options("alpha=calibrated, betas=(0.9,0.95), fused=true")
-        {'alpha': 'calibrated', 'betas': (0.9, 0.95), 'fused': True}
+        {'betas': (0.9, 0.95), 'fused': True, 'gate': Gate('snr', alpha='calibrated')}
     """
     parsed = read_options(options)
     group = {**DEFAULTS.as_dict(), **parsed, "params": []}
     check_group(group)
-    return {name: group[name] for name in parsed}
+    given = {name: parsed[name] if name == "gate" else group[name] for name in parsed}
+    return join_gate(given)
 
 
 def read_options(options: str | Mapping[str, Any] | None) -> dict[str, Any]:

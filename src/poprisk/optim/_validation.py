@@ -1,49 +1,38 @@
 """Bad input is refused at the door: each check names what was expected, what came, and what to do."""
 
-import math
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from poprisk.errors import DeviceError, GradientError, HyperparameterError
+from poprisk.optim._gate import GATE_CHOICES, check_gate_options, checked_number
 from poprisk.optim._shards import is_sharded
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _DTYPE_NAMES: dict[Any, torch.dtype] = {str(d).removeprefix("torch."): d for d in STATE_DTYPES}  # in state dicts
 FUSED_DEVICES = ("cpu", "cuda")
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "gate": ("soft", "hard", "snr", None),
-    "centering": ("paper", "corrected"),
-    "signal": ("ema", "batch"),
-    "granularity": ("element", "row", "tensor"),
+    **GATE_CHOICES,
     "state": ("full", "shared"),
-    **dict.fromkeys(("normalize_gate", "gated_decay", "skip_nonfinite", "maximize"), (True, False)),
-    **dict.fromkeys(("capturable", "differentiable"), (True, False)),
+    **dict.fromkeys(("skip_nonfinite", "maximize", "capturable", "differentiable"), (True, False)),
     **dict.fromkeys(("foreach", "fused"), (True, False, None)),
 }
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuses a group whose options are out of range or contradict each other, and brings them into one form."""
+    """Checks the options of a parameter group, one by one and together, and brings them into one form, in place."""
     _check_lr(group)
-    for name in ("eps", "weight_decay", "strength", "gate_eps"):
-        group[name] = _number(name, group[name], "a finite number ≥ 0", lambda x: x >= 0)
-    if not isinstance(group["alpha"], str) or group["alpha"] != "calibrated":
-        expected = "a finite number ≥ 0, or 'calibrated'"
-        group["alpha"] = _number("alpha", group["alpha"], expected, lambda x: x >= 0)
-    group["rho"] = _number("rho", group["rho"], "a number in [0, 1)", lambda x: 0 <= x < 1)
+    for name in ("eps", "weight_decay"):
+        group[name] = checked_number(name, group[name], "a finite number ≥ 0", lambda x: x >= 0)
     group["betas"] = _check_betas(group["betas"])
+    check_gate_options(group)
     for name, allowed in CHOICES.items():
         if group[name] not in allowed:
             raise HyperparameterError(f"{name} must be one of {allowed}, got {group[name]!r}")
-    steps = group["warmup_steps"]
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise HyperparameterError(f"warmup_steps must be a whole number ≥ 0, got {steps!r}")
     group["state_dtype"] = check_state_dtype(group["state_dtype"])
-    check_shared(group)
+    _check_shared(group)
     _check_modes(group)
 
 
@@ -84,13 +73,6 @@ def check_one_device(devices: set[torch.device]) -> None:
         raise DeviceError(f"fused=True supports the devices {FUSED_DEVICES}, got {names}: use fused=None")
 
 
-def _number(name: str, value: Any, expected: str, ok: Callable[[float], bool]) -> float:
-    """A real number of any kind (Python's, numpy's) as a float."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not ok(float(value)):
-        raise HyperparameterError(f"{name} must be {expected}, got {value!r}")
-    return float(value)
-
-
 def _check_lr(group: dict[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -101,9 +83,9 @@ def _check_lr(group: dict[str, Any]) -> None:
                 "a Tensor lr with foreach=True needs capturable=True: pass a float, or fused=True"
             )
         if lr.device.type == "cpu":
-            _number("lr", lr.item(), "a finite number ≥ 0", lambda x: x >= 0)
+            checked_number("lr", lr.item(), "a finite number ≥ 0", lambda x: x >= 0)
         return
-    group["lr"] = _number("lr", lr, "a finite number ≥ 0", lambda x: x >= 0)
+    group["lr"] = checked_number("lr", lr, "a finite number ≥ 0", lambda x: x >= 0)
 
 
 def _check_betas(betas: Any) -> tuple[float, float]:
@@ -113,13 +95,13 @@ def _check_betas(betas: Any) -> tuple[float, float]:
         raise HyperparameterError(f"betas must be two numbers in [0, 1), got {betas!r}") from None
     pair = tuple(b.item() if isinstance(b, Tensor) and b.numel() == 1 else b for b in (beta1, beta2))
     for index, beta in enumerate(pair):
-        _number(f"betas[{index}]", beta, "a number in [0, 1)", lambda x: 0 <= x < 1)
+        checked_number(f"betas[{index}]", beta, "a number in [0, 1)", lambda x: 0 <= x < 1)
     return float(pair[0]), float(pair[1])
 
 
-def check_shared(group: dict[str, Any]) -> None:
+def _check_shared(group: dict[str, Any]) -> None:
     """Refuses options under which s does not follow from m and v."""
-    if group["state"] != "shared":
+    if group["state"] != "shared" or group["gate"] is None:
         return
     beta1, beta2 = group["betas"]
     if not beta1 == beta2 == group["rho"] or beta1 == 0:

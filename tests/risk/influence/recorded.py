@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from oracles.influence import train_again
 from poprisk import PopRiskAdamW
+from poprisk.optim import Gate
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
@@ -18,9 +19,9 @@ OPTIMIZERS = {
     "adam": partial(torch.optim.Adam, lr=0.02),
     "coupled adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.1),
     "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
-    "soft": partial(PopRiskAdamW, gate="soft", weight_decay=0.01, lr=0.05, alpha=0.2, strength=0.5),
-    "snr": partial(PopRiskAdamW, strength=1.0, weight_decay=0.01, lr=0.05, gate="snr"),
-    "row": partial(PopRiskAdamW, strength=1.0, weight_decay=0.01, lr=0.05, gate="snr", granularity="row"),
+    "soft": partial(PopRiskAdamW, gate=Gate("soft", alpha=0.2, strength=0.5), weight_decay=0.01, lr=0.05),
+    "snr": partial(PopRiskAdamW, gate=Gate("snr", strength=1.0), weight_decay=0.01, lr=0.05),
+    "row": partial(PopRiskAdamW, gate=Gate("snr", strength=1.0, granularity="row"), weight_decay=0.01, lr=0.05),
 }
 LOSSES = {
     "cross_entropy": lambda u, y: F.cross_entropy(u, y, reduction="none"),

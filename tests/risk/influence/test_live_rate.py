@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import DataError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.rate import population_rate
 from poprisk.risk._influence.live_rate import population_rates
@@ -21,7 +22,7 @@ def first_epoch(signal: float, n: int = 600, seed: int = 0):
     x = torch.randn(n, 12, generator=generator, dtype=torch.float64)
     y = signal * x[:, :1] + torch.randn(n, 1, generator=generator, dtype=torch.float64)
     problem = Problem(nn.Linear, "squared", x, y, arguments={"in_features": 12, "out_features": 1}, seed=1)
-    rule = partial(PopRiskAdamW, lr=1e-4, gate="hard", alpha="calibrated", weight_decay=0.0)
+    rule = partial(PopRiskAdamW, lr=1e-4, gate=Gate("hard", alpha="calibrated"), weight_decay=0.0)
     return train(problem, rule, n // 10, batch_size=10, seed=seed, dtype=torch.float64, progress=False), problem
 
 
@@ -48,7 +49,7 @@ def test_on_its_own_batch_a_gate_flatters_itself():
         x = torch.randn(1000, 12, generator=generator, dtype=torch.float64)
         y = torch.randn(1000, 1, generator=generator, dtype=torch.float64)
         problem = Problem(make_zero, "squared", x, y)
-        rule = partial(PopRiskAdamW, lr=1e-6, gate="hard", alpha=0.05, betas=(0.0, 0.999), weight_decay=0.0)
+        rule = partial(PopRiskAdamW, lr=1e-6, gate=Gate("hard", alpha=0.05), betas=(0.0, 0.999), weight_decay=0.0)
         run = train(problem, rule, 80, batch_size=10, seed=seed, dtype=torch.float64, progress=False)
         own.append(population_rates(run, range(20, 80), lagged=False))
         lagged.append(population_rates(run, range(20, 80)))

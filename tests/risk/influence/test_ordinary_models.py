@@ -13,6 +13,7 @@ from poprisk import PopRiskAdamW
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk._core.autodiff.ways import JacobianWay
 from poprisk.errors import BackendWarning, DataError, RunError
+from poprisk.optim import Gate
 from poprisk.risk._exclusion import exclusion
 from poprisk.risk._influence.batch_derivatives import GeneralBatch
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
@@ -77,7 +78,9 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 def test_a_dead_unit_changes_nothing_under_a_pooled_gate(granularity):
     """Its zeros add nothing to a row's signal or noise, whose ratio is the gate."""
-    optimizer = partial(PopRiskAdamW, strength=1.0, weight_decay=0.01, lr=0.02, gate="snr", granularity=granularity)
+    optimizer = partial(
+        PopRiskAdamW, gate=Gate("snr", strength=1.0, granularity=granularity), weight_decay=0.01, lr=0.02
+    )
     runs = [record(partial(mlp, dead), "cross_entropy", numbers(N, 4), labels(), optimizer) for dead in (0, 2)]
     without, beside = (influence_matrix(run) for run in runs)
     torch.testing.assert_close(beside, without, rtol=1e-9, atol=1e-12)
@@ -87,7 +90,7 @@ def test_a_dead_unit_changes_nothing_under_a_pooled_gate(granularity):
 
 def test_a_dead_unit_under_a_normalized_gate_agrees_with_trainings():
     optimizer = partial(
-        PopRiskAdamW, strength=1.0, weight_decay=0.01, lr=0.02, gate="snr", granularity="row", normalize_gate=True
+        PopRiskAdamW, gate=Gate("snr", strength=1.0, granularity="row", normalize=True), weight_decay=0.01, lr=0.02
     )
     unrolled = Unrolled(record(partial(mlp, 2), "cross_entropy", numbers(N, 4), labels(), optimizer))
     assert unrolled.spot_check(2).worst < 1e-5

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from oracles.resampling import train_one_by_one
 from poprisk.errors import DataError, RunError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import member_outputs, retrain
@@ -25,16 +26,12 @@ OPTIMIZERS = {
     "nesterov": partial(SGD, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.1),
     "adam": partial(Adam, lr=0.05, weight_decay=0.1),
     "adamw": partial(AdamW, lr=0.05, weight_decay=0.2),
-    "poprisk": partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, alpha=0.1),
+    "poprisk": partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1), weight_decay=0.01, lr=0.05),
     "poprisk rows": partial(
         PopRiskAdamW,
-        gate="soft",
-        strength=1.0,
+        gate=Gate("soft", strength=1.0, alpha=0.1, granularity="row", gated_decay=True),
         weight_decay=0.01,
         lr=0.05,
-        alpha=0.1,
-        granularity="row",
-        gated_decay=True,
     ),
 }
 
@@ -236,7 +233,7 @@ def test_runs_that_cannot_be_taken_again_are_refused():
     run = record(
         problem,
         lambda model: None,
-        partial(PopRiskAdamW, gate="soft", strength=1.0, weight_decay=0.01, lr=0.05, variance=Fixed()),
+        partial(PopRiskAdamW, gate=Gate("soft", strength=1.0), weight_decay=0.01, lr=0.05, variance=Fixed()),
     )
     with pytest.raises(RunError, match="variance source"):
         retrain(run, ones)

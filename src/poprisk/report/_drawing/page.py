@@ -10,6 +10,7 @@ from typing import Any
 
 from poprisk._core.store import write_text
 from poprisk.errors import MissingExtraError
+from poprisk.optim import Gate, join_gate
 from poprisk.report._analysis.analyze import Analysis, analyze
 from poprisk.report._drawing.example_table import table_data
 from poprisk.report._drawing.sections import sections
@@ -193,8 +194,10 @@ def training_call(run: Run) -> str:
         return ""  # a schedule, of which only the values are known
     name = manifest["optimizer"]["name"]
     defaults = {k: p.default for k, p in inspect.signature(OPTIMIZERS[name].__init__).parameters.items()}
-    kept = {k: tuple(v) if isinstance(v, list) else v for k, v in groups[0].items() if k in defaults}
-    options = "".join(f", {k}={v!r}" for k, v in kept.items() if v != defaults[k])
+    given = join_gate(groups[0]) if "gate" in groups[0] else groups[0]
+    kept = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in defaults}
+    kept = {k: v for k, v in kept.items() if v not in (defaults[k], Gate())}
+    options = "".join(f", {k}={v!r}" for k, v in kept.items())
     arguments = "".join(f", {k}={v!r}" for k, v in source["arguments"].items())
     extra = "".join(
         f", {k}={training[k]!r}" for k, usual in (("accumulate", 1), ("clip_norm", None)) if training.get(k) != usual
@@ -202,10 +205,11 @@ def training_call(run: Run) -> str:
     extra += f", every={manifest['every']}" if manifest["every"] != 1 else ""
     extra += ", dtype=torch.float64" if run.layout.dtype.itemsize == 8 else ""
     module, short = name.rpartition(".")[::2]
+    gate = "Gate, " * isinstance(kept.get("gate"), Gate)
     return (
         "from functools import partial\n"
         + ("import torch\n" if "torch.float64" in extra else "")
-        + f"from {module} import {short}\nfrom poprisk import Problem, train\n"
+        + f"from {module} import {short}\nfrom poprisk import {gate}Problem, train\n"
         f'problem = Problem.build("{_path(run, source)}"{arguments})\n'
         f"train(problem, partial({short}{options}), {run.num_steps}, batch_size={training['batch_size']}, "
         f'seed={manifest["seed"]}, path="again"{extra})'

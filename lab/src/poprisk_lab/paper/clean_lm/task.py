@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from poprisk.optim import PopRiskAdamW
+from poprisk.optim import PopRiskAdamW, join_gate
 from poprisk_lab.data.char_lm import (
     CharText,
     all_windows,
@@ -60,7 +60,7 @@ def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
     """AdamW or PopRiskAdamW with one of :data:`GATES`."""
     if name == "AdamW":
         return AdamW(model.parameters(), lr=lr, fused=True)
-    return PopRiskAdamW(model.parameters(), lr=lr, fused=True, **GATES[name])
+    return PopRiskAdamW(model.parameters(), lr=lr, fused=True, **join_gate(GATES[name]))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torch import Tensor
 from poprisk._core.progress import write_line
 from poprisk._core.statistics import mean_over_seeds
 from poprisk.errors import ClosedGateWarning, MissingExtraError
-from poprisk.optim import PopRiskAdamW
+from poprisk.optim import PopRiskAdamW, join_gate
 from poprisk.optim._defaults import DEFAULTS
 from poprisk_lab.data.char_lm import CharText, help_topics
 from poprisk_lab.engine.run_ledger import Ledger
@@ -217,7 +217,8 @@ def train(task: Task, config: TrainerConfig, optimizer: str, lr: float, seed: in
         observer = _observer(transformers, task, config.gate_every)
         options: dict[str, Any] = {}
         if optimizer != ADAMW:
-            options["optimizer_cls_and_kwargs"] = (PopRiskAdamW, {"lr": lr, "fused": True, **SETTINGS[optimizer]})
+            chosen = {"lr": lr, "fused": True, **join_gate(SETTINGS[optimizer])}
+            options["optimizer_cls_and_kwargs"] = (PopRiskAdamW, chosen)
         if optimizer == DEFAULT:  # the Trainer sets its own in every group
             config = replace(config, weight_decay=DEFAULTS.weight_decay)
         trainer = transformers.Trainer(

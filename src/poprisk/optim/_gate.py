@@ -1,0 +1,236 @@
+r"""The gate as one value: everything that decides how far a coordinate moves, and nothing else of the optimizer."""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from numbers import Real
+from typing import Any, Literal
+
+from poprisk.errors import HyperparameterError
+from poprisk.optim.rules._coefficients import Granularity, Signal
+from poprisk.optim.rules._gates import GateName
+from poprisk.optim.rules._threshold import Centering
+
+
+@dataclass(frozen=True, repr=False)
+class Gate:
+    r"""How :class:`poprisk.PopRiskAdamW` scales each coordinate's step by its gradient's signal-to-noise ratio.
+
+    The gate q, between 0 and 1, multiplies AdamW's step. With the debiased averages :math:`\hat m` of the gradient and
+    :math:`\hat s` of its variance:
+
+    .. math::
+       \text{snr:}\ q = \frac{\hat m^2}{\hat m^2 + \lambda \hat s + \varepsilon}, \qquad
+       \text{soft:}\ q = \frac{\delta}{\delta + \lambda \hat s + \varepsilon},\
+       \delta = (\hat m^2 - \alpha \hat s)_+, \qquad
+       \text{hard:}\ q = 1\{\hat m^2 > \alpha \hat s\}
+
+    Symbol map: ``strength`` λ (the paper's λ_pop), ``alpha`` α, ``rho`` ρ, ``eps`` ε.
+
+    Parameter groups hold the fields as plain entries, so that schedulers can change them and checkpoints need no
+    class of ours: ``gate`` for ``kind``, ``gate_eps`` for ``eps``, ``normalize_gate`` for ``normalize``, and all
+    others under their own names.
+
+    Args:
+        kind: ``"snr"`` (positive even below the cutoff), ``"soft"`` (Algorithm 1) or ``"hard"`` (the binary mask of
+            the paper's corollary).
+        strength: Weight of the noise. A larger strength needs a larger learning rate, in proportion. Not used by
+            ``"hard"``.
+        alpha: Leave-one-out coefficient in the paper's units (see :func:`poprisk.optim.loo_coefficient`), or
+            ``"calibrated"``: the threshold at which pure noise breaks even for these averages, (1-β1)/2 in the long
+            run. Not used by ``"snr"``.
+        rho: Decay rate of the variance s.
+        eps: Constant added to the gate's denominator. Any value other than 0 makes the gate depend on the scale of
+            the gradients.
+        centering: ``"paper"`` centers s on the raw previous mean, which counts the signal as noise in the first
+            steps; ``"corrected"`` centers it on the debiased mean, so that a noise-free gradient passes from step 2.
+        signal: What is compared with the noise: the averaged gradient (``"ema"``) or the gradient of this batch
+            (``"batch"``), which with a ``variance`` source and ``rho=0`` is the corollary's one-batch test.
+        warmup_steps: Number of initial steps without gating.
+        normalize: Divide the gate by its mean over each tensor, which keeps AdamW's step size; for ablations.
+        gated_decay: Apply the gate to the weight decay too, so that a closed gate leaves a weight unchanged.
+        granularity: One gate per ``"element"``, per ``"row"`` (first axis) or per ``"tensor"``, from the pooled m̂²
+            and ŝ.
+
+    Raises:
+        HyperparameterError: a field is out of range.
+
+    Example:
+        >>> Gate("soft", strength=1.0, alpha="calibrated")
+        Gate('soft', strength=1.0, alpha='calibrated')
+    """
+
+    kind: GateName = "snr"
+    _: KW_ONLY
+    strength: float = 100.0
+    alpha: float | Literal["calibrated"] = 1.0
+    rho: float = 0.99
+    eps: float = 0.0
+    centering: Centering = "paper"
+    signal: Signal = "ema"
+    warmup_steps: int = 0
+    normalize: bool = False
+    gated_decay: bool = False
+    granularity: Granularity = "element"
+
+    def __post_init__(self) -> None:
+        if self.kind is None:
+            raise HyperparameterError("Gate.kind must be 'snr', 'soft' or 'hard', got None: for AdamW, pass gate=None")
+        for name in _FIELDS:
+            object.__setattr__(self, name, checked_field(name, getattr(self, name), f"Gate.{name}"))
+
+    def __repr__(self) -> str:
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kind"]
+        defaults = {f.name: f.default for f in fields(self)}
+        return f"Gate({', '.join([repr(self.kind), *(f'{k}={v!r}' for k, v in changed if v != defaults[k])])})"
+
+    @classmethod
+    def paper(cls, **changes: Any) -> "Gate":
+        """The gate of Algorithm 1 as published, independent of this library's defaults, with some fields changed.
+
+        >>> Gate.paper(alpha=0.5)
+        Gate('soft', strength=1.0, alpha=0.5)
+        """
+        return replace(PAPER_GATE, **changes)
+
+    def options(self) -> dict[str, Any]:
+        """The fields as the plain entries of a parameter group.
+
+        >>> Gate("soft", eps=1e-3).options()["gate_eps"]
+        0.001
+        """
+        return {option: getattr(self, name) for name, option in _FIELDS.items()}
+
+
+_FIELDS = {f.name: f.name for f in fields(Gate)} | {"kind": "gate", "eps": "gate_eps", "normalize": "normalize_gate"}
+GATE_FIELD = {option: name for name, option in _FIELDS.items() if name != "kind"}
+"""Field of the gate by its name in a parameter group, without the kind."""
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "kind": ("soft", "hard", "snr"),
+    "centering": ("paper", "corrected"),
+    "signal": ("ema", "batch"),
+    "granularity": ("element", "row", "tensor"),
+    "normalize": (True, False),
+    "gated_decay": (True, False),
+}
+_STORED = {"alpha", "strength", "rho", "gate_eps", "centering"}
+GATE_CHOICES = {_FIELDS[name]: allowed for name, allowed in _CHOICES.items()} | {"gate": (*_CHOICES["kind"], None)}
+"""The values that an entry of a parameter group may have, where they can be listed."""
+
+
+def checked_number(label: str, value: Any, expected: str, ok: Callable[[float], bool]) -> float:
+    """A real number of any kind (Python's, numpy's) as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not ok(float(value)):
+        raise HyperparameterError(f"{label} must be {expected}, got {value!r}")
+    return float(value)
+
+
+def checked_field(name: str, value: Any, label: str) -> Any:
+    """The value of one field in its usual type.
+
+    Raises:
+        HyperparameterError: the value is out of range; the message calls the field by its label.
+    """
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise HyperparameterError(f"{label} must be one of {_CHOICES[name]}, got {value!r}")
+        return value
+    if name == "warmup_steps":
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise HyperparameterError(f"{label} must be a whole number ≥ 0, got {value!r}")
+        return value
+    if name == "alpha":
+        if isinstance(value, str) and value == "calibrated":
+            return value
+        return checked_number(label, value, "a finite number ≥ 0, or 'calibrated'", lambda x: x >= 0)
+    if name == "rho":
+        return checked_number(label, value, "a number in [0, 1)", lambda x: 0 <= x < 1)
+    return checked_number(label, value, "a finite number ≥ 0", lambda x: x >= 0)
+
+
+def check_gate_options(group: dict[str, Any]) -> None:
+    """Checks the gate's entries of a parameter group, in place; a :class:`Gate` is unpacked first."""
+    if isinstance(group["gate"], Gate):
+        group.update(group["gate"].options())
+    for option, name in GATE_FIELD.items():
+        group[option] = checked_field(name, group[option], option)
+
+
+def join_gate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options given one by one, as files and command lines give them, with the gate's fields joined into one value.
+
+    >>> join_gate({"lr": 0.1, "gate": "soft", "gate_eps": 1e-3})
+    {'lr': 0.1, 'gate': Gate('soft', eps=0.001)}
+    """
+    flat = {GATE_FIELD[name]: value for name, value in options.items() if name in GATE_FIELD}
+    if not flat:
+        return dict(options)
+    _refuse_both(options.get("gate"), flat)
+    rest = {name: value for name, value in options.items() if name not in GATE_FIELD}
+    kind = options.get("gate", Gate().kind)
+    return {**rest, "gate": None if kind is None else Gate(kind, **flat)}
+
+
+def unpack_gate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The gate among these options as plain entries; options of the gate given one by one raise a warning.
+
+    Most of them together are how a parameter group stores its gate, also one of an older version, and pass without
+    a warning.
+
+    Raises:
+        HyperparameterError: a gate and single options of it were given together.
+    """
+    flat = {name: value for name, value in options.items() if name in GATE_FIELD}
+    gate, stored = options.get("gate"), flat.keys() >= _STORED
+    if isinstance(gate, Gate):
+        _refuse_both(gate, {} if stored else {GATE_FIELD[name]: value for name, value in flat.items()})
+        return gate.options()
+    if not stored:
+        warn_of_flat_options(flat)
+    return {**flat, **({"gate": gate} if "gate" in options else {})}
+
+
+def warn_of_flat_options(flat: Mapping[str, Any]) -> None:
+    """Names the field of :class:`Gate` for each option of the gate that was given by itself."""
+    for name in flat:
+        warnings.warn(
+            f"the option {name} of PopRiskAdamW is now a field of the gate: pass gate=Gate(…, {GATE_FIELD[name]}=…) "
+            f"instead of {name}=…",
+            DeprecationWarning,
+            stacklevel=_caller_level(),
+        )
+
+
+def _refuse_both(gate: Any, flat: Mapping[str, Any]) -> None:
+    if isinstance(gate, Gate) and flat:
+        name = next(iter(flat))
+        raise HyperparameterError(
+            f"{name}={flat[name]!r} was given beside gate={gate!r}: write Gate(…, {name}={flat[name]!r})"
+        )
+
+
+def _caller_level() -> int:
+    """The stack level, for a warning raised by the caller, of the first frame outside this package and torch."""
+    frame, level = sys._getframe(1), 1
+    inside = ("poprisk.optim", "torch.")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+PAPER_GATE = Gate(
+    "soft",
+    strength=1.0,
+    alpha=1.0,
+    rho=0.99,
+    eps=0.0,
+    centering="paper",
+    signal="ema",
+    warmup_steps=0,
+    normalize=False,
+    gated_decay=False,
+    granularity="element",
+)
+"""The gate of Algorithm 1, written out so that it does not follow the defaults."""
