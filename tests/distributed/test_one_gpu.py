@@ -13,6 +13,7 @@ from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.ranks import RankVariance
 from poprisk.optim._estimators.variance import MicrobatchVariance
 from poprisk.optim._shards import Shard
+from poprisk.optim._updates import GroupMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -38,8 +39,9 @@ def test_the_kernel_rounds_a_shard_as_its_place_in_the_whole(mesh, others):
              for i, p in enumerate(whole)]  # fmt: skip
     options = {"gate": "snr", "state_dtype": torch.bfloat16, "fused": True}
     one, two = PopRiskAdamW.paper(whole, **options), PopRiskAdamW.paper(parts, **options)
-    two._shards[parts[0]] = Shard(parts[0])
-    two._shards[parts[0]].offset = cut * 700
+    memory = two._memories.setdefault(id(two.param_groups[0]), GroupMemory())
+    memory.shards[parts[0]] = Shard(parts[0])
+    memory.shards[parts[0]].offset = cut * 700
     for g in rows:
         whole[0].grad, parts[0].grad = g, distribute_tensor(g[cut:], mesh)
         for p, q in zip(whole[1:], parts[1:], strict=True):

@@ -11,7 +11,7 @@ from streams import SHAPES, relative_error, start, stream, train
 from poprisk.errors import BackendWarning
 from poprisk.optim import join_gate
 from poprisk.optim._adamw import PopRiskAdamW
-from poprisk.optim._work import hyper_of
+from poprisk.optim._updates import hyper_of
 from poprisk.optim.rules._population import PopulationState, initial_state, population_step
 
 STEPS = 200

@@ -16,9 +16,9 @@ from poprisk.integrations.sinks import JsonLinesSink, Sink, TensorBoardSink, Wan
 from poprisk.optim import (
     GateDiagnostics,
     Hyper,
+    ParamUpdate,
     PopRiskAdamW,
     PopulationState,
-    Work,
     current,
     current_gate,
     debiased_variance,
@@ -225,10 +225,10 @@ def sampled_gates(
         for group in optimizer.param_groups:
             hyper = hyper_of(group)
             for p in group["params"] if hyper.gate is not None else ():
-                work = Work(p, p, optimizer.state.get(p, {}), key=0)
-                if p.numel() == 0 or not was_stepped(work, hyper) or number(work.state["step"]) < 2:
+                update = ParamUpdate(p, p, p, key=0, state=optimizer.state.get(p, {}))
+                if p.numel() == 0 or not was_stepped(update, hyper) or number(update.state["step"]) < 2:
                     continue
-                state = rule_state(work, hyper)
+                state = rule_state(update, hyper)
                 stride = _stride(state.m.numel(), sample)
                 thin = _thinned(state, stride)
                 pools = hyper.granularity != "element" or hyper.normalize_gate

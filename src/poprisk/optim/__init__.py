@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from poprisk._core.autodiff import FlatModel
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.loo import one_step_loo_risk
 from poprisk.optim._estimators.projector import population_projector
@@ -18,7 +19,7 @@ from poprisk.optim._defaults import DEFAULTS
 from poprisk.optim._diagnostics import GateDiagnostics, meters, over_all
 from poprisk.optim._gate import join_gate
 from poprisk.optim._parsing import parse_options, read_options
-from poprisk.optim._work import Work, hyper_of, number, rule_state, was_stepped
+from poprisk.optim._updates import ParamUpdate, hyper_of, number, rule_state, was_stepped
 from poprisk.optim.rules._adam import adam_options, adam_step, linearize_adam
 from poprisk.optim.rules._coefficients import Granularity, Hyper, Signal, advance, current
 from poprisk.optim.rules._gates import GateName
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from poprisk.optim._projector_descent import PopulationProjectorDescent
 
 __all__ = [
+    "FlatModel",
     "Gate",
     "MicrobatchVariance",
     "PerExampleVariance",

@@ -1,9 +1,7 @@
 r"""PopRiskAdamW: AdamW whose every coordinate moves only as far as its gradient's signal stands out of its noise."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Literal, overload
 
 import torch
@@ -18,14 +16,10 @@ from poprisk.optim._defaults import DEFAULTS, PAPER
 from poprisk.optim._diagnostics import GateDiagnostics, Sums, gate_sums, meters, over_all
 from poprisk.optim._gate import GATE_FIELD, Gate, unpack_gate
 from poprisk.optim._monitor import Monitor
-from poprisk.optim._shards import PLAIN, Shard, is_sharded, keep_counters, local_part, local_state
-from poprisk.optim._validation import check_group, check_one_device, usable_gradient
-from poprisk.optim._work import Job, Work, ensure_state, hyper_of, rule_state, was_stepped
-from poprisk.optim.rules._coefficients import Hyper
+from poprisk.optim._updates import GroupMemory, GroupUpdate, ParamUpdate, attach_variances, rule_state, was_stepped
+from poprisk.optim._validation import check_group, check_one_device
 from poprisk.optim.rules._gates import GateName
 from poprisk.optim.rules._population import current_gate, linearize
-
-_CHECKED = tuple(name for name in DEFAULTS.as_dict() if name != "lr")
 
 
 class PopRiskAdamW(Optimizer):
@@ -194,23 +188,12 @@ class PopRiskAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        jobs = self._jobs()
-        for job in jobs:
-            for work in job.works:
-                param = work.param if work.shard is None else work.shard.parameter
-                state = self.state[param]
-                ensure_state(state, param, job.group, job.hyper)
-                work.state = state if work.shard is None else local_state(state)
-            backends.run(job)
-            if self._shards:
-                for work in job.works:
-                    if work.shard is not None:
-                        keep_counters(self.state[work.parameter], work.state)
-            self._taken[id(job.group)] = _frozen(job.hyper)
-        self._observed = {w.parameter for job in jobs for w in job.works if w.variance is not None}
+        updates = self._updates(stepping=True)
+        for update in updates:
+            backends.run(update)
+            update.finish(self.state)
         with torch.no_grad():
-            self._monitor.after_step(jobs)
-        self._remember_gradients()
+            self._monitor.after_step(updates)
         return loss
 
     _untraced_step = torch._disable_dynamo(_step)
@@ -242,10 +225,10 @@ class PopRiskAdamW(Optimizer):
         """
         with torch.no_grad():
             return {
-                work.parameter: work.global_view(current_gate(rule_state(work, job.hyper), job.hyper))
-                for job in self._jobs(with_variance=False, all_params=True)
-                for work in job.works
-                if was_stepped(work, job.hyper)
+                p.parameter: p.global_view(current_gate(rule_state(p, update.hyper), update.hyper))
+                for update in self._updates(stepping=False)
+                for p in update.params
+                if was_stepped(p, update.hyper)
             }
 
     def linearize(self) -> dict[Tensor, Linearization]:
@@ -256,12 +239,12 @@ class PopRiskAdamW(Optimizer):
         """
         steps: dict[Tensor, Linearization] = {}
         with torch.no_grad():
-            for job in self._jobs(with_variance=False, all_params=True):
-                for work in job.works:
-                    if was_stepped(work, job.hyper):
-                        hyper = self._taken.get(id(job.group), job.hyper)
-                        lin = _oriented(linearize(rule_state(work, hyper), hyper), job.sign)
-                        steps[work.parameter] = lin if work.shard is None else _on_the_whole(lin, work)
+            for update in self._updates(stepping=False):
+                hyper = update.memory.last or update.hyper
+                for p in update.params:
+                    if was_stepped(p, update.hyper):
+                        lin = _oriented(linearize(rule_state(p, hyper), hyper), update.sign)
+                        steps[p.parameter] = lin if p.shard is None else _on_the_whole(lin, p)
         return steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -331,93 +314,40 @@ class PopRiskAdamW(Optimizer):
     def _prepare(self, variance: VarianceSource | None) -> None:
         self._variance_source = variance
         self._monitor = Monitor()
-        self._memory: dict[int, dict[str, Any]] = {}
-        self._used: list[tuple[weakref.ref[Tensor], int]] = []
-        self._observed: set[Tensor] = set()
-        self._taken: dict[int, Hyper] = {}
-        self._shards: dict[Tensor, Shard] = {}
+        self._memories: dict[int, GroupMemory] = {}
         self.went_on_from_adamw = False
 
-    def _jobs(self, *, with_variance: bool = True, all_params: bool = False) -> list[Job]:
-        """The work of this step, group by group; everything is checked before anything is touched."""
-        jobs, key = [], 0
+    def _updates(self, *, stepping: bool) -> list[GroupUpdate]:
+        """The updates of all groups: in a step of what has a gradient, otherwise, to look at, of every parameter.
+
+        Everything is checked before anything is touched.
+        """
         check_one_device({p.device for g in self.param_groups if g["fused"] for p in g["params"] if p.grad is not None})
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        updates, key = [], 0
         for group in self.param_groups:
-            works = []
+            memory = self._memories.get(id(group)) or self._memories.setdefault(id(group), GroupMemory())
+            params = []
             for p in group["params"]:
                 key += 1
-                if p.grad is None and not all_params:
-                    continue
-                grad = p if p.grad is None else usable_gradient(p, p.grad)
-                observed = bool(self._observed) and p in self._observed
-                work = Work(p, grad, self.state.get(p, {}), key, observed=observed)
-                works.append(work if type(p) in PLAIN or not is_sharded(p) else self._local_work(work))
-            memory = self._memory.setdefault(id(group), {})
-            _check_if_changed(group, memory)
-            job = Job(works, hyper_of(group), group, memory, scale, overflow)
-            if works and job.hyper.gate is not None:
-                job.left_out = self._monitor.counter(works[0].param.device)
-            jobs.append(job)
-        if with_variance and self._variance_source is not None:
-            _attach_variances(self._variance_source, jobs)
-        return jobs
-
-    def _local_work(self, work: Work) -> Work:
-        """The same work as this process sees it, where the parameter is spread over several."""
-        param = work.param
-        assert is_sharded(param)
-        if param not in self._shards:
-            self._shards[param] = Shard(param)
-        shard = self._shards[param]
-        work.shard = shard
-        work.param, work.grad, work.state = local_part(param), shard.local(work.grad), local_state(work.state)
-        return work
+                if p.grad is not None or not stepping:
+                    params.append(memory.param_update(p, key))
+            update = GroupUpdate(params, memory.hyper_of(group), group, memory, scale, overflow)
+            if params and update.hyper.gate is not None:
+                update.left_out = self._monitor.counter(params[0].local.device)
+            updates.append(update)
+        if stepping and self._variance_source is not None:
+            attach_variances(self._variance_source, updates)
+        for update in updates:
+            update.attach_states(self.state, create=stepping)
+        return updates
 
     def _gate_sums(self) -> list[Sums]:
-        jobs = self._jobs(with_variance=False, all_params=True)
-        return [gate_sums(job, fresh=self._has_fresh_gradients(job)) for job in jobs]
-
-    def _remember_gradients(self) -> None:
-        """Marks the gradients just used, by the first one of each group, so that no meter scores them again."""
-        firsts = (next((p.grad for p in g["params"] if p.grad is not None), None) for g in self.param_groups)
-        mine = (local_part(grad) for grad in firsts if grad is not None)
-        self._used = [(weakref.ref(grad), grad._version) for grad in mine]
-
-    def _has_fresh_gradients(self, job: Job) -> bool:
-        first = next((w.parameter.grad for w in job.works if w.parameter.grad is not None), None)
-        if first is None or job.hyper.signal == "batch" or self._variance_source is not None:
-            return False
-        first = local_part(first)
-        return not any(ref() is first and version == first._version for ref, version in self._used)
-
-
-def _check_if_changed(group: dict[str, Any], memory: dict[str, Any]) -> None:
-    """Options set in the middle of a run are checked like the constructor's; a scheduler's lr is not looked at anew."""
-    options = [group[name] for name in _CHECKED]
-    if memory.get("options") != options:
-        check_group(group)
-        memory["options"] = [group[name] for name in _CHECKED]
-
-
-def _frozen(hyper: Hyper) -> Hyper:
-    """As they were in this step: a tensor lr goes on changing."""
-    return replace(hyper, lr=hyper.lr.clone()) if isinstance(hyper.lr, Tensor) else hyper
-
-
-def _attach_variances(source: VarianceSource, jobs: list[Job]) -> None:
-    works = list(chain.from_iterable(job.works for job in jobs))
-    given = source.variances([w.parameter for w in works])
-    if len(given) != len(works):
-        raise HyperparameterError(f"the variance source gave {len(given)} entries for {len(works)} parameters")
-    for work, variance in zip(works, given, strict=True):
-        if variance is not None and variance.shape != work.parameter.shape:
-            raise HyperparameterError(
-                f"the variance source gave shape {tuple(variance.shape)} for a parameter of shape "
-                f"{tuple(work.parameter.shape)}"
-            )
-        work.observed = variance is not None
-        work.variance = variance if variance is None or work.shard is None else work.shard.local(variance)
+        observed = self._variance_source is not None
+        return [
+            gate_sums(u, fresh=not observed and u.hyper.signal == "ema" and u.has_fresh_gradients())
+            for u in self._updates(stepping=False)
+        ]
 
 
 def _oriented(lin: Linearization, sign: float) -> Linearization:
@@ -425,9 +355,9 @@ def _oriented(lin: Linearization, sign: float) -> Linearization:
     return lin if sign == 1 else Linearization(-lin.preconditioner, lin.momentum, lin.decay, lin.source)
 
 
-def _on_the_whole(lin: Linearization, work: Work) -> Linearization:
-    decay = work.global_view(lin.decay) if isinstance(lin.decay, Tensor) and lin.decay.dim() else lin.decay
-    return replace(lin, preconditioner=work.global_view(lin.preconditioner), decay=decay)
+def _on_the_whole(lin: Linearization, p: ParamUpdate) -> Linearization:
+    decay = p.global_view(lin.decay) if isinstance(lin.decay, Tensor) and lin.decay.dim() else lin.decay
+    return replace(lin, preconditioner=p.global_view(lin.preconditioner), decay=decay)
 
 
 def _tensor_of(p: Any) -> Any:

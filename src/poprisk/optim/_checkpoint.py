@@ -9,8 +9,8 @@ from torch import Tensor
 
 from poprisk.errors import StateDictError
 from poprisk.optim._shards import is_sharded
+from poprisk.optim._updates import COUNTERS, MOMENTS, counts_on_device, state_dtype_of
 from poprisk.optim._validation import check_group
-from poprisk.optim._work import COUNTERS, MOMENTS, counts_on_device, state_dtype_of
 
 REQUIRED = {"step", "exp_avg", "exp_avg_sq"}
 KNOWN = {*COUNTERS, *MOMENTS}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from poprisk._core.types import Scalar
 from poprisk.optim._shards import Shard, coordinates
-from poprisk.optim._work import Job, Work, real, rule_state, was_stepped
+from poprisk.optim._updates import GroupUpdate, ParamUpdate, real, rule_state, was_stepped
 from poprisk.optim.rules._coefficients import Hyper, current
 from poprisk.optim.rules._population import PopulationState, current_gate, debiased_variance, linearize, population_step
 from poprisk.optim.rules._threshold import deviation_noise, mean_noise
@@ -55,24 +55,24 @@ class Sums:
     gated: bool
 
 
-def gate_sums(job: Job, fresh: bool) -> Sums:
+def gate_sums(update: GroupUpdate, fresh: bool) -> Sums:
     """The sums of one group from its state and, where ``fresh``, its gradients, which have not been used yet."""
-    works = [w for w in job.works if was_stepped(w, job.hyper)]
-    device = job.works[0].param.device if job.works else torch.device("cpu")
+    params = [w for w in update.params if was_stepped(w, update.hyper)]
+    device = update.params[0].local.device if update.params else torch.device("cpu")
     total = torch.zeros(6, dtype=torch.float64, device=device)
     spread: dict[Any, tuple[Shard, Tensor]] = {}
-    for work in works:
-        sums = _sums(work, job, fresh).to(device)  # a group may lie on several devices
-        if work.shard is None:
+    for param in params:
+        sums = _sums(param, update, fresh).to(device)  # a group may lie on several devices
+        if param.shard is None:
             total += sums
         else:  # all that is cut alike is added up over the processes at once
-            cut = (work.shard.mesh, work.shard.mesh_axes)
-            spread.setdefault(cut, (work.shard, torch.zeros_like(total)))[1].add_(sums)
+            cut = (param.shard.mesh, param.shard.mesh_axes)
+            spread.setdefault(cut, (param.shard, torch.zeros_like(total)))[1].add_(sums)
     for shard, sums in spread.values():
         shard.add_up(sums, shard.mesh_axes)
         total += sums
-    count = sum(coordinates(w.parameter) for w in works)
-    return Sums(total, count, fresh and bool(works), job.hyper.gate is not None)
+    count = sum(coordinates(w.parameter) for w in params)
+    return Sums(total, count, fresh and bool(params), update.hyper.gate is not None)
 
 
 def over_all(groups: Sequence[Sums]) -> Sums:
@@ -105,18 +105,18 @@ def meters(sums: Sums) -> GateDiagnostics:
     )
 
 
-def _sums(work: Work, job: Job, fresh: bool) -> Tensor:
+def _sums(param: ParamUpdate, update: GroupUpdate, fresh: bool) -> Tensor:
     """Sums over one tensor: open gates, gates, noise power, signal power, and the two rates."""
-    hyper = job.hyper
-    state = rule_state(work, hyper)
+    hyper = update.hyper
+    state = rule_state(param, hyper)
     q = current_gate(state, hyper)
     noise, signal = _powers(state, hyper)
     sums = [(q > 0).sum(), q.sum(), noise, signal]
-    if fresh and work.parameter.grad is not None:
-        g = real(work.grad) * job.sign
-        if job.grad_scale is not None:  # set by GradScaler on an optimizer that unscales in its step
-            g = g / job.grad_scale
-        _, after = population_step(real(work.param), g, state, hyper)
+    if fresh and param.parameter.grad is not None:
+        g = real(param.grad) * update.sign
+        if update.grad_scale is not None:  # set by GradScaler on an optimizer that unscales in its step
+            g = g / update.grad_scale
+        _, after = population_step(real(param.local), g, state, hyper)
         sums += [(g * _direction(state, hyper)).sum(), (g * _direction(after, hyper)).sum()]
     else:
         sums += [torch.zeros_like(sums[0])] * 2

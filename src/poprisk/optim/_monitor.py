@@ -9,7 +9,7 @@ from torch import Tensor
 
 from poprisk.errors import ClosedGateWarning, NonFiniteGradientWarning
 from poprisk.optim._learning_rate import FACTOR
-from poprisk.optim._work import Job, Work, real, rule_state
+from poprisk.optim._updates import GroupUpdate, ParamUpdate, real, rule_state
 from poprisk.optim.rules._coefficients import Hyper
 from poprisk.optim.rules._population import PopulationState, current_gate
 
@@ -39,7 +39,7 @@ class Monitor:
             self.counters[device] = torch.zeros((), dtype=torch.int32, device=device)
         return self.counters[device]
 
-    def after_step(self, jobs: list[Job]) -> None:
+    def after_step(self, updates: list[GroupUpdate]) -> None:
         """Called once per step; looks every few steps, and on a device reads what an earlier look left behind."""
         self.steps += 1
         on_cpu = all(device.type == "cpu" for device in self.counters)
@@ -48,7 +48,7 @@ class Monitor:
         if self.steps < self.next_look or {"closed", "nonfinite"} <= self.said or _capturing():
             return
         self.next_look = self.steps + self.interval
-        gates = [(g, closed_below(job.hyper)) for job in jobs if (g := sampled_gate(job)) is not None]
+        gates = [(g, closed_below(update.hyper)) for update in updates if (g := sampled_gate(update)) is not None]
         if not gates:
             return
         device = gates[0][0].device  # one device speaks for all
@@ -115,7 +115,7 @@ def closed_below(hyper: Hyper) -> float:
 
     .. math:: \frac{0.02}{1 + \lambda}
 
-    A strong gate that works passes little, and more learning rate makes up for it: 1% at strength 1, 0.02% at 100. The
+    A strong gate that params passes little, and more learning rate makes up for it: 1% at strength 1, 0.02% at 100. The
     hard gate has no strength; it counts as one of 1.
 
     >>> closed_below(Hyper()), closed_below(Hyper(gate="hard", strength=100.0))
@@ -126,32 +126,32 @@ def closed_below(hyper: Hyper) -> float:
     return CLOSED_BELOW / (1 + (1.0 if hyper.gate == "hard" else hyper.strength))
 
 
-def sampled_gate(job: Job) -> Tensor | None:
+def sampled_gate(update: GroupUpdate) -> Tensor | None:
     """Mean gate of a group on some coordinates of its largest tensors: precise enough for a warning, and cheap.
 
     Each process looks at what it holds itself. When it looks depends on what it saw, so it must not wait for others.
     """
-    hyper = job.hyper
-    works = [w for w in job.works if w.param.numel()]
-    if hyper.gate is None or not works:
+    hyper = update.hyper
+    params = [w for w in update.params if w.local.numel()]
+    if hyper.gate is None or not params:
         return None
-    works = sorted(works, key=lambda w: -w.param.numel())[:SAMPLE_TENSORS]
-    works = [w for w in works if w.param.device == works[0].param.device]
+    params = sorted(params, key=lambda w: -w.local.numel())[:SAMPLE_TENSORS]
+    params = [w for w in params if w.local.device == params[0].local.device]
     if hyper.granularity != "element" or hyper.normalize_gate:
-        states = [replace(rule_state(w, hyper), whole=None) for w in works]
+        states = [replace(rule_state(w, hyper), whole=None) for w in params]
         return torch.stack([current_gate(state, hyper).float().mean() for state in states]).mean()
-    return current_gate(_sample(works, hyper), hyper).float().mean()
+    return current_gate(_sample(params, hyper), hyper).float().mean()
 
 
-def _sample(works: list[Work], hyper: Hyper) -> PopulationState:
+def _sample(params: list[ParamUpdate], hyper: Hyper) -> PopulationState:
     """A few coordinates of each tensor side by side, with the counters of the largest."""
 
     def thin(x: Tensor) -> Tensor:
         return real(x).reshape(-1)[:: max(1, x.numel() // SAMPLE_ELEMENTS)].to(torch.float32)
 
     names = ["exp_avg", "exp_avg_sq", *(["exp_var"] if hyper.tracks_variance else [])]
-    moments = [torch.cat([thin(w.state[name]) for w in works]) for name in names]
-    state = rule_state(works[0], hyper)
+    moments = [torch.cat([thin(w.state[name]) for w in params]) for name in names]
+    state = rule_state(params[0], hyper)
     return replace(state, m=moments[0], v=moments[1], s=moments[2] if hyper.tracks_variance else None, whole=None)
 
 

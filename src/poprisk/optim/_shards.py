@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from poprisk.errors import GradientError
-from poprisk.optim._work import COUNTERS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -108,16 +107,6 @@ def is_sharded(x: Tensor) -> "TypeGuard[DTensor]":
 def local_part(x: Tensor) -> Tensor:
     """What of x lies in this process: all of it, unless it is a DTensor."""
     return _here(x) if is_sharded(x) else x
-
-
-def local_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a sharded parameter as the backends want it: local moments, and the counters as they are."""
-    return {name: local_part(value) for name, value in state.items()}
-
-
-def keep_counters(state: dict[str, Tensor], local: dict[str, Tensor]) -> None:
-    """Moments are written in place; a counter may have become another tensor, on a device or beside its neighbours."""
-    state.update({name: local[name] for name in COUNTERS if name in local})
 
 
 def coordinates(parameter: Tensor) -> int:

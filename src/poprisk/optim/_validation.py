@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.errors import DeviceError, GradientError, HyperparameterError
+from poprisk.errors import DeviceError, HyperparameterError
 from poprisk.optim._gate import GATE_CHOICES, check_gate_options, checked_number
 from poprisk.optim._shards import is_sharded
 
@@ -48,18 +48,6 @@ def check_state_dtype(value: Any) -> dict[str, torch.dtype] | None:
             f"{[str(d) for d in STATE_DTYPES]}, got {value!r}"
         )
     return wanted
-
-
-def usable_gradient(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient as it lies in memory; refuses one that no backend can use, before anything is touched."""
-    if grad.layout != torch.strided:
-        raise GradientError(
-            f"PopRiskAdamW needs dense gradients, got layout {grad.layout} for a parameter of shape "
-            f"{tuple(param.shape)}: create the embedding with sparse=False, or give it an optimizer of its own "
-            "(torch.optim.SparseAdam)"
-        )
-    lazy = grad.is_neg() or grad.is_conj()  # a sign torch has noted and not yet written to memory
-    return grad.resolve_conj().resolve_neg() if lazy else grad
 
 
 def check_one_device(devices: set[torch.device]) -> None:

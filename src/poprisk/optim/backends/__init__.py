@@ -8,26 +8,26 @@ from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from poprisk.errors import BackendWarning
-from poprisk.optim._work import Job
+from poprisk.optim._updates import GroupUpdate
 from poprisk.optim.backends import _foreach as foreach
 from poprisk.optim.backends import _forloop as forloop
 from poprisk.optim.backends import _torch_adamw as torch_adamw
 
 
-def run(job: Job) -> None:
+def run(update: GroupUpdate) -> None:
     """Carries out one step of one parameter group."""
-    if not job.works:
+    if not update.params:
         return
-    if torch_adamw.can_serve(job):
-        torch_adamw.step(job)
+    if torch_adamw.can_serve(update):
+        torch_adamw.step(update)
         return
-    group = job.group
+    group = update.group
     if group["fused"] and not group["differentiable"]:
-        _run_fused(job)
-    elif _use_foreach(group, [w.param for w in job.works]):
-        foreach.step(job)
+        _run_fused(update)
+    elif _use_foreach(group, [w.local for w in update.params]):
+        foreach.step(update)
     else:
-        forloop.step(job)
+        forloop.step(update)
 
 
 def _use_foreach(group: dict[str, Any], params: list[Tensor]) -> bool:
@@ -40,42 +40,42 @@ def _use_foreach(group: dict[str, Any], params: list[Tensor]) -> bool:
     return default and not (isinstance(group["lr"], Tensor) and not group["capturable"])
 
 
-def _run_fused(job: Job) -> None:
+def _run_fused(update: GroupUpdate) -> None:
     """The single-pass kernel for what it can take, the rule for the rest."""
     from poprisk.optim.backends import _cpu as cpu  # a third of the package's import time, for those who ask for it
     from poprisk.optim.backends import _cuda as cuda
     from poprisk.optim.backends._compiler import BuildError
 
-    device = job.works[0].param.device.type
+    device = update.params[0].local.device.type
     backend = cpu if device == "cpu" else cuda
     if device == "cuda" and not cuda.available():
         fall_back("the fused CUDA kernel needs Triton, which is not installed")
-        foreach.step(job)
+        foreach.step(update)
         return
-    if backend.repeat(job):
+    if backend.repeat(update):
         return
-    served = [w for w in job.works if backend.can_serve(job, w)]
-    if len(served) < len(job.works):
-        fall_back(f"the fused kernel does not serve {describe(job)}")
+    served = [w for w in update.params if backend.can_serve(update, w)]
+    if len(served) < len(update.params):
+        fall_back(f"the fused kernel does not serve {describe(update)}")
         chosen = {id(w) for w in served}
-        for work in job.works:
-            if id(work) not in chosen:
-                forloop.step_one(job, work)
+        for param in update.params:
+            if id(param) not in chosen:
+                forloop.step_one(update, param)
     if not served:
         return
     try:
-        backend.step(job, served)
+        backend.step(update, served)
     except BuildError as error:  # raised before any state is touched
         fall_back(f"the fused CPU kernel cannot be built ({error})")
-        for work in served:
-            forloop.step_one(job, work)
+        for param in served:
+            forloop.step_one(update, param)
 
 
-def describe(job: Job) -> str:
+def describe(update: GroupUpdate) -> str:
     """What about this group keeps it from the single-pass kernel, in words."""
-    if job.hyper.granularity != "element":
-        return f"granularity={job.hyper.granularity!r}, which needs two passes"
-    if job.hyper.normalize_gate:
+    if update.hyper.granularity != "element":
+        return f"granularity={update.hyper.granularity!r}, which needs two passes"
+    if update.hyper.normalize_gate:
         return "normalize_gate=True, which needs two passes"
     return "this combination of dtypes or memory layouts"
 

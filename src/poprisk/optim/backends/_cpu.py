@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from poprisk.optim._work import Job, Work, counts, set_counts
+from poprisk.optim._updates import GroupUpdate, ParamUpdate, counts, set_counts
 from poprisk.optim.backends import _compiler as compiler
-from poprisk.optim.backends import _plan as plan
-from poprisk.optim.backends._layout import one_pass
+from poprisk.optim.backends._launch import LaunchCache, one_pass
 from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
 from poprisk.optim.rules._rounding import rounding_seed
 
@@ -21,79 +20,81 @@ GATES = {None: 0, "soft": 1, "hard": 2, "snr": 3}
 WEIGHTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
-def can_serve(job: Job, work: Work) -> bool:
+def can_serve(update: GroupUpdate, param: ParamUpdate) -> bool:
     """Element-wise gates, dense tensors laid out alike, and the dtypes the kernel knows."""
-    return one_pass(job, work, WEIGHTS)
+    return one_pass(update, param, WEIGHTS)
 
 
-def step(job: Job, works: list[Work]) -> None:
-    """One step for the given works, one call into C per combination of dtypes.
+def step(update: GroupUpdate, params: list[ParamUpdate]) -> None:
+    """One step for the given params, one call into C per combination of dtypes.
 
     Raises:
         BuildError: a kernel cannot be built; nothing was touched.
     """
-    if job.found_inf is not None and job.found_inf.item():
+    if update.found_inf is not None and update.found_inf.item():
         return
-    batches: dict[Variant, list[Work]] = defaultdict(list)
-    for work in works:
-        batches[_variant(job.hyper, work)].append(work)
+    batches: dict[Variant, list[ParamUpdate]] = defaultdict(list)
+    for param in params:
+        batches[_variant(update.hyper, param)].append(param)
     libraries = [compiler.load(_defines(variant)) for variant in batches]
     for library, batch in zip(libraries, batches.values(), strict=True):
-        _step_batch(job, library, batch)
+        _step_batch(update, library, batch)
     if len(batches) == 1:
-        plan.remember(job, works, libraries[0])
+        LaunchCache.keep(update, params, libraries[0])
 
 
-def repeat(job: Job) -> bool:
+def repeat(update: GroupUpdate) -> bool:
     """Repeats the last step's call, if the same tensors come again; False if it has to be looked at anew."""
-    last = plan.remembered(job)
+    last = LaunchCache.of(update)
     if last is not None:
-        c = advance(job.hyper, *counts(job.works[0].state, job.hyper))
+        c = advance(update.hyper, *counts(update.params[0].state, update.hyper))
         last.count({"step": c.step, "var_step": c.var_step, "var_gain": c.gain})
-        _call(job, last.payload, job.works, [c], [0] * len(job.works))
+        _call(update, last.payload, update.params, [c], [0] * len(update.params))
     return last is not None
 
 
-def _step_batch(job: Job, library: CDLL, works: list[Work]) -> None:
-    """One call for all works; those with the same counters share their coefficients."""
+def _step_batch(update: GroupUpdate, library: CDLL, params: list[ParamUpdate]) -> None:
+    """One call for all params; those with the same counters share their coefficients."""
     rows: dict[tuple[Any, ...], int] = {}
     done: list[Coefficients] = []
     places = []
-    for work in works:
-        now = counts(work.state, job.hyper)
+    for param in params:
+        now = counts(param.state, update.hyper)
         if now not in rows:
             rows[now] = len(done)
-            done.append(advance(job.hyper, *now, observed=work.variance is not None))
+            done.append(advance(update.hyper, *now, observed=param.variance is not None))
         places.append(rows[now])
         c = done[places[-1]]
-        set_counts(work.state, c.step, c.var_step, c.gain)
-    _call(job, library, works, done, places)
+        set_counts(param.state, c.step, c.var_step, c.gain)
+    _call(update, library, params, done, places)
 
 
-def _call(job: Job, library: CDLL, works: list[Work], done: list[Coefficients], places: list[int]) -> None:
+def _call(
+    update: GroupUpdate, library: CDLL, params: list[ParamUpdate], done: list[Coefficients], places: list[int]
+) -> None:
     """Into C, with the structs ``item`` and ``coefficients`` of the C file, field by field."""
-    scale = job.sign / (1.0 if job.grad_scale is None else job.grad_scale.item())
-    table = array("d", chain.from_iterable(_row(job.hyper, c, scale) for c in done))
-    own = job.hyper.tracks_variance
+    scale = update.sign / (1.0 if update.grad_scale is None else update.grad_scale.item())
+    table = array("d", chain.from_iterable(_row(update.hyper, c, scale) for c in done))
+    own = update.hyper.tracks_variance
     flat: list[int] = []
-    for work, place in zip(works, places, strict=True):
-        param, state = work.param, work.state
+    for param, place in zip(params, places, strict=True):
+        local, state = param.local, param.state
         flat += (
-            param.data_ptr(),
-            work.grad.data_ptr(),
+            local.data_ptr(),
+            param.grad.data_ptr(),
             state["exp_avg"].data_ptr(),
             state["exp_avg_sq"].data_ptr(),
             state["exp_var"].data_ptr() if own else 0,
-            0 if work.variance is None else work.variance.data_ptr(),
-            param.numel() * (2 if param.is_complex() else 1),
+            0 if param.variance is None else param.variance.data_ptr(),
+            local.numel() * (2 if local.is_complex() else 1),
             place,
-            int(rounding_seed(int(done[place].step), work.key)) + (0 if work.shard is None else work.shard.offset),
+            int(rounding_seed(int(done[place].step), param.key)) + param.offset,
         )
     items = array("q", flat)
-    args = (len(works), items.buffer_info()[0], table.buffer_info()[0], torch.get_num_threads())
+    args = (len(params), items.buffer_info()[0], table.buffer_info()[0], torch.get_num_threads())
     left_out = library.poprisk_step(*args)
     if left_out:
-        job.left_out.add_(left_out)
+        update.left_out.add_(left_out)
 
 
 def _row(hyper: Hyper, c: Coefficients, scale: float) -> tuple[float, ...]:
@@ -120,11 +121,11 @@ def _row(hyper: Hyper, c: Coefficients, scale: float) -> tuple[float, ...]:
     return tuple(float(x) for x in values)
 
 
-def _variant(hyper: Hyper, work: Work) -> Variant:
+def _variant(hyper: Hyper, param: ParamUpdate) -> Variant:
     """What decides which kernel a parameter needs: dtypes, and the options that are compiled in."""
-    s = work.state["exp_var"].dtype if hyper.tracks_variance else None
-    dtypes = (work.param.dtype, work.state["exp_avg_sq"].dtype, s)
-    return (*dtypes, work.variance is not None, hyper.gate, hyper.signal, hyper.gated_decay, hyper.skip_nonfinite)
+    s = param.state["exp_var"].dtype if hyper.tracks_variance else None
+    dtypes = (param.local.dtype, param.state["exp_avg_sq"].dtype, s)
+    return (*dtypes, param.variance is not None, hyper.gate, hyper.signal, hyper.gated_decay, hyper.skip_nonfinite)
 
 
 @cache

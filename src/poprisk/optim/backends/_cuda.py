@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.optim._work import COUNTERS, Job, Work, real
+from poprisk.optim._updates import COUNTERS, GroupUpdate, ParamUpdate, real
 from poprisk.optim.backends import _forloop as forloop
-from poprisk.optim.backends import _plan as plan
 from poprisk.optim.backends._cpu import GATES
-from poprisk.optim.backends._layout import one_pass
-from poprisk.optim.backends._plan import Plan
+from poprisk.optim.backends._launch import LaunchCache, one_pass
 from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
 from poprisk.optim.rules._population import usable_limit
 from poprisk.optim.rules._rounding import tensor_key
@@ -34,58 +32,58 @@ def available() -> bool:
     return find_spec("triton") is not None
 
 
-def can_serve(job: Job, work: Work) -> bool:
+def can_serve(update: GroupUpdate, param: ParamUpdate) -> bool:
     """Element-wise gates, dense tensors laid out alike, and the dtypes the kernel knows."""
-    return one_pass(job, work, WEIGHTS)
+    return one_pass(update, param, WEIGHTS)
 
 
-def step(job: Job, works: list[Work]) -> None:
-    """One step for the given works, one launch per combination of dtypes and step counts."""
-    lr = job.hyper.lr
-    to_device = job.group["capturable"] or job.found_inf is not None or (isinstance(lr, Tensor) and lr.is_cuda)
-    tracked = job.hyper.tracks_variance
-    batches: dict[Any, list[Work]] = defaultdict(list)
-    for work in works:
-        state = work.state
+def step(update: GroupUpdate, params: list[ParamUpdate]) -> None:
+    """One step for the given params, one launch per combination of dtypes and step counts."""
+    lr = update.hyper.lr
+    to_device = update.group["capturable"] or update.found_inf is not None or (isinstance(lr, Tensor) and lr.is_cuda)
+    tracked = update.hyper.tracks_variance
+    batches: dict[Any, list[ParamUpdate]] = defaultdict(list)
+    for param in params:
+        state = param.state
         if to_device:
-            _move_counters(work)
+            _move_counters(param)
         counters = None
         if not state["step"].is_cuda:
             counters = tuple(state[name].item() for name in COUNTERS if name in state)
         s = state["exp_var"].dtype.to_real() if tracked else None
-        dtypes = (work.param.dtype.to_real(), state["exp_avg_sq"].dtype.to_real(), s)
-        if work.param.numel():
-            batches[(dtypes, work.variance is not None, counters)].append(work)
+        dtypes = (param.local.dtype.to_real(), state["exp_avg_sq"].dtype.to_real(), s)
+        if param.local.numel():
+            batches[(dtypes, param.variance is not None, counters)].append(param)
         else:  # nothing to launch, but its step counts: as one of several parts of a tensor it must keep their time
-            forloop.step_one(job, work)
+            forloop.step_one(update, param)
     for (dtypes, observed, counters), batch in batches.items():
-        _launch(job, batch, dtypes, observed, on_host=counters is not None)
+        _launch(update, batch, dtypes, observed, on_host=counters is not None)
     if len(batches) == 1 and not to_device:
         ((dtypes, _, _),) = batches
-        plan.remember(job, works, dtypes)
+        LaunchCache.keep(update, params, dtypes)
 
 
-def repeat(job: Job) -> bool:
+def repeat(update: GroupUpdate) -> bool:
     """Repeats the last step's launch, if the same tensors come again; False if it has to be looked at anew."""
-    last = plan.remembered(job)
+    last = LaunchCache.of(update)
     if last is not None:
-        _launch(job, job.works, last.payload, False, on_host=True, last=last)
+        _launch(update, update.params, last.payload, False, on_host=True, last=last)
     return last is not None
 
 
-def _move_counters(work: Work) -> None:
+def _move_counters(param: ParamUpdate) -> None:
     for name in COUNTERS:
-        if name in work.state and not work.state[name].is_cuda:
-            work.state[name] = work.state[name].to(work.param.device, non_blocking=True)
+        if name in param.state and not param.state[name].is_cuda:
+            param.state[name] = param.state[name].to(param.local.device, non_blocking=True)
 
 
 def _launch(
-    job: Job,
-    works: list[Work],
+    update: GroupUpdate,
+    params: list[ParamUpdate],
     dtypes: tuple[Any, ...],
     observed: bool,
     on_host: bool,
-    last: Plan | None = None,
+    last: LaunchCache | None = None,
 ) -> None:
     import triton.language as tl
 
@@ -98,21 +96,21 @@ def _launch(
         torch.float16: tl.float16,
     }
     w, v, s = dtypes
-    hyper, device = job.hyper, works[0].param.device
+    hyper, device = update.hyper, params[0].local.device
     math = torch.float64 if w == torch.float64 else torch.float32
     rows_needed = not on_host or math == torch.float64  # kernel arguments are rounded to float32
-    numbers, rows = _coefficients(job, works, observed, on_host, rows_needed, math, last)
-    plain = hyper.centering == "paper" and job.grad_scale is None and not job.group["maximize"]
-    sizes = tuple(real(x.param).numel() for x in works)
-    pointers = _pointers(works, sizes, s is not None)
-    single = len(works) == 1 and not works[0].offset
-    empty = job.left_out
+    numbers, rows = _coefficients(update, params, observed, on_host, rows_needed, math, last)
+    plain = hyper.centering == "paper" and update.grad_scale is None and not update.group["maximize"]
+    sizes = tuple(real(x.local).numel() for x in params)
+    pointers = _pointers(params, sizes, s is not None)
+    single = len(params) == 1 and not params[0].offset
+    empty = update.left_out
     records, count = empty, -(-sizes[0] // BLOCK)
     if not single:
         widths = tuple(x.itemsize for x in (w, w, math, v, s or math, math))
         records = _records(pointers, sizes, widths, device)
         count = len(records)
-    first = works[0]
+    first = params[0]
     moments = [
         first.state["exp_avg"],
         first.state["exp_avg_sq"],
@@ -123,16 +121,16 @@ def _launch(
     kernel: Any = fused_step_kernel  # what Triton makes of it has another signature
     with torch.cuda.device(device):
         kernel[(count,)](
-            *(real(x) for x in (first.param, first.grad, *moments, given)),
+            *(real(x) for x in (first.local, first.grad, *moments, given)),
             sizes[0], tensor_key(first.key), records, empty if rows is None else rows,
-            empty if job.found_inf is None else job.found_inf, job.left_out, *numbers,
+            empty if update.found_inf is None else update.found_inf, update.left_out, *numbers,
             W=names[w], V=names[v], S=names[s or math], REAL=names[math], GATE=GATES[hyper.gate], HAS_S=s is not None,
             OBSERVED=observed and s is not None, BATCH_SIGNAL=hyper.signal == "batch", PLAIN=plain,
             MAY_BE_GIVEN=rows is not None or numbers[12] != 0.0,
             GATED_DECAY=hyper.gated_decay and hyper.gate is not None,
             SKIP=hyper.skip_nonfinite and hyper.gate is not None, SINGLE=single, ROWS=rows is not None,
             ALIGNED=all(p % 16 == 0 for i, p in enumerate(pointers) if i % RECORD < 6),
-            EVEN=all(n % 16 == 0 for n in sizes), SCALED=job.found_inf is not None,
+            EVEN=all(n % 16 == 0 for n in sizes), SCALED=update.found_inf is not None,
             TINY=limits.tiny, LARGEST=usable_limit(math), BLOCK=BLOCK, COLUMNS_=COLUMNS, RECORD_=RECORD,
             num_warps=WARPS,
         )  # fmt: skip
@@ -151,33 +149,33 @@ def columns(hyper: Hyper, c: Coefficients, scale: Any) -> list[Any]:
 
 
 def _coefficients(
-    job: Job,
-    works: list[Work],
+    update: GroupUpdate,
+    params: list[ParamUpdate],
     observed: bool,
     on_host: bool,
     rows_needed: bool,
     dtype: torch.dtype,
-    last: Plan | None = None,
+    last: LaunchCache | None = None,
 ) -> tuple[list[float], Tensor | None]:
     """The kernel's numbers, and the table of rows where they are on the device or too fine for arguments; counts on."""
-    hyper, state = job.hyper, works[0].state
+    hyper, state = update.hyper, params[0].state
     has_gain = "var_gain" in state
     if on_host:
         read = {name: state[name].item() if name in state else 0.0 for name in COUNTERS}
     else:
-        read = {n: torch.stack([w.state[n] for w in works]).double() if n in state else 0.0 for n in COUNTERS}
+        read = {n: torch.stack([w.state[n] for w in params]).double() if n in state else 0.0 for n in COUNTERS}
     own = "var_step" in state and not hyper.shared_state
     var_step = read["var_step"] if own else read["step"]
     c = advance(hyper, read["step"], var_step, read["var_gain"], observed=observed)
-    scale: Any = job.sign
-    if job.grad_scale is not None:
-        scale = job.sign / job.grad_scale.double().reshape(())
+    scale: Any = update.sign
+    if update.grad_scale is not None:
+        scale = update.sign / update.grad_scale.double().reshape(())
     values = columns(hyper, c, scale)
     numbers = [0.0 if isinstance(x, Tensor) and x.is_cuda else float(x) for x in values]
     rows = None
     if rows_needed:
-        device = works[0].param.device
-        rows = _constant_row(tuple(numbers), dtype, device).repeat(len(works), 1)
+        device = params[0].local.device
+        rows = _constant_row(tuple(numbers), dtype, device).repeat(len(params), 1)
         for index, x in enumerate(values):
             if isinstance(x, Tensor) and x.is_cuda:
                 rows[:, index] = x
@@ -185,45 +183,45 @@ def _coefficients(
     if last is not None:
         last.count(after)
     else:
-        _count(job, works, read, {n: x for n, x in after.items() if n in state})
+        _count(update, params, read, {n: x for n, x in after.items() if n in state})
     return numbers, rows
 
 
-def _count(job: Job, works: list[Work], before: dict[str, Any], after: dict[str, Any]) -> None:
+def _count(update: GroupUpdate, params: list[ParamUpdate], before: dict[str, Any], after: dict[str, Any]) -> None:
     """Moves the counters on, but not past an overflow."""
     for name, value in after.items():
-        counters = [w.state[name] for w in works]
+        counters = [w.state[name] for w in params]
         if isinstance(value, Tensor):
             moved = value
-            if job.found_inf is not None:
-                moved = torch.where(job.found_inf.reshape(()) > 0, before[name], value)
+            if update.found_inf is not None:
+                moved = torch.where(update.found_inf.reshape(()) > 0, before[name], value)
             torch._foreach_copy_(counters, list(moved.to(counters[0].dtype).unbind()))
         else:
             torch._foreach_zero_(counters)
             torch._foreach_add_(counters, value)
 
 
-def _pointers(works: list[Work], sizes: tuple[int, ...], has_variance: bool) -> tuple[int, ...]:
+def _pointers(params: list[ParamUpdate], sizes: tuple[int, ...], has_variance: bool) -> tuple[int, ...]:
     flat: list[int] = []
-    for work, size in zip(works, sizes, strict=True):
-        state = work.state
+    for param, size in zip(params, sizes, strict=True):
+        state = param.state
         flat += (
-            work.param.data_ptr(),
-            work.grad.data_ptr(),
+            param.local.data_ptr(),
+            param.grad.data_ptr(),
             state["exp_avg"].data_ptr(),
             state["exp_avg_sq"].data_ptr(),
             state["exp_var"].data_ptr() if has_variance else 0,
-            0 if work.variance is None else work.variance.data_ptr(),
+            0 if param.variance is None else param.variance.data_ptr(),
             size,
-            _rounding_place(work),
+            _rounding_place(param),
         )
     return tuple(flat)
 
 
-def _rounding_place(work: Work) -> int:
+def _rounding_place(param: ParamUpdate) -> int:
     """Seed of the tensor in the low half, place of this part of it in the high half, as a signed 64-bit number."""
-    offset = work.offset & 0xFFFFFFFF
-    place = tensor_key(work.key) | (offset << 32)
+    offset = param.offset & 0xFFFFFFFF
+    place = tensor_key(param.key) | (offset << 32)
     return place - (1 << 64) if offset >> 31 else place
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.optim._work import Job, Work, number, real, rule_state, set_counts
+from poprisk.optim._updates import GroupUpdate, ParamUpdate, number, real, rule_state, set_counts
 from poprisk.optim.backends import _forloop as forloop
 from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
 from poprisk.optim.rules._population import math_dtype, usable_limit
@@ -17,66 +17,66 @@ Tensors = list[Tensor]
 Scalars = Sequence[Any]
 
 
-def can_serve(job: Job, work: Work) -> bool:
-    """Element-wise gates on tensors of one dtype; pooled or normalized gates and low-precision states use the rule."""
-    hyper = job.hyper
-    if hyper.granularity != "element" or hyper.normalize_gate or job.found_inf is not None or not work.param.numel():
+def can_serve(update: GroupUpdate, param: ParamUpdate) -> bool:
+    """Gates per element on tensors of one dtype; pooled or normalized gates and low-precision states use the rule."""
+    pooled = update.hyper.granularity != "element" or update.hyper.normalize_gate
+    if pooled or update.found_inf is not None or not param.local.numel():
         return False
-    dtype = real(work.param).dtype
-    moments = [work.state[name] for name in ("exp_avg", "exp_avg_sq", "exp_var") if name in work.state]
-    return dtype == math_dtype(dtype) and all(real(x).dtype == dtype for x in (*moments, work.grad))
+    dtype = real(param.local).dtype
+    moments = [param.state[name] for name in ("exp_avg", "exp_avg_sq", "exp_var") if name in param.state]
+    return dtype == math_dtype(dtype) and all(real(x).dtype == dtype for x in (*moments, param.grad))
 
 
-def step(job: Job) -> None:
+def step(update: GroupUpdate) -> None:
     """One step for the group: lists of one device, dtype and step count at a time."""
-    batches: dict[Any, list[Work]] = defaultdict(list)
-    for work in job.works:
-        if not can_serve(job, work):
-            forloop.step_one(job, work)
+    batches: dict[Any, list[ParamUpdate]] = defaultdict(list)
+    for param in update.params:
+        if not can_serve(update, param):
+            forloop.step_one(update, param)
             continue
-        counters = [number(work.state[name]) for name in ("step", "var_step") if name in work.state]
+        counters = [number(param.state[name]) for name in ("step", "var_step") if name in param.state]
         on_device = any(isinstance(c, Tensor) for c in counters)
-        kind = (work.param.device, real(work.param).dtype, work.variance is None)
-        batches[(*kind, None if on_device else tuple(counters))].append(work)
+        kind = (param.local.device, real(param.local).dtype, param.variance is None)
+        batches[(*kind, None if on_device else tuple(counters))].append(param)
     for batch in batches.values():
-        _step_batch(job, batch)
+        _step_batch(update, batch)
 
 
-def _step_batch(job: Job, works: list[Work]) -> None:
-    hyper = job.hyper
-    states = [rule_state(w, hyper) for w in works]
-    observed = works[0].variance is not None
+def _step_batch(update: GroupUpdate, params: list[ParamUpdate]) -> None:
+    hyper = update.hyper
+    states = [rule_state(w, hyper) for w in params]
+    observed = params[0].variance is not None
     c = _Lists([advance(hyper, s.step, s.var_step, s.gain, observed=observed) for s in states])
-    params = [real(w.param) for w in works]
+    weights = [real(w.local) for w in params]
     m, v = [s.m for s in states], [s.v for s in states]
     s = [x for x in (state.s for state in states) if x is not None]
-    g, keep = _gradients(job, works)
+    g, keep = _gradients(update, params)
     deviation = None
     if s:
-        deviation = _squared_deviation(works, g, m, c, observed)
+        deviation = _squared_deviation(params, g, m, c, observed)
     if deviation is not None:
         if observed and keep is not None:  # what gave no gradient gives no variance either
             deviation = [torch.where(k > 0, d, 0.0) for k, d in zip(keep, deviation, strict=True)]
         _average_(s, deviation, c.s_new, keep)
     _average_(m, g, [1 - hyper.betas[0]] * len(m), keep)
     _average_(v, list(torch._foreach_mul(g, g)), [1 - hyper.betas[1]] * len(v), keep)
-    update = _update(params, m, v, s, g, c, hyper)
+    move = _move(weights, m, v, s, g, c, hyper)
     if keep is not None:
-        torch._foreach_mul_(update, keep)
-    torch._foreach_mul_(update, -hyper.lr)
-    torch._foreach_add_(params, update)
-    c.write(works)
+        torch._foreach_mul_(move, keep)
+    torch._foreach_mul_(move, -hyper.lr)
+    torch._foreach_add_(weights, move)
+    c.write(params)
 
 
-def _gradients(job: Job, works: list[Work]) -> tuple[Tensors, Tensors | None]:
+def _gradients(update: GroupUpdate, params: list[ParamUpdate]) -> tuple[Tensors, Tensors | None]:
     """The gradients to use and, where some entry is not finite or cannot be looked at without waiting, a 0/1 mask."""
-    g = [real(w.grad) for w in works]
-    scale = job.sign
-    if job.grad_scale is not None:
-        g = torch._foreach_div(g, job.grad_scale.to(g[0].device))
+    g = [real(w.grad) for w in params]
+    scale = update.sign
+    if update.grad_scale is not None:
+        g = torch._foreach_div(g, update.grad_scale.to(g[0].device))
     if scale != 1:
         g = torch._foreach_mul(g, scale)
-    if not job.hyper.skip_nonfinite or job.hyper.gate is None:
+    if not update.hyper.skip_nonfinite or update.hyper.gate is None:
         return list(g), None
     limit = usable_limit(g[0].dtype)
     if g[0].device.type == "cpu" and all(n < limit for n in torch._foreach_norm(g, torch.inf)):
@@ -88,16 +88,16 @@ def _gradients(job: Job, works: list[Work]) -> tuple[Tensors, Tensors | None]:
     torch._foreach_add_(ones, 1.0)
     keep = [torch.nan_to_num(x, nan=0.0) for x in ones]
     for k in keep:
-        job.left_out.add_((k.numel() - k.sum()).to(job.left_out))
+        update.left_out.add_((k.numel() - k.sum()).to(update.left_out))
     g = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in g]
     torch._foreach_mul_(g, 1 / scale)
     return g, keep
 
 
-def _squared_deviation(works: list[Work], g: Tensors, m: Tensors, c: "_Lists", observed: bool) -> Tensors:
+def _squared_deviation(params: list[ParamUpdate], g: Tensors, m: Tensors, c: "_Lists", observed: bool) -> Tensors:
     """(g - m_prev)² of Algorithm 1's line 5, or the variance given from outside."""
     if observed:
-        return [real(w.variance).to(x.dtype).clone() for w, x in zip(works, g, strict=True) if w.variance is not None]
+        return [real(w.variance).to(x.dtype).clone() for w, x in zip(params, g, strict=True) if w.variance is not None]
     d = torch._foreach_mul(m, c.center)
     torch._foreach_sub_(d, g)
     torch._foreach_mul_(d, d)
@@ -113,26 +113,26 @@ def _average_(average: Tensors, sample: Tensors, weight: Scalars, keep: Tensors 
     torch._foreach_add_(average, change)
 
 
-def _update(params: Tensors, m: Tensors, v: Tensors, s: Tensors, g: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
+def _move(weights: Tensors, m: Tensors, v: Tensors, s: Tensors, g: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
     """Q m̂ / (√v̂ + ϵ) + λ_wd w (lines 9 and 10 without the learning rate)."""
     m_hat = torch._foreach_mul(m, c.m_debias)
-    update = torch._foreach_mul(v, c.v_debias)
-    torch._foreach_sqrt_(update)
-    torch._foreach_add_(update, hyper.eps)
-    torch._foreach_clamp_min_(update, torch.finfo(update[0].dtype).tiny)  # no 0/0 where eps is 0
-    torch._foreach_reciprocal_(update)
-    torch._foreach_mul_(update, m_hat)
+    move = torch._foreach_mul(v, c.v_debias)
+    torch._foreach_sqrt_(move)
+    torch._foreach_add_(move, hyper.eps)
+    torch._foreach_clamp_min_(move, torch.finfo(move[0].dtype).tiny)  # no 0/0 where eps is 0
+    torch._foreach_reciprocal_(move)
+    torch._foreach_mul_(move, m_hat)
     q = None
     if hyper.gate is not None:
         signal = g if hyper.signal == "batch" else m_hat
         q = _gate(list(signal), _variance(m, v, s, c, hyper), c, hyper)
-        torch._foreach_mul_(update, q)
+        torch._foreach_mul_(move, q)
     if hyper.weight_decay:
-        decay = torch._foreach_mul(params, hyper.weight_decay)
+        decay = torch._foreach_mul(weights, hyper.weight_decay)
         if hyper.gated_decay and q is not None:
             torch._foreach_mul_(decay, q)
-        torch._foreach_add_(update, decay)
-    return list(update)
+        torch._foreach_add_(move, decay)
+    return list(move)
 
 
 def _variance(m: Tensors, v: Tensors, s: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
@@ -195,7 +195,7 @@ class _Lists:
                 gate.fill_(decided)
         return q
 
-    def write(self, works: list[Work]) -> None:
+    def write(self, params: list[ParamUpdate]) -> None:
         """The counters after the step."""
-        for row, work in zip(self.rows, works, strict=True):
-            set_counts(work.state, row.step, row.var_step, row.gain)
+        for row, param in zip(self.rows, params, strict=True):
+            set_counts(param.state, row.step, row.var_step, row.gain)

@@ -6,48 +6,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.optim._work import Job, Work, real, rule_state, set_counts
+from poprisk.optim._updates import GroupUpdate, ParamUpdate, real, rule_state, set_counts
 from poprisk.optim.rules._population import PopulationState, is_usable, population_step
 
 
-def step(job: Job) -> None:
+def step(update: GroupUpdate) -> None:
     """One step for each parameter of the group."""
-    for work in job.works:
-        step_one(job, work)
+    for param in update.params:
+        step_one(update, param)
 
 
-def step_one(job: Job, work: Work) -> None:
+def step_one(update: GroupUpdate, param: ParamUpdate) -> None:
     """One step of :func:`poprisk.optim.rules.population_step`, written back into the parameter and its state."""
-    w, g = real(work.param), real(work.grad)
-    if job.group["maximize"]:
+    w, g = real(param.local), real(param.grad)
+    if update.group["maximize"]:
         g = -g
-    if job.grad_scale is not None:
-        g = g / job.grad_scale.to(g.device)
-    variance = None if work.variance is None else real(work.variance)
-    old = rule_state(work, job.hyper)
-    w_new, new = population_step(w, g, old, job.hyper, variance)
-    if job.found_inf is not None:
-        w_new, new = _unless(job.found_inf.to(w.device), (w, old), (w_new, new))
-    if job.hyper.skip_nonfinite and job.hyper.gate is not None:
+    if update.grad_scale is not None:
+        g = g / update.grad_scale.to(g.device)
+    variance = None if param.variance is None else real(param.variance)
+    old = rule_state(param, update.hyper)
+    w_new, new = population_step(w, g, old, update.hyper, variance)
+    if update.found_inf is not None:
+        w_new, new = _unless(update.found_inf.to(w.device), (w, old), (w_new, new))
+    if update.hyper.skip_nonfinite and update.hyper.gate is not None:
         left_out = (~is_usable(g)).sum()
-        if job.found_inf is not None:  # then the whole step was left out, and the scaler knows
-            left_out = left_out * (job.found_inf.to(w.device) == 0)
-        job.left_out.add_(left_out.to(job.left_out.device))
+        if update.found_inf is not None:  # then the whole step was left out, and the scaler knows
+            left_out = left_out * (update.found_inf.to(w.device) == 0)
+        update.left_out.add_(left_out.to(update.left_out.device))
     w.copy_(w_new)
-    _write(job, work, new)
+    _write(update, param, new)
 
 
-def _write(job: Job, work: Work, new: PopulationState) -> None:
+def _write(update: GroupUpdate, param: ParamUpdate, new: PopulationState) -> None:
     """Into the tensors that are there, or beside them where a graph must survive (``differentiable``)."""
     moments = {"exp_avg": new.m, "exp_avg_sq": new.v, "exp_var": new.s}
     for name, value in moments.items():
         if value is None:
             continue
-        if job.group["differentiable"]:
-            work.state[name] = torch.view_as_complex(value) if work.state[name].is_complex() else value
+        if update.group["differentiable"]:
+            param.state[name] = torch.view_as_complex(value) if param.state[name].is_complex() else value
         else:
-            real(work.state[name]).copy_(value)
-    set_counts(work.state, new.step, new.var_step, new.gain)
+            real(param.state[name]).copy_(value)
+    set_counts(param.state, new.step, new.var_step, new.gain)
 
 
 def _unless(

@@ -3,38 +3,38 @@
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from poprisk.optim._work import Job
+from poprisk.optim._updates import GroupUpdate
 
 
-def can_serve(job: Job) -> bool:
+def can_serve(update: GroupUpdate) -> bool:
     """Whether torch's function takes these tensors: no gate, and state in the parameters' own dtype."""
-    if job.hyper.gate is not None:
+    if update.hyper.gate is not None:
         return False
-    return all(w.state[name].dtype == w.param.dtype for w in job.works for name in ("exp_avg", "exp_avg_sq"))
+    return all(w.state[name].dtype == w.local.dtype for w in update.params for name in ("exp_avg", "exp_avg_sq"))
 
 
-def step(job: Job) -> None:
+def step(update: GroupUpdate) -> None:
     """One step of torch.optim.AdamW."""
-    group, hyper, works = job.group, job.hyper, job.works
+    group, hyper, params = update.group, update.hyper, update.params
     if group["fused"]:
-        for w in works:
-            w.state["step"] = w.state["step"].to(w.param.device)
-    averages: list[Tensor] = [w.state["exp_avg"] for w in works]
-    squares: list[Tensor] = [w.state["exp_avg_sq"] for w in works]
+        for w in params:
+            w.state["step"] = w.state["step"].to(w.local.device)
+    averages: list[Tensor] = [w.state["exp_avg"] for w in params]
+    squares: list[Tensor] = [w.state["exp_avg_sq"] for w in params]
     adamw(
-        [w.param for w in works],
-        [w.grad for w in works],
+        [w.local for w in params],
+        [w.grad for w in params],
         averages,
         squares,
         [],
-        [w.state["step"] for w in works],
+        [w.state["step"] for w in params],
         foreach=group["foreach"],
         capturable=group["capturable"],
         differentiable=group["differentiable"],
         fused=group["fused"],
-        grad_scale=job.grad_scale,
-        found_inf=job.found_inf,
-        has_complex=any(w.param.is_complex() for w in works),
+        grad_scale=update.grad_scale,
+        found_inf=update.found_inf,
+        has_complex=any(w.local.is_complex() for w in params),
         amsgrad=False,
         beta1=hyper.betas[0],
         beta2=hyper.betas[1],

@@ -3,7 +3,7 @@
  *   V_BF16   v is bfloat16        S_KIND   0 none (no gate, or s follows from m and v), 1 like the math, 2 bfloat16
  *   GATE     0 none, 1 soft, 2 hard, 3 snr      OBSERVED   variance given from outside
  *   BATCH_SIGNAL, GATED_DECAY, SKIP_NONFINITE   0 or 1
- * The lines follow poprisk.rules.population; the coefficients come from poprisk.rules.coefficients. */
+ * The lines follow optim/rules/_population.py; the coefficients come from optim/rules/_coefficients.py. */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
