@@ -116,8 +116,8 @@ def test_options_that_begin_late():
             {2: {"momentum": 0.5}, 4: {"momentum": 0.0}, 6: {"momentum": 0.8}},
         ),
         "gate": (
-            partial(PopRiskAdamW, gate=Gate(None, strength=1.0), weight_decay=0.01, lr=0.05),
-            {2: {"gate": "soft", "alpha": 0.1}, 5: {"alpha": "calibrated"}, 7: {"gate": "snr"}},
+            partial(PopRiskAdamW, gate=None, weight_decay=0.01, lr=0.05),
+            {2: {"gate": Gate("soft", strength=1.0, alpha=0.1)}, 5: {"alpha": "calibrated"}, 7: {"gate": "snr"}},
         ),
     }
     for make, when in changes.values():
