@@ -310,7 +310,7 @@ def checked_options(given: dict[str, Any]) -> Options:
 
 def _unpack_gate(given: dict[str, Any]) -> dict[str, Any]:
     """The same options with the fields of a :class:`poprisk.Gate`, known by its method since its module needs torch."""
-    gate = given.get("gate")
+    gate: Any = given.get("gate")
     if not hasattr(gate, "options"):
         return given
     gate_fields = gate.options()

@@ -1,4 +1,4 @@
-r"""PopRiskAdamW: AdamW whose every coordinate moves only as far as its gradient's signal stands out of its noise."""
+r"""PopRiskAdamW: AdamW with a gate that scales each coordinate's step by the signal-to-noise ratio of its gradient."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -154,7 +154,7 @@ class PopRiskAdamW(Optimizer):
         return cls(params, **{**PAPER, **options, **unpack_gate(options)})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, also in the middle of training; its options are checked like the constructor's."""
+        """Adds a group, also during training; its options are checked like the constructor's."""
         params = param_group["params"]
         if not isinstance(params, Tensor | set):  # torch refuses a set, whose order changes from run to run
             param_group = {**param_group, "params": list(params)}
@@ -172,13 +172,13 @@ class PopRiskAdamW(Optimizer):
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One optimization step.
+        """Performs one optimization step.
+
+        Inside ``torch.compile`` the step runs uncompiled between the compiled parts: a fused step is already one pass
+        over memory, and traced code would be recompiled whenever the step count changes.
 
         Args:
-            closure: Re-evaluates the model and returns the loss; optional, as in torch.
-
-        Inside ``torch.compile`` it runs as it is, between the compiled parts: a fused step is one pass over memory
-        already, and traced code would be compiled anew for every count of steps.
+            closure: Evaluates the model again and returns the loss; optional, as in torch.
         """
         return self._untraced_step(closure) if torch.compiler.is_compiling() else self._step(closure)
 
@@ -199,29 +199,29 @@ class PopRiskAdamW(Optimizer):
     _untraced_step = torch._disable_dynamo(_step)
 
     def diagnostics(self) -> list[GateDiagnostics]:
-        """Meters of each parameter group, computed now, on the device, without waiting for it.
+        """Meters of each parameter group, computed on the device without waiting for it.
 
         Active fraction, mean gate and noise scale describe the last step. The two rates need gradients that no step has
         used yet: call this between ``backward()`` (and ``GradScaler.unscale_``, if there is one) and ``step()``;
-        elsewhere they are NaN, as they are with a ``variance`` source, whose reading is the step's. Safe inside a CUDA
-        graph. Of sharded parameters (FSDP2) the meters are those of the whole: call it in every process.
+        otherwise they are NaN, as they are with a ``variance`` source. Can be captured in a CUDA graph. With sharded
+        parameters (FSDP2) the meters describe the whole parameters: call this in every process.
         """
         with torch.no_grad():
             return [meters(sums) for sums in self._gate_sums()]
 
     def overall_diagnostics(self) -> GateDiagnostics:
-        """The same meters over all parameter groups together: what a training log wants.
+        """The same meters over all parameter groups together, for a training log.
 
-        Rates add up over the groups; gate and noise scale are those of the groups that have a gate.
+        Rates add up over the groups; gate and noise scale cover the groups that have a gate.
         """
         with torch.no_grad():
             return meters(over_all(self._gate_sums()))
 
     def gates(self) -> dict[Tensor, Tensor]:
-        """The gate q of each parameter's last step, in the parameter's shape: what a histogram is drawn from.
+        """The gate q of each parameter's last step, in the parameter's shape.
 
-        Parameters that have not been stepped are left out; complex ones come as pairs of real numbers, sharded ones as
-        DTensors (call it in every process).
+        Parameters that have not been stepped are left out. Complex parameters have pairs of real numbers, sharded ones
+        DTensors (call this in every process).
         """
         with torch.no_grad():
             return {
@@ -234,8 +234,8 @@ class PopRiskAdamW(Optimizer):
     def linearize(self) -> dict[Tensor, Linearization]:
         """The last step of each parameter as an affine map of its gradient's momentum; see :class:`Linearization`.
 
-        With the hyper-parameters that step had, whatever a scheduler has set since. Complex parameters as pairs of real
-        numbers, sharded ones as DTensors. Of coordinates left out for a non-finite gradient it does not know.
+        It uses the hyper-parameters of that step, whatever a scheduler has set since. Complex parameters are pairs of
+        real numbers, sharded ones DTensors. Coordinates left out for a non-finite gradient are not marked.
         """
         steps: dict[Tensor, Linearization] = {}
         with torch.no_grad():
@@ -248,7 +248,7 @@ class PopRiskAdamW(Optimizer):
         return steps
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with dtypes by their names: ``torch.distributed.checkpoint`` gathers numbers and text only."""
+        """As in torch, with dtypes as text, because ``torch.distributed.checkpoint`` gathers numbers and text only."""
         for group in self.param_groups:
             group.update(unpack_gate(group))  # a Gate that was set since the last step
         saved = super().state_dict()
@@ -257,11 +257,11 @@ class PopRiskAdamW(Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class, or of :class:`torch.optim.AdamW` to go on where it stopped.
+        """Loads a state dict of this class, or one of :class:`torch.optim.AdamW` to continue its run.
 
-        From AdamW come moments and step counts; lr, gate and all other options stay those of this optimizer, and
-        ``went_on_from_adamw`` is True. States keep the dtype they were saved with. Nothing is touched if the state dict
-        does not fit.
+        From AdamW, moments and step counts are taken; lr, gate and all other options stay those of this optimizer, and
+        ``went_on_from_adamw`` becomes True. States keep the dtype they were saved with. A state dict that does not fit
+        changes nothing.
         """
         checkpoint.check_form(state_dict)
         seen: dict[str, Any] = {}
@@ -286,9 +286,9 @@ class PopRiskAdamW(Optimizer):
         self.went_on_from_adamw = not seen["ours"]
 
     def to_adamw_state_dict(self) -> dict[str, Any]:
-        """A state dict that ``torch.optim.AdamW(...).load_state_dict`` takes: moments and step counts without s.
+        """A state dict for ``torch.optim.AdamW(...).load_state_dict``: moments and step counts, without s.
 
-        It carries this optimizer's lr and weight decay, as any state dict does: set AdamW's own after loading.
+        It contains this optimizer's lr and weight decay, as every state dict does: set AdamW's after loading.
         """
         return checkpoint.to_adamw(self.state_dict())
 

@@ -1,4 +1,4 @@
-"""State dicts: what is checked before loading, how AdamW's are taken in, and how ours go back to AdamW."""
+"""State dicts: checks before loading, conversion from AdamW's, and conversion to AdamW's."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -19,10 +19,10 @@ Groups = list[dict[str, Any]]
 
 
 def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    """A state dict that fits these groups: ours as it is, AdamW's with our hyper-parameters, anything else refused.
+    """A state dict for these groups: ours unchanged, AdamW's with our hyper-parameters; any other is rejected.
 
-    From AdamW come the moments and the step count; lr, gate and all other options stay those of this optimizer, because
-    an AdamW lr means something else here. s starts empty, with a step count of its own.
+    From AdamW the moments and the step count are taken; lr, gate and all other options stay those of this optimizer,
+    because AdamW's lr has another meaning here. s starts empty, with a step count of its own.
     """
     check(state_dict, groups)
     saved_groups, ours = state_dict["param_groups"], is_ours(state_dict)
@@ -52,8 +52,8 @@ def _check_adamw(saved_groups: Groups, groups: Groups) -> None:
             came, here = saved.get(name, default), group[name]
             if (tuple(map(float, came)) if name == "betas" else bool(came)) != here:
                 raise StateDictError(
-                    f"the moments were made with {name}={came}, this optimizer has {name}={here}: build it with "
-                    f"{name}={came} to go on from them"
+                    f"the moments were made with {name}={came}, this optimizer has {name}={here}: create it with "
+                    f"{name}={came} to continue from them"
                 )
 
 
@@ -71,7 +71,7 @@ def _check_complete(state_dict: Mapping[str, Any], groups: Groups) -> None:
             if has(saved) and not has(group) and any("step" in s and entry not in s for s in states):
                 raise StateDictError(
                     f"the state was saved with {name}={saved[name]!r} and came without its {entry}, because this "
-                    f"optimizer has {name}={group[name]!r}: build it with {name}={saved[name]!r} before it is loaded"
+                    f"optimizer has {name}={group[name]!r}: create it with {name}={saved[name]!r} before loading"
                 )
 
 
@@ -89,7 +89,7 @@ def is_ours(state_dict: Mapping[str, Any]) -> bool:
 
 
 def check_form(state_dict: Any) -> None:
-    """Refuses what is no optimizer's state dict at all."""
+    """Rejects a value that is not an optimizer's state dict."""
     if not isinstance(state_dict, Mapping):
         raise StateDictError(f"expected a dict as Optimizer.state_dict() gives it, got {type(state_dict).__name__}")
     state, groups = state_dict.get("state"), state_dict.get("param_groups")
@@ -102,7 +102,7 @@ def check_form(state_dict: Any) -> None:
 
 
 def check(state_dict: Mapping[str, Any], groups: Groups) -> None:
-    """Refuses a state dict of another optimizer or of other shapes, before anything is touched."""
+    """Rejects a state dict of another optimizer or of other shapes, before anything is changed."""
     check_form(state_dict)
     saved_groups = state_dict["param_groups"]
     saved, own = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
@@ -120,7 +120,7 @@ def check(state_dict: Mapping[str, Any], groups: Groups) -> None:
     if any(g.get("amsgrad") for g in saved_groups):
         raise StateDictError(
             "the state dict comes from AdamW(amsgrad=True), whose running maximum has no counterpart here: remove "
-            "'max_exp_avg_sq' from each state and set amsgrad to False to go on from the plain moments"
+            "'max_exp_avg_sq' from each state and set amsgrad to False to continue from the plain moments"
         )
     ids = chain.from_iterable(g["params"] for g in saved_groups)
     params = chain.from_iterable(g["params"] for g in groups)
@@ -157,7 +157,7 @@ def _check_entry(index: Any, entry: Mapping[str, Any] | None, param: Tensor) -> 
 
 
 def restore_dtypes(state: dict[Tensor, dict[str, Any]], saved: Mapping[str, Any], groups: Groups, ours: bool) -> None:
-    """Undoes torch's cast of every state to the parameter's dtype: states keep theirs, counters are plain scalars."""
+    """Undoes torch's cast of every state to the parameter's dtype; counters are plain scalars."""
     ids = chain.from_iterable(g["params"] for g in saved["param_groups"])
     owners = ((p, g) for g in groups for p in g["params"])
     for index, (param, group) in zip(ids, owners, strict=True):
@@ -184,7 +184,7 @@ def dtype_names(state_dtype: Mapping[str, torch.dtype] | None) -> dict[str, str]
 
 
 def to_adamw(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Our state dict as torch.optim.AdamW's: s and its counters are left out, the moments are what they are."""
+    """Our state dict in the form of torch.optim.AdamW: without s and its counters, with the same moments."""
     state = {k: {name: v for name, v in entry.items() if name in REQUIRED} for k, entry in state_dict["state"].items()}
     kept = {"params", "param_names", "initial_lr", *ADAMW_OPTIONS}
     groups = [{k: v for k, v in g.items() if k in kept} for g in state_dict["param_groups"]]

@@ -1,4 +1,4 @@
-"""Watches a running optimizer for two things worth a warning, without making the device wait."""
+"""Warnings of a running optimizer, on a closed gate and on non-finite gradients, without making the device wait."""
 
 import warnings
 from dataclasses import replace
@@ -22,7 +22,7 @@ SAMPLE_ELEMENTS = 2048
 
 
 class Monitor:
-    """Mean gate on a sample of coordinates every few steps, and the count of non-finite gradient entries."""
+    """Reads the mean gate on a sample of coordinates every few steps, and counts non-finite gradient entries."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -89,10 +89,10 @@ class Monitor:
             self.said.add("closed")
             warnings.warn(
                 f"the mean gate has been under {100 * limit:.2g}% for {PATIENCE} steps (now {100 * gate:.3g}%), a "
-                f"{1 / CLOSED_BELOW:.0f}th of 1/(1 + strength), where signal equals noise: few coordinates move. On "
-                "noisy data that can be right. If the loss falls too slowly: raise lr (the default gate starts at "
-                f"{FACTOR} times an AdamW lr, see suggest_lr), or lower strength with lr in proportion, or lower alpha "
-                "(alpha='calibrated' is the break-even test), or use gate='snr'",
+                f"{1 / CLOSED_BELOW:.0f}th of 1/(1 + strength), its value where signal equals noise, so few coordinates "
+                "move. On noisy data this can be right. If the loss falls too slowly, raise lr (the default gate starts "
+                f"at {FACTOR} times AdamW's lr, see suggest_lr), lower Gate.strength with lr in proportion, lower "
+                "Gate.alpha (Gate(alpha='calibrated') is the break-even test), or use gate='snr'",
                 ClosedGateWarning,
                 stacklevel=3,
             )
@@ -102,9 +102,9 @@ class Monitor:
             return
         self.said.add("nonfinite")
         warnings.warn(
-            f"at least {count} gradient entries were NaN or infinite; their coordinates (weight, m, v, s) were left as "
-            "they were for that step. Look for the overflow, or pass skip_nonfinite=False to let it through as "
-            "torch.optim.AdamW does",
+            f"at least {count} gradient entries were NaN or infinite; their coordinates (weight, m, v, s) were not "
+            "updated in that step. Find the source of the overflow, or pass skip_nonfinite=False to let such entries "
+            "through, as torch.optim.AdamW does",
             NonFiniteGradientWarning,
             stacklevel=4,
         )

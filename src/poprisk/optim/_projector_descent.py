@@ -26,7 +26,7 @@ class PopulationProjectorDescent(Optimizer):
     The step needs the gradient of every example, so ``step`` takes a closure that returns the vector of their losses,
     and holds a few copies of the b×d matrix of gradients.
 
-    Differs from the paper: :math:`M^\star` has rank one at most (see :func:`poprisk.optim._estimators.population_projector`);
+    Differs from the paper: :math:`M^\star` has rank one at most (see :func:`poprisk.optim.population_projector`);
     where the examples share nothing the step is weight decay alone. With several parameter groups each group's lr is
     part of P, so that M stays symmetric (with one lr that is the formula above). The base ``"adam"`` has the current
     batch in v, as Adam does, while the theorem wants a P fixed before the batch was seen.

@@ -1,4 +1,4 @@
-"""Bad input is refused at the door: each check names what was expected, what came, and what to do."""
+"""Checks of the options of a parameter group; each error says what was expected, what was given, and what to do."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,7 +51,7 @@ def check_state_dtype(value: Any) -> dict[str, torch.dtype] | None:
 
 
 def check_one_device(devices: set[torch.device]) -> None:
-    """A fused optimizer serves one device, of a kind that has a kernel."""
+    """A fused optimizer supports one device, of a type that has a kernel."""
     names = ", ".join(sorted(str(d) for d in devices))
     if len(devices) > 1:
         raise DeviceError(
@@ -88,7 +88,7 @@ def _check_betas(betas: Any) -> tuple[float, float]:
 
 
 def _check_shared(group: dict[str, Any]) -> None:
-    """Refuses options under which s does not follow from m and v."""
+    """Rejects options under which s cannot be derived from m and v."""
     if group["state"] != "shared" or group["gate"] is None:
         return
     beta1, beta2 = group["betas"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from poprisk.errors import DataError
-from poprisk.optim._estimators.rank_tally import Tally, used_here
+from poprisk.optim._estimators.rank_tally import Source, Tally, used_here
 from poprisk.optim._estimators.scale import gradient_norm, work_dtype
-
-if TYPE_CHECKING:
-    from poprisk.optim._estimators.ranks import RankVariance
 
 
 class AllReduce:
     """DDP: a communication hook sends deviations after the gradients; hooks on the parameters note micro-batches."""
 
-    def __init__(self, source: "RankVariance", model: DistributedDataParallel) -> None:
+    def __init__(self, source: Source, model: DistributedDataParallel) -> None:
         self.source, self.model = weakref.ref(source), weakref.ref(model)
         self.post = _post_of(model)
         self.post.close()
@@ -122,8 +119,8 @@ def _post_of(model: DistributedDataParallel) -> _Post:
             taken = True
     if taken:
         raise DataError(
-            "RankVariance takes the communication hook of a DDP model, of which there is one, and this model has one "
-            "already: leave it without another hook, or without a RankVariance"
+            "RankVariance needs the communication hook of the DDP model, and this model already has one: remove the "
+            "other hook, or pass variance=None"
         )
     _POSTS[model] = post
     return post
@@ -216,7 +213,7 @@ class _Message:
                 part.add_(unsent.spread, alpha=1 / ranks**2)
         return out
 
-    def deliver(self, source: "RankVariance", spread: Tensor) -> None:
+    def deliver(self, source: Source, spread: Tensor) -> None:
         """To each parameter's tally, after the sum over ranks."""
         present = spread[self.own.numel() :].double().unbind()
         for p, g, part, n in zip(self.params, self.gradients, self._parts(spread), present, strict=True):

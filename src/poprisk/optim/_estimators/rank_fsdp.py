@@ -4,24 +4,21 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from poprisk.errors import GradientError
-from poprisk.optim._estimators.rank_tally import Tally, is_sharded, local_part, used_here
+from poprisk.optim._estimators.rank_tally import Source, Tally, is_sharded, local_part, used_here
 from poprisk.optim._estimators.scale import gradient_norm, work_dtype
-
-if TYPE_CHECKING:
-    from poprisk.optim._estimators.ranks import RankVariance
 
 
 class ReduceScatters:
     """FSDP2: each module's reduce-scatter is followed by an all-to-all; each parameter then takes its part."""
 
-    def __init__(self, source: "RankVariance", modules: Sequence[nn.Module]) -> None:
+    def __init__(self, source: Source, modules: Sequence[nn.Module]) -> None:
         self.source = weakref.ref(source)
         self.open: _SamplesToo | None = None
         self.begins = True
@@ -50,7 +47,7 @@ class ReduceScatters:
         for messenger in self.messengers:
             messenger.reset()
 
-    def begin(self, source: "RankVariance") -> None:
+    def begin(self, source: Source) -> None:
         """Before the first reduction of a step: what is in the gradients now must be nothing."""
         if self.begins:
             self.begins = False

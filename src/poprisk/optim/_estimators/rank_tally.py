@@ -1,7 +1,7 @@
-"""What is known of a parameter's samples, and what both ways of bringing them need."""
+"""What is known of a parameter's samples, and what the transports under DDP and FSDP2 share."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,19 @@ class Tally:
     """Of replicas: the sum over their own samples."""
     norm: Tensor | None = None
     leftover: Tensor | None = None
+
+
+class Source(Protocol):
+    """The :class:`poprisk.RankVariance` that a transport collects for."""
+
+    _tallies: dict[Tensor, Tally]
+    _closed: bool
+
+    def reset(self) -> None:
+        """Forgets the samples seen so far."""
+        ...
+
+    def _tally_of(self, p: Tensor) -> Tally: ...
 
 
 def used_here(*tensors: Tensor | None) -> None:

@@ -138,7 +138,7 @@ class MicrobatchVariance:
 
     With one micro-batch there is no variance: ``variances`` gives None and the optimizer uses the stream. If the
     gradients are cleared without a step, the next ``backward`` starts a new batch. Use one source per optimizer, in
-    one process (an all-reduce is not a micro-batch: see :class:`poprisk.optim._estimators.RankVariance` for several), and zero
+    one process (an all-reduce is not a micro-batch: see :class:`poprisk.RankVariance` for several), and zero
     the gradients between steps, as usual. Frozen and complex parameters are left to the stream.
 
     Args:
@@ -166,7 +166,7 @@ class MicrobatchVariance:
             )
         if any(hasattr(p, "device_mesh") for p in self._parameters):
             raise DataError(
-                "MicrobatchVariance works in one process, got sharded parameters: use poprisk.optim._estimators.RankVariance, "
+                "MicrobatchVariance works in one process, got sharded parameters: use poprisk.RankVariance, "
                 "which takes every rank's micro-batches as samples"
             )
         self._tallies: dict[Tensor, _Tally] = {}

@@ -1,4 +1,4 @@
-"""Ways to carry out a step, all with the same result: which one serves a group is decided here, as torch decides it."""
+"""Implementations of a step, all with the same result; chooses one for each parameter group, as torch does."""
 
 import warnings
 from functools import cache
@@ -15,7 +15,7 @@ from poprisk.optim.backends import _torch_adamw as torch_adamw
 
 
 def run(update: GroupUpdate) -> None:
-    """Carries out one step of one parameter group."""
+    """Performs the step of one parameter group."""
     if not update.params:
         return
     if torch_adamw.can_serve(update):
@@ -31,7 +31,7 @@ def run(update: GroupUpdate) -> None:
 
 
 def _use_foreach(group: dict[str, Any], params: list[Tensor]) -> bool:
-    """Torch's own rule: what the user says, else foreach where all parameters are on a device that profits from it."""
+    """Torch's rule: the user's choice, otherwise foreach where all parameters are on a device that benefits from it."""
     if group["foreach"] is not None:
         return bool(group["foreach"])
     if group["fused"] is not None:
@@ -41,7 +41,7 @@ def _use_foreach(group: dict[str, Any], params: list[Tensor]) -> bool:
 
 
 def _run_fused(update: GroupUpdate) -> None:
-    """The single-pass kernel for what it can take, the rule for the rest."""
+    """Uses the single-pass kernel for the parameters it supports, and the rule for the others."""
     from poprisk.optim.backends import _cpu as cpu  # a third of the package's import time, for those who ask for it
     from poprisk.optim.backends import _cuda as cuda
     from poprisk.optim.backends._compiler import BuildError
@@ -56,7 +56,7 @@ def _run_fused(update: GroupUpdate) -> None:
         return
     served = [w for w in update.params if backend.can_serve(update, w)]
     if len(served) < len(update.params):
-        fall_back(f"the fused kernel does not serve {describe(update)}")
+        fall_back(f"the fused kernel does not support {describe(update)}")
         chosen = {id(w) for w in served}
         for param in update.params:
             if id(param) not in chosen:
@@ -72,7 +72,7 @@ def _run_fused(update: GroupUpdate) -> None:
 
 
 def describe(update: GroupUpdate) -> str:
-    """What about this group keeps it from the single-pass kernel, in words."""
+    """The reason why the single-pass kernel does not support this group."""
     if update.hyper.granularity != "element":
         return f"granularity={update.hyper.granularity!r}, which needs two passes"
     if update.hyper.normalize_gate:
@@ -82,5 +82,5 @@ def describe(update: GroupUpdate) -> str:
 
 @cache
 def fall_back(reason: str) -> None:
-    """Says once per reason that a slower path with the same result is used."""
+    """Warns once per reason that a slower path with the same result is used."""
     warnings.warn(f"{reason}; a slower path with the same result is used", BackendWarning, stacklevel=2)
