@@ -127,7 +127,7 @@ def test_a_ddp_model_with_another_hook_is_refused(mesh):
 
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
     model.register_comm_hook(None, fp16_compress_hook)
-    with pytest.raises(DataError, match="communication hook of a DDP model, of which there is one"):
+    with pytest.raises(DataError, match="communication hook of the DDP model, and this model already has one"):
         RankVariance(model)
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
