@@ -8,6 +8,7 @@ from poprisk.operators import dissipation_channels as dissipation_channels
 from poprisk.operators import drift_diffusion as drift_diffusion
 from poprisk.operators import error_cells as error_cells
 from poprisk.operators import train_kernel as train_kernel
+from poprisk.optim import Gate as Gate
 from poprisk.optim import MicrobatchVariance as MicrobatchVariance
 from poprisk.optim import PerExampleVariance as PerExampleVariance
 from poprisk.optim import PopRiskAdamW as PopRiskAdamW

@@ -90,9 +90,9 @@ class Monitor:
             warnings.warn(
                 f"the mean gate has been under {100 * limit:.2g}% for {PATIENCE} steps (now {100 * gate:.3g}%), a "
                 f"{1 / CLOSED_BELOW:.0f}th of 1/(1 + strength), its value where signal equals noise, so few "
-                "coordinates move. On noisy data this can be right. If the loss falls too slowly, raise lr (the default "
-                f"gate starts at {FACTOR} times AdamW's lr, see suggest_lr), lower Gate.strength with lr in proportion, "
-                "lower Gate.alpha (Gate(alpha='calibrated') is the break-even test), or use gate='snr'",
+                "coordinates move. On noisy data this can be right. If the loss falls too slowly, raise lr (the "
+                f"default gate starts at {FACTOR} times AdamW's lr, see suggest_lr), lower Gate.strength with lr in "
+                "proportion, lower Gate.alpha (Gate(alpha='calibrated') is the break-even test), or use gate='snr'",
                 ClosedGateWarning,
                 stacklevel=3,
             )
