@@ -35,11 +35,8 @@ def layers() -> list[list[str]]:
 
 
 def about(path: Path) -> str:
-    """The first paragraph of a module's docstring, or the first sentence of a C file's comment."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".c":
-        return text.removeprefix("/* ").partition(". ")[0] + "."
-    words = ast.get_docstring(ast.parse(text)) or ""
+    """The first sentence of a module's docstring."""
+    words = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(words.split("\n\n")[0].split())
 
 

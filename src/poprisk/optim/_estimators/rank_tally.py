@@ -1,7 +1,7 @@
 """What is known of a parameter's samples, and what the transports under DDP and FSDP2 share."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class Tally:
     leftover: Tensor | None = None
 
 
+@runtime_checkable
 class Source(Protocol):
     """The :class:`poprisk.RankVariance` that a transport collects for."""
 

@@ -1,4 +1,4 @@
-"""Builds the C kernel on first use: plain gcc or clang, a fraction of a second, kept in the user's cache."""
+"""Loads the C kernel (``fused_step.c``); builds it on first use with gcc or clang and keeps it in the user's cache."""
 
 import ctypes
 import hashlib
