@@ -57,7 +57,10 @@ def poprisk_optimizer(
         (<class 'poprisk.optim._adamw.PopRiskAdamW'>, {'lr': 0.01, 'gate': Gate('snr', strength=30.0)})
     """
     source = {name: options.pop(name) for name in ("variance",) if name in options}  # an object, not text
-    given = read_options(getattr(args, "optim_args", None)) | read_options(options)
+    text = read_options(getattr(args, "optim_args", None))
+    if isinstance(options.get("gate"), Gate):  # it replaces what the text says about the gate
+        text = {name: value for name, value in text.items() if name not in Gate().options()}
+    given = text | read_options(options)
     if args is not None:
         if "lr" not in given:
             _warn_of_untouched_lr(args)
