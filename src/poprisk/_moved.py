@@ -258,8 +258,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "poprisk.problems": {
         "poprisk.runs": "Problem digits_split replace_labels",
-        "poprisk.runs._corruption": "ReplacedLabels",
-        "poprisk.runs._digits": "Split",
+        "poprisk.runs._digits": "ReplacedLabels Split",
     },
     "poprisk.problems.char_lm": {
         "poprisk_lab.data.char_lm": (

@@ -13,7 +13,7 @@ from poprisk import PopRiskAdamW
 from poprisk.errors import DataError, RunError
 from poprisk.operators._window import Window
 from poprisk.risk._audit.run_audit import audit
-from poprisk.runs import _formats as formats
+from poprisk.runs import _manifest as formats
 from poprisk.runs import _storage as storage
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._replay import replay

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from poprisk._core.html import bar
-from poprisk._core.progress import time_left
 
 _PERIOD = 0.25
 """Seconds between two updates; more frequent ones would only fill the connection to the browser."""
@@ -69,3 +68,23 @@ class NotebookBar:
         ahead = time_left(taken / made * (self._total - self._done)) if made > 0 and self._done < self._total else ""
         said = [f"{self._name}: {self._done} of {self._total}", words, "" if words == "stopped" else ahead]
         return HTML(bar(self._done / self._total, ", ".join(part for part in said if part)))
+
+
+def time_left(seconds: float) -> str:
+    """The time left in words.
+
+    >>> time_left(7.2), time_left(400.0)
+    ('about 7 s left', 'about 7 min left')
+    """
+    return f"about {duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+    """A duration in words.
+
+    >>> duration(45), duration(600), duration(36000)
+    ('45 s', '10 min', '10 h')
+    """
+    if seconds >= 6000:
+        return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from poprisk._core.notebook import time_left
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -210,23 +212,3 @@ def write_line(text: str) -> None:
     """Write a line of progress to stderr; messages that nobody asked for go to the logger ``poprisk`` instead."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
-
-
-def duration(seconds: float) -> str:
-    """A duration in words.
-
-    >>> duration(45), duration(600), duration(36000)
-    ('45 s', '10 min', '10 h')
-    """
-    if seconds >= 6000:
-        return f"{seconds / 3600:.0f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"
-
-
-def time_left(seconds: float) -> str:
-    """The time left in words.
-
-    >>> time_left(7.2), time_left(400.0)
-    ('about 7 s left', 'about 7 min left')
-    """
-    return f"about {duration(seconds)} left"

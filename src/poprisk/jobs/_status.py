@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from poprisk._core.progress import duration
+from poprisk._core.notebook import duration
 from poprisk.jobs._claims import last_generation, read_mark
 from poprisk.jobs._log import read_logs
 from poprisk.jobs._manifest import Manifest

@@ -34,8 +34,7 @@ Without a loop, ``train(problem, torch.optim.Adam, steps=100, batch_size=4, path
 from typing import Any
 
 from poprisk import _moved
-from poprisk.runs._corruption import replace_labels
-from poprisk.runs._digits import digits_split
+from poprisk.runs._digits import digits_split, replace_labels
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._replay import Replay, replay

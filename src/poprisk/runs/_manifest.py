@@ -1,22 +1,118 @@
-"""What a run says about itself: versions, numerics, problem, and what stands in the way of exact analyses."""
+"""The manifest of a run: versions, numerics, problem, obstacles to exact analyses; and the formats that can be opened.
 
+A change that older programs would misread gets a new ``FORMAT_VERSION`` and a migration from the version before; an
+entry that is only added (and may be missing) needs none. Migrations work on what was read, one after another, and write
+nothing: a run stays on disk as it was recorded, and ``Run.save`` writes it in the present format.
+"""
+
+import hashlib
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from poprisk._core.autodiff import ExampleLoss
 from poprisk._core.store import environment, importable
-from poprisk.errors import RunError
-from poprisk.runs._checkpoint import frozen_fingerprint
-from poprisk.runs._formats import FORMAT_VERSION
+from poprisk._version import __version__
+from poprisk.errors import DataError, RunError
+from poprisk.runs._checkpoint import frozen_fingerprint, modes_of
 from poprisk.runs._gradients import randomness_of
 from poprisk.runs._layout import Layout
 from poprisk.runs._problem import Problem
-from poprisk.runs._rebuild import modes_of
+
+FORMAT_VERSION = 1
+
+Content = tuple[dict[str, Tensor], Any]
+"""Tensors and notes of one file."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """From one version to the next."""
+
+    name: str
+    """What changed, in words."""
+    manifest: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
+    """The manifest of the next version, without its format_version."""
+    content: Callable[[Content], Content] = lambda content: content
+    """One file's tensors and notes, in the next version."""
+
+
+MIGRATIONS: Mapping[int, Migration] = {}
+"""By the version that they start from: one for each before the present. Empty as long as there has been one format."""
+
+
+def checked(manifest: dict[str, Any], where: object) -> dict[str, Any]:
+    """A manifest as it was on disk, without its hash, if it is whole and of a version that can be read.
+
+    Raises:
+        DataError: it is of a later or unknown version (the message names the poprisk that reads it), or damaged.
+
+    >>> try:
+    ...     checked({"format_version": 7, "environment": {"poprisk": "9.1"}}, "run/manifest.json")
+    ... except DataError as error:
+    ...     print(str(error).partition(": ")[2])
+    it needs poprisk 9.1, which wrote it, or a later one
+    """
+    version = manifest.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool) or not _oldest() <= version <= FORMAT_VERSION:
+        raise _unknown(version, manifest, where)
+    manifest = dict(manifest)
+    if manifest.pop("sha256", None) != digest(manifest):
+        raise DataError(f"{where} is damaged: its content does not have the SHA-256 it names; restore it from a copy")
+    return manifest
+
+
+def migrated_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A checked manifest, in the present format."""
+    for version in range(manifest["format_version"], FORMAT_VERSION):
+        manifest = {**MIGRATIONS[version].manifest(manifest), "format_version": version + 1}
+    return manifest
+
+
+def migrated_content(content: Content, version: int) -> Content:
+    """A file of a run of some version, in the present format."""
+    for step in range(version, FORMAT_VERSION):
+        content = MIGRATIONS[step].content(content)
+    return content
+
+
+def require_present(version: int, where: object) -> None:
+    """Refuses to add to a run of an older format: its new files would be of another than its old ones.
+
+    Raises:
+        RunError: with the way to go on.
+    """
+    if version != FORMAT_VERSION:
+        changed = "; ".join(MIGRATIONS[step].name for step in range(version, FORMAT_VERSION))
+        raise RunError(
+            f"{where} holds a run of format_version {version}, and poprisk {__version__} writes "
+            f"{FORMAT_VERSION} ({changed}): write it anew by Run.load(path).save(another), and go on with that one"
+        )
+
+
+def digest(manifest: dict[str, Any]) -> str:
+    """SHA-256 of a manifest without its own hash."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _oldest() -> int:
+    return min(MIGRATIONS, default=FORMAT_VERSION)
+
+
+def _unknown(version: Any, manifest: Mapping[str, Any], where: object) -> DataError:
+    reads = FORMAT_VERSION if _oldest() == FORMAT_VERSION else f"{_oldest()} … {FORMAT_VERSION}"
+    about = manifest.get("environment")
+    writer = about.get("poprisk") if isinstance(about, Mapping) else None
+    which = f"poprisk {writer}, which wrote it" if isinstance(writer, str) else "the poprisk that wrote it"
+    later = isinstance(version, int) and version > FORMAT_VERSION
+    needs = f"it needs {which}, or a later one" if later else f"read it with {which}"
+    return DataError(f"{where} has format_version {version!r}, and poprisk {__version__} reads {reads}: {needs}")
 
 
 def describe_training(module: nn.Module, problem: Problem | None, loss: str | ExampleLoss) -> dict[str, Any]:

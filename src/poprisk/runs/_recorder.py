@@ -21,8 +21,7 @@ from poprisk.runs._manifest import check_same_run, describe_training, obstacles,
 from poprisk.runs._problem import Problem
 from poprisk.runs._run import Run
 from poprisk.runs._step import Indices, StepContext, StepRecord, micro_batches
-from poprisk.runs._storage import DirectoryStorage, MemoryStorage, relocate
-from poprisk.runs._writer import RunWriter
+from poprisk.runs._storage import DirectoryStorage, MemoryStorage, RunWriter, relocate
 
 _CAREFUL = 10
 """So many first steps of a sparse recording are looked at as closely as those of a dense one."""
@@ -347,7 +346,9 @@ class Recorder:
         check_same_run(manifest, {"problem": problem, **{key: here[key] for key in compared}})
         if self.problem is not None and manifest["problem"] is not None:
             self.problem.check_is(manifest["problem"])
-        self._writer.resume(manifest)
+        run = Run(storage)
+        steps = run.num_steps
+        self._writer.resume(manifest, steps, run.checkpoint(steps), run.options(steps))
 
     def _begin(self, step: StepContext) -> None:
         """Say how much disk it will take, then write the first checkpoint."""

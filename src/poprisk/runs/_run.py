@@ -15,7 +15,6 @@ from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.runs import _checkpoint as checkpoint
 from poprisk.runs._layout import Layout
 from poprisk.runs._problem import Problem
-from poprisk.runs._rebuild import rebuild_module
 from poprisk.runs._segment import SegmentReader
 from poprisk.runs._step import AffineStep
 from poprisk.runs._storage import DirectoryStorage, Storage, file_records, relocate
@@ -164,7 +163,7 @@ class Run:
         Raises:
             RunError: the problem is not known, or builds another model: other names, shapes or frozen numbers.
         """
-        return rebuild_module(self.problem, self._manifest, self.layout).to(dtype=dtype)
+        return checkpoint.rebuild_module(self.problem, self._manifest, self.layout).to(dtype=dtype)
 
     def model(self, dtype: torch.dtype | None = None) -> FlatModel:
         """The same as functions of flat weights, with the problem's loss.

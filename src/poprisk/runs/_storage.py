@@ -1,12 +1,15 @@
-"""Where a run's files are: a directory, or memory; both with the same two kinds of content, tensors and a manifest."""
+"""The files of a run, in a directory or in memory: what they hold, and how they are written while the run goes on."""
 
 import copy
 import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from poprisk._core.store import (
     TensorFile,
@@ -19,7 +22,9 @@ from poprisk._core.store import (
     write_text,
 )
 from poprisk.errors import DataError, RunError
-from poprisk.runs._formats import (
+from poprisk.runs import _checkpoint as checkpoint
+from poprisk.runs._layout import Layout
+from poprisk.runs._manifest import (
     FORMAT_VERSION,
     Content,
     checked,
@@ -28,6 +33,8 @@ from poprisk.runs._formats import (
     migrated_manifest,
     require_present,
 )
+from poprisk.runs._segment import SegmentWriter
+from poprisk.runs._step import StepRecord
 
 MANIFEST = "manifest.json"
 _LEFTOVERS = ("start.safetensors", "segment-*.safetensors", ".*.tmp")
@@ -160,3 +167,146 @@ def relocate(manifest: dict[str, Any], old: Path | None, new: Path | None) -> No
     source = manifest["problem"] and manifest["problem"]["source"]
     if source:
         manifest["problem"]["source"] = located(source, old, new)
+
+
+class RunWriter:
+    """Writes whole segments, each before the manifest that names it: a kill at any moment leaves a run that opens.
+
+    A directory is written in a thread of its own, one segment behind at most, because waiting for a disk takes longer
+    than many a training step; what goes wrong there is raised at the next segment, or at the end.
+
+    Args:
+        storage: Where to.
+        layout: Of the flat weights.
+        module: That is trained.
+        parameters: In the layout's order.
+        optimizer: Of these parameters.
+        examples: How many training examples there are.
+        segment_steps: Steps in one segment.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: Layout,
+        module: nn.Module,
+        parameters: Sequence[Tensor],
+        optimizer: Optimizer,
+        examples: int,
+        segment_steps: int,
+    ) -> None:
+        self.storage, self.num_steps = storage, 0
+        self._layout, self._module, self._parameters, self._optimizer = layout, module, parameters, optimizer
+        self._examples, self._segment_steps = examples, segment_steps
+        self._manifest: dict[str, Any] | None = None
+        self._options: list[dict[str, Any]] = []
+        self._raw: dict[int, list[Any]] = {}
+        self._first_buffers: dict[str, Tensor | None] = {}
+        self._segment = SegmentWriter(0, examples, [])
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a manifest."""
+        return self._manifest is not None
+
+    def begin(self, about: dict[str, Any]) -> None:
+        """The first checkpoint, and the manifest."""
+        if isinstance(self.storage, DirectoryStorage):
+            self.storage.prepare()
+        start = checkpoint.capture(self._layout, self._parameters, self._optimizer)
+        self._note_buffers()
+        self._options = [checkpoint.plain_options(group) for group in self._optimizer.param_groups]
+        about["optimizer"]["groups"] = list(self._options)
+        file = self.storage.write("start", start, None)
+        self._manifest = {**about, "start": file, "segments": [], "num_steps": 0, "closed": False}
+        self.storage.write_manifest(self._manifest)
+        self._segment = self._new_segment()
+
+    def resume(
+        self, manifest: dict[str, Any], num_steps: int, last: dict[str, Tensor], options: list[dict[str, Any]]
+    ) -> None:
+        """Put module and optimizer where the run's last checkpoint was, and go on from there."""
+        if isinstance(self.storage, DirectoryStorage):
+            self.storage.prepare()
+        checkpoint.restore(last, self._layout, self._module, self._parameters, self._optimizer, options)
+        self._manifest, self._options, self.num_steps = manifest, options, num_steps
+        self._note_buffers()
+        changed = [key for key in last if key.startswith(checkpoint.MODULE_BUFFER)]
+        self._first_buffers |= {key.removeprefix(checkpoint.MODULE_BUFFER): None for key in changed}
+        self._segment = self._new_segment()
+
+    def add(self, record: StepRecord) -> None:
+        """One more step, just taken."""
+        for g, group in enumerate(self._optimizer.param_groups):
+            raw = [value for key, value in group.items() if key != "params"]
+            if raw == self._raw.get(g):
+                continue
+            if not any(isinstance(value, Tensor) for value in raw):  # a tensor is the same object with another value
+                self._raw[g] = raw
+            old, new = self._options[g], checkpoint.plain_options(group)
+            if new != old:
+                changed = {key: value for key, value in new.items() if key not in old or old[key] != value}
+                self._segment.options.append([self.num_steps, g, changed])
+                self._options[g] = new
+        self._segment.records.append(record)
+        self.num_steps += 1
+        if len(self._segment.records) >= self._segment_steps:
+            self._flush()
+
+    def flush(self) -> None:
+        """Write the steps so far as a segment of their own."""
+        self._flush()
+
+    def finish(self, *, whole: bool, closed: bool) -> None:
+        """Write what is left (unless the last step is not ``whole``) and say whether the run ended as it should."""
+        if self._manifest is None:
+            return
+        if whole:
+            self._flush()
+        self.wait()
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._manifest["closed"] = closed
+        self.storage.write_manifest(self._manifest)
+
+    def wait(self) -> None:
+        """Until all that was handed over is on the disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _flush(self) -> None:
+        segment = self._segment
+        if self._manifest is None or not segment.records:
+            return
+        tensors = segment.tensors() | checkpoint.capture(self._layout, self._parameters, self._optimizer)
+        tensors |= checkpoint.capture_buffers(self._module, self._first_buffers)
+        notes = {"start_options": segment.start_options, "options": segment.options}
+        self.wait()
+        if isinstance(self.storage, MemoryStorage):
+            self._write(self._manifest, segment.start, self.num_steps, tensors, notes)
+        else:
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="poprisk-run")
+            self._pending = self._thread.submit(
+                self._write, self._manifest, segment.start, self.num_steps, tensors, notes
+            )
+        self._segment = self._new_segment()
+
+    def _write(self, manifest: dict[str, Any], start: int, stop: int, tensors: dict[str, Tensor], notes: Any) -> None:
+        file = self.storage.write(f"segment-{start:08d}", tensors, notes)
+        manifest["segments"].append({"start": start, "stop": stop, "file": file})
+        manifest["num_steps"] = stop
+        self.storage.write_manifest(manifest)
+
+    def _note_buffers(self) -> None:
+        """Version counters would not do: batch normalization writes its statistics past them."""
+        self._first_buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
+
+    def _new_segment(self) -> SegmentWriter:
+        return SegmentWriter(self.num_steps, self._examples, list(self._options))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from poprisk.errors import DataError
-from poprisk.runs._corruption import replace_labels
+from poprisk.runs._digits import replace_labels
 
 
 def seeded(seed=0):
