@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poprisk._core.statistics import mean_over_seeds
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredMetric, StoredRow, StoredStudy
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, STYLE
 from poprisk_lab.pages.comparison import ADAMW, DEFAULTS, compared_rows
 
 try:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
 from poprisk_lab.gates.arms import ACTION, APART, IDEAS, POOLING, REPLAY, TIME, VARIANCE
 from poprisk_lab.gates.evidence_numbers import task_words
 from poprisk_lab.gates.plan import KNOWN

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, STYLE
 from poprisk.errors import MissingExtraError
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, STYLE
 
 try:
     import matplotlib

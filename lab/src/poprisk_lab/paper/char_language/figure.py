@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.figure import draw_study
 from poprisk_lab.engine.reading import StoredStudy
+from poprisk_lab.figure_style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk_lab.pages.comparison import (
     ADAMW,
 )

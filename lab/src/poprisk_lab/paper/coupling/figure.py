@@ -3,8 +3,8 @@ r"""The figure of train-test coupling under feature learning, drawn from its sav
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
 from poprisk.errors import MissingExtraError
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
 from poprisk_lab.pages.seed_curves import draw_band
 from poprisk_lab.paper.coupling.study import FULL_BATCH, MINIBATCH, REPEATED
 

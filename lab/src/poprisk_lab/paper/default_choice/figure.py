@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from string import ascii_letters
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
 from poprisk_lab.paper.default_choice.numbers import (
     GATE_WORDS,
     chosen,

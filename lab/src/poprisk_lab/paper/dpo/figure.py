@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine.reading import StoredRow, StoredStudy, curve
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk_lab.pages.seed_curves import draw_seeds, mean_and_range
 from poprisk_lab.paper.dpo.numbers import TUNED_ADAMW, noisy_study, shown_rows, sustained
 from poprisk_lab.paper.dpo.study import DEFAULTS, PAPER_RULE, SHARED_ADAMW, SUGGESTED

@@ -4,10 +4,10 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, ORANGE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.reading import curve, reached, row, steps_to
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, ORANGE, PURPLE, SKY, STYLE
 from poprisk_lab.pages.gate_choice import tuned_gate_words
 from poprisk_lab.pages.seed_curves import draw_seeds
 from poprisk_lab.paper.grokking.numbers import DEFAULTS, TEST, TRAIN, best_gate, mean_steps, quickest, target

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, STYLE
 from poprisk_lab.pages.gate_choice import chosen_gate, tuned_gate_words
 from poprisk_lab.paper.inr.numbers import defaults_row, noisy_studies
 from poprisk_lab.paper.inr.pixels import unpacked_pixels

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poprisk._core.statistics import mean_over_seeds
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, STYLE
 from poprisk_lab.pages.comparison import ADAMW, DEFAULTS_LABEL, best_gate
 from poprisk_lab.pages.seed_curves import draw_seeds, mean_and_range
 from poprisk_lab.paper.labels.numbers import ACCURACY, ADAMW_GIVEN, data_and_share

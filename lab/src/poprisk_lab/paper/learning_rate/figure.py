@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, STYLE
 from poprisk.cli._demonstration.summary import format_lr
 from poprisk.errors import MissingExtraError
 from poprisk.optim import suggest_lr
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, STYLE
 from poprisk_lab.paper.learning_rate.factors import ADAMW, Rows, cells_of, reference_lr, tasks_of
 
 try:

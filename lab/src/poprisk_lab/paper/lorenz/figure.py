@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine.reading import StoredRow, StoredStudy, best, curve, final, find_row, row
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk_lab.pages.comparison import (
     best_gate,
 )

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
 from poprisk_lab.pages.comparison import DEFAULTS
 from poprisk_lab.pages.gate_choice import chosen_gate, tuned_gate_words
 from poprisk_lab.paper.pinn.numbers import ADAMW_ROWS, PAPER, iterations

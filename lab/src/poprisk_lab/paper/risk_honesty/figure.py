@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
 from poprisk.errors import MissingExtraError
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
 
 try:
     import matplotlib

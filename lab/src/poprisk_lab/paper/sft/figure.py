@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine.reading import curve, find_row
+from poprisk_lab.figure_style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk_lab.pages.seed_curves import draw_seeds
 from poprisk_lab.paper.sft.numbers import title
 from poprisk_lab.paper.sft.study import CALIBRATED, PAPER_RULE, SHARED_ADAMW, SNR, SUGGESTED

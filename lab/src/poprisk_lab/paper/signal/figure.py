@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from poprisk.cli._demonstration.figure_style import BLUE, FAINT, INK, ORANGE, PURPLE, STYLE
 from poprisk.errors import MissingExtraError
+from poprisk_lab.figure_style import BLUE, FAINT, INK, ORANGE, PURPLE, STYLE
 
 try:
     import matplotlib

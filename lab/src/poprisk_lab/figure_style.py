@@ -1,8 +1,8 @@
-"""What the figures of the experiments share: colours told apart with any colour vision, and type sizes."""
+"""Style of the figures: colours that people with any colour vision can distinguish, and font sizes."""
 
 from typing import Any
 
-# Okabe and Ito's colours; markers and line styles tell them apart without any.
+# Colours of Okabe and Ito; markers and line styles distinguish them without colour.
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#56B4E9"
 INK, FAINT, PALE = "#222222", "#8A8A8A", "#EDEDED"
 STYLE: Any = {
