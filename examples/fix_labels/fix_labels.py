@@ -1,4 +1,4 @@
-"""Find wrong labels by poprisk's audit of one run, fix them, train again; beside as many fixes at random."""
+"""Find wrong labels by an audit of one run, correct them, and train again; compare with random corrections."""
 
 import argparse
 import time
@@ -13,11 +13,11 @@ from poprisk.runs import digits_split, replace_labels
 from poprisk.runs._digits import Split
 
 HOW = (
-    "as they are",
-    "fixed by inspection: random",
-    "fixed by inspection: audit",
-    "suggested labels put in",
-    "all right",
+    "unchanged",
+    "random fifth corrected",
+    "most suspicious corrected",
+    "suggested labels",
+    "all correct",
 )
 
 
@@ -26,7 +26,7 @@ def network() -> nn.Module:
 
 
 def trained(split: Split, labels: Tensor, steps: int, seed: int) -> Run:
-    """Recorded sparsely: the audit looks at its checkpoints."""
+    """Train and record checkpoints only, which the audit uses."""
     problem = Problem(network, "cross_entropy", split.train_inputs, labels, name="digits", seed=seed)
     optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     every = max(1, steps // 60)
@@ -41,7 +41,7 @@ def accuracy(run: Run, split: Split) -> float:
 
 
 def with_true(labels: Tensor, true: Tensor, inspected: Tensor) -> Tensor:
-    """Someone looks at these examples and writes down what they see."""
+    """The labels after someone has inspected and corrected these examples."""
     fixed = labels.clone()
     fixed[inspected] = true[inspected]
     return fixed
@@ -52,7 +52,7 @@ def one_seed(options: argparse.Namespace, seed: int) -> tuple[list[float], Audit
     generator = torch.Generator().manual_seed(seed)
     spoiled = replace_labels(split.train_labels, options.wrong, 10, generator)
     run = trained(split, spoiled.labels, options.steps, seed)
-    table = audit(run, tier="any", progress=False)  # the one line
+    table = audit(run, tier="any", progress=False)
 
     number = int(options.inspect * options.size)
     random = torch.randperm(options.size, generator=generator)[:number]
@@ -70,7 +70,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--size", type=int, default=800, help="training examples, the other digits are the test")
+    parser.add_argument(
+        "--size", type=int, default=800, help="number of training examples; the other digits are the test set"
+    )
     parser.add_argument("--wrong", type=float, default=0.2, help="share of the training labels replaced by a wrong one")
     parser.add_argument("--inspect", type=float, default=0.2, help="share of the training examples inspected")
     options = parser.parse_args()
@@ -78,15 +80,15 @@ def main() -> None:
     found = [one_seed(options, seed) for seed in range(options.seeds)]
     accuracies = torch.tensor([values for values, _, _ in found], dtype=torch.float64)
 
-    print(f"digits, {options.size} to train on, {options.wrong:.0%} of the labels wrong; {options.seeds} seeds")
+    print(f"digits: {options.size} training examples, {options.wrong:.0%} of the labels wrong, {options.seeds} seeds")
     for table, wrong in [each[1:] for each in found][:3]:
         auc = roc_auc_score(wrong, table["suspicion"])
         share = wrong[table.order()[: int(options.inspect * len(wrong))]].sum() / wrong.sum()
         number, suspect = table.wrong_labels, table.is_suspect
         print(
             f"poprisk audit: {number.value:.0f} ± {number.standard_error:.0f} wrong labels estimated, "
-            f"{wrong.sum()} there are; {(suspect & wrong).sum()} of {suspect.sum()} suspects are wrong; "
-            f"{share:.0%} of the wrong ones in the first {options.inspect:.0%}, AUC {auc:.3f}"
+            f"{wrong.sum()} actual; {(suspect & wrong).sum()} of {suspect.sum()} suspects are wrong; "
+            f"{share:.0%} of the wrong labels in the first {options.inspect:.0%}, AUC {auc:.3f}"
         )
     print("\naccuracy on clean test images after training on the labels")
     errors = accuracies.std(0) / len(accuracies) ** 0.5 if len(accuracies) > 1 else accuracies[0] * 0

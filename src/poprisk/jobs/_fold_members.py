@@ -1,4 +1,4 @@
-"""Members of a K-fold resampling: each job trains the recorded run again without some of the folds."""
+"""The trainings of a K-fold as jobs: each job trains the recorded run again without some of the folds."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ class FoldMembers:
         self._members = k_fold_members(self._run, content["folds"], content["seed"], renormalize=content["renormalize"])
 
     def compute(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
-        """Where the members a … b ended, and what was taken over from the recorded run."""
+        """Last weights of the members a … b, and what was taken over from the recorded run."""
         found = retrain(self._run, Members(self._members.weights[slice(*indices)]), progress=False)
         notes = torch.frombuffer(bytearray(json.dumps(found.notes).encode()), dtype=torch.uint8)
         return {"weights": found.weights, "notes": notes}
@@ -48,7 +48,7 @@ def fold_group(
     if members_per_job < 1:
         raise HyperparameterError(f"members_per_job must be at least 1, got {members_per_job}")
     run.require_exact()
-    flat_rule(run)  # refuses an optimizer whose steps cannot be taken again
+    flat_rule(run)  # refuses an optimizer whose steps cannot be repeated
     count = k_fold_members(run, folds, seed, renormalize=renormalize).count
     content = {
         **settings(run_digest(run), "steps", CODE, threads, device),

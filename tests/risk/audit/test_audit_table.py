@@ -147,7 +147,7 @@ def test_a_run_that_needs_its_problem_says_how(tmp_path, capsys):
 
 def test_the_command_without_a_terminal(folder):
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "poprisk.cli", "audit", str(folder), "--tier", "any"],
+        [sys.executable, "-W", "error", "-m", "poprisk", "audit", str(folder), "--tier", "any"],
         capture_output=True, text=True, timeout=100, check=False, env=None, cwd=HERE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -173,5 +173,5 @@ def test_groups_by_signal_direction_are_columns(table):
     assert {"group", "group_captured", "tail_norm"} <= set(found.columns)
     assert "group" not in plain.columns
     assert [row["tail_norm"] for row in found.worst(3, by="tail_norm")] == groups.tail_norm.topk(3).values.tolist()
-    with pytest.raises(DataError, match="the groups are of 24"):
+    with pytest.raises(DataError, match="120 examples, got 24"):
         table.with_groups(groups)

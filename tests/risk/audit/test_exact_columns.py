@@ -44,7 +44,7 @@ def test_auto_makes_them_where_they_are_cheap_and_says_so_where_not(run, monkeyp
     monkeypatch.setattr("poprisk.risk._audit.exact._CHEAP", 0.0)
     found = audit(run, progress=False)
     assert "self_influence" not in found.columns
-    assert 'tier="exact" makes them' in " ".join(found.notes)
+    assert 'use tier="exact"' in " ".join(found.notes)
 
 
 def test_the_transfer_to_the_test_set_is_left_out_of_a_large_network(run, monkeypatch):

@@ -66,5 +66,5 @@ def make_zero():
 
 def test_steps_outside_the_run_are_refused():
     run, _ = first_epoch(1.0, n=60)
-    with pytest.raises(DataError, match=r"steps 1 … 5, got \[0\]"):
+    with pytest.raises(DataError, match=r"steps must lie in 1 … 5, got \[0\]"):
         population_rates(run, [0])

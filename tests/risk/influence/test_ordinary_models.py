@@ -203,9 +203,9 @@ def test_a_way_that_is_given_up_is_named():
 
 def test_queries_and_targets_of_different_number_are_refused():
     run = record(mlp, "cross_entropy", numbers(N, 4), labels())
-    with pytest.raises(DataError, match="as many targets as inputs"):
+    with pytest.raises(DataError, match="same number of queries"):
         influence_on(run, numbers(5, 4), labels(3))
-    with pytest.raises(DataError, match="as many targets as inputs"):
+    with pytest.raises(DataError, match="same number of queries"):
         influence_on(run, numbers(0, 4), labels(0))
 
 

@@ -345,7 +345,7 @@ def test_bad_input(run):
     with pytest.raises(DataError, match="needs other examples"):
         replace_one(small, [(0, 0)])
     for n, held in ((3, [3]), (3, [-1])):
-        with pytest.raises(DataError, match="the examples are 0 … 2"):
+        with pytest.raises(DataError, match="the examples 0 … 2"):
             holdout_weights(n, held)
     for held in ([0, 0], [0, 1, 2]):
         with pytest.raises(DataError, match="at most 2 different"):

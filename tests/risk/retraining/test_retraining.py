@@ -185,7 +185,7 @@ def test_seeded_augmentation_is_repeated():
     run = quiet(classification(augment=jitter), OPTIMIZERS["momentum"], accumulate=5, seed=3)
     found = retrain(run, Members(some_weights()))
     torch.testing.assert_close(found.weights[0], run.weights(run.num_steps), rtol=1e-10, atol=1e-12)
-    with pytest.raises(RunError, match="augmented run cannot be trained again with other examples"):
+    with pytest.raises(RunError, match="augmented run cannot be retrained with other examples"):
         retrain(run, Members(torch.ones(1, N), index_map=torch.arange(N).unsqueeze(0)))
 
 
@@ -215,7 +215,7 @@ def test_clipping_in_a_loop_of_ones_own_is_taken_over_and_said():
     problem, alpha = classification(), some_weights()
     run = record(problem, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.2))
     found = retrain(run, Members(alpha))
-    assert "each member has the recorded factors" in found.notes[0]
+    assert "each member uses the recorded factors" in found.notes[0]
     assert len(found.notes) == 1
     factors = [run.recorded(k).factor(k)[0] for k in range(4)]
     assert max(factors) < 0.9
@@ -258,19 +258,19 @@ def test_bad_members_are_refused():
     nan, negative, nothing = ones.clone(), ones.clone(), ones.clone()
     nan[0, 0], negative[1, 2], nothing[1] = torch.nan, -0.1, 0.0
     for weights in (nan, negative, ones * torch.inf):
-        with pytest.raises(DataError, match="finite numbers and not negative"):
+        with pytest.raises(DataError, match="finite and not negative"):
             retrain(run, Members(weights))
-    with pytest.raises(DataError, match="nothing to train on"):
+    with pytest.raises(DataError, match="weight 0 for all"):
         retrain(run, Members(nothing))
     for weights in (ones[:, 1:], ones[0], ones[:0], ones.long()):
-        with pytest.raises(DataError, match=f"a row of {N} weights"):
+        with pytest.raises(DataError, match=f"a row of {N} numbers"):
             retrain(run, Members(weights))
     index = torch.arange(N).repeat(2, 1)
     for members, message in (
         (Members(ones, index_map=index + 1), f"from 0 to {N - 1}"),
         (Members(ones, index_map=index[:1]), f"from 0 to {N - 1}"),
         (Members(ones, pool=examples()), "needs an index_map"),
-        (Members(ones, index_map=index, targets=index), "either index_map or targets"),
+        (Members(ones, index_map=index, targets=index), "index_map and targets"),
         (Members(ones, targets=index[:1]), "targets must have shape"),
         (Members(ones, initial=torch.zeros(2, 3)), "initial must have shape"),
     ):
@@ -343,7 +343,7 @@ def test_members_go_on_with_a_longer_recording():
     ):
         torch.testing.assert_close(found, expected)
     assert then.trainings == pytest.approx(4 * 7 / 12)
-    with pytest.raises(DataError, match="stand before step 5"):
+    with pytest.raises(DataError, match="stop and keep must lie in 5"):
         retrain(whole, members, keep=[3], resume=first)
     with pytest.raises(DataError, match=r"stop=4 and keep=\[8\]"):
         retrain(whole, members, keep=[8], stop=4)

@@ -1,4 +1,4 @@
-r"""The exact tier: columns that follow an example's effect through the training that happened."""
+"""The exact tier: columns from an example's effect through the recorded training."""
 
 import math
 from collections.abc import Iterator
@@ -22,52 +22,54 @@ from poprisk.risk._influence.step_jacobian import StepJacobian
 from poprisk.runs import Run
 
 _CHEAP = 10.0
-"""Seconds on a CPU, about, up to which the exact columns are made without being asked for."""
+"""Approximate seconds on a CPU up to which tier="auto" computes the exact columns."""
 _PER_SECOND = 5e9
-"""Multiplications of a CPU in a second, about."""
+"""Approximate multiplications of a CPU in a second."""
 _STEP_OVERHEAD = 5e-3
-"""Seconds that one step of one pass takes however small the network is."""
+"""Seconds that one step of one pass takes even for the smallest network."""
 _PASSES = 2
-"""Through the run: back for the influence, forward for the examples' absence."""
+"""Passes through the run: backward for influence, forward for exclusion."""
 _PER_DIRECTION = 12
 """Multiplications per weight and example of a step, for one direction forward and one back."""
 _MOST_OUTPUTS = 20_000
-"""Of all examples over all steps: past it the transfer to the test set is not formed."""
+"""Outputs of all examples over all steps beyond which the displacement column is left out."""
 _MOST_JACOBIAN = 3e7
-"""Entries of one step's Jacobian, outputs by weights: past it neither."""
+"""Entries of one step's Jacobian beyond which it is left out too."""
 _QUERIES = 100
-"""So many of the test set's examples stand for it."""
+"""Number of test examples used for it."""
 
 
 def exact_obstacle(run: Run) -> str | None:
-    """Why the exact tier is not possible for this run, in words; None if it is."""
+    """Why the exact tier is not possible for this run; None if it is."""
     if run.obstacles:
         return run.obstacles[0]
     if run.augmented:
-        return "its inputs were augmented, so that no step saw the examples as they are: train without augmentation"
+        return "its inputs were augmented: train without augmentation"
     return None
 
 
 def exact_columns(
     run: Run, table: AuditTable, obstacle: str | None, *, demanded: bool, progress: bool = False
 ) -> AuditTable:
-    """The table with the exact columns where they can be had, else with a note.
+    """The table with the exact columns if they are possible and cheap enough, else with a note.
 
     Args:
         run: The run.
-        table: What every run has.
-        obstacle: Why they cannot be had, where that is known.
-        demanded: Whether to make them whatever they cost, and to raise where they cannot be had.
-        progress: Show how far it is, on stderr.
+        table: The columns that every run has.
+        obstacle: Why they are not possible, if known.
+        demanded: Whether to compute them at any cost, and to raise if they are not possible.
+        progress: Whether to show progress on stderr.
 
     Raises:
-        RunError: they are demanded and the run's model, optimizer or loss allows none.
+        RunError: they are demanded, but the run's model, optimizer or loss does not allow them.
     """
     if obstacle is not None:
         return _with_note(table, f"no exact columns: {obstacle}")
     price = seconds(run)
     if not demanded and price > _CHEAP:
-        return _with_note(table, f'exact columns would take about {price:.1g} s on a CPU: tier="exact" makes them')
+        return _with_note(
+            table, f'exact columns would take about {price:.1g} s, over the limit of {_CHEAP:.0f} s: use tier="exact"'
+        )
     try:
         unrolled = _Shown(run)
         with unrolled.shown(table.columns["loss"].mean(), progress):
@@ -80,22 +82,22 @@ def exact_columns(
         return _with_note(table, f"no exact columns: {_first_line(error)}")
     notes = [unrolled.note] if unrolled.note else []
     if "displacement" not in columns:
-        notes.append("no column displacement: it needs a problem with a test set, and a small run")
+        notes.append("no column displacement: it needs a problem with a test set and a small run")
     doubtful = int(columns["loo_doubtful"].sum())
     if doubtful:
-        notes.append(f"loo_loss is doubtful for {doubtful} examples, over whose absence the network bends")
+        notes.append(f"loo_loss is doubtful for {doubtful} examples, whose linearized and actual predictions differ")
     return replace(table, columns=table.columns | columns, notes=(*table.notes, *notes))
 
 
 def seconds(run: Run) -> float:
-    """What the exact columns take on a CPU, about: directions × steps × batch × weights, and some for each step."""
+    """Approximate time of the exact columns on a CPU: directions × steps × batch × weights, and some per step."""
     batch = len(run.batch(0))
     multiplications = _PASSES * _PER_DIRECTION * run.num_examples * run.num_steps * batch * run.num_weights
     return multiplications / _PER_SECOND + _PASSES * run.num_steps * _STEP_OVERHEAD
 
 
 class _Shown(Unrolled):
-    """A run that tells how many of its steps have been linearized."""
+    """A run that reports how many of its steps have been linearized."""
 
     _report: Report | None = None
     _loss: Tensor
@@ -103,7 +105,7 @@ class _Shown(Unrolled):
 
     @contextmanager
     def shown(self, loss: Tensor, progress: bool) -> Iterator[None]:
-        """Show, within, how far the passes of both columns are."""
+        """Show the progress of both passes."""
         turns = math.ceil(self.num_examples / self.columns_at_a_time())
         total = _PASSES * turns * (self.stop - self.start)
         with training_progress("exact columns", 0, total, shown=progress) as self._report:
@@ -120,7 +122,7 @@ class _Shown(Unrolled):
 
 
 def _left_out(unrolled: Unrolled, table: AuditTable) -> dict[str, Tensor]:
-    """Loss and margin (or residual) of each example, had the run not seen it."""
+    """Loss and margin (or residual) of each example without it."""
     found = exclusion(unrolled)
     columns = {"loo_loss": found.losses.double().cpu(), "loo_doubtful": found.doubtful.cpu()}
     outputs = found.excluded_outputs.cpu()
@@ -134,7 +136,7 @@ def _left_out(unrolled: Unrolled, table: AuditTable) -> dict[str, Tensor]:
 
 
 def _displacement(unrolled: Unrolled) -> dict[str, Tensor]:
-    """Needs the transfer from every example to the test set, for which each step's Jacobians are formed."""
+    """Norm of the transfer from each example to the test set, which needs the Jacobians of every step."""
     run, test = unrolled.run, unrolled.run.problem.test
     outputs = run.num_examples * unrolled.num_outputs
     if test is None or outputs * run.num_steps > _MOST_OUTPUTS or outputs * run.num_weights > _MOST_JACOBIAN:

@@ -36,10 +36,10 @@ def choose_moments(run: Run, number: int = 20) -> list[int]:
         RunError: the run has no steps.
     """
     if not isinstance(number, int) or number < 1:
-        raise HyperparameterError(f"moments must be a whole number, at least 1, got {number!r}")
+        raise HyperparameterError(f"moments must be a positive integer, got {number!r}")
     steps = run.num_steps
     if not steps:
-        raise RunError("the run has no steps: there is no training to look back on")
+        raise RunError("the run has no steps: record at least one")
     even = [steps * (j + 1) / number for j in range(number)]
     early = [even[0] / _RATIO ** (j + 1) for j in range(_EARLY)] if number > 1 else []
     wanted = [max(1, round(t)) for t in (*early, *even)]

@@ -1,4 +1,4 @@
-r"""Which training examples are labelled wrong, hard or memorized: a table from one recorded run."""
+"""Find training examples that are mislabelled, hard or memorized, from one recorded run."""
 
 from typing import Literal
 
@@ -34,14 +34,13 @@ def audit(
     batch_size: int = 1024,
     progress: bool = True,
 ) -> AuditTable:
-    r"""Look back on a run and say which of its training labels are suspect.
+    r"""Find the training labels that are probably wrong, from one recorded run.
 
-    **Any run** (batch normalization, augmentation, dropout, mixed precision and all): the network is taken from the
-    recording at some moments of its training and evaluated on all n examples, inputs as they are, in evaluation mode.
-    That gives losses, margins (AUM), forgetting, and probabilities averaged over training. A network's probabilities
-    for its own training examples are too sure of the labels it was given, the more the longer it trained; averages over
-    the whole training suffer much less, and probabilities from networks that did not see the example
-    (``out_of_fold``), where there are any, not at all.
+    **Any run** (also with batch normalization, augmentation, dropout or mixed precision): the recorded network is
+    evaluated at some steps of its training on all n examples, without augmentation, in evaluation mode. That gives
+    losses, margins (AUM), forgetting, and probabilities averaged over training. A network is overconfident in the
+    labels of its own training examples, the more so the longer it trains. Averages over the whole training suffer much
+    less, and probabilities from networks that did not see the example (``out_of_fold``) not at all.
 
     **Suspicion** of a label y is the mean of two ranks among all examples, from near 0 to 1: of the loss averaged over
     training, and of :math:`-(\bar p_y - \max_{j \ne y} \bar p_j)` with the averaged probabilities :math:`\bar p`. The
@@ -56,23 +55,22 @@ def audit(
 
     **Exact tier**, for networks that map each example by itself with a fixed function of the weights (no active
     dropout, no batch statistics), float32 or float64, not augmented, recorded with their problem: what the label did
-    through the training that happened. Columns ``self_influence`` (first order), ``loo_loss`` with ``loo_margin`` or
-    ``loo_residual`` (the run without the example, each step linearized; ``loo_doubtful`` where that is not to be
-    trusted), and ``displacement`` on the first 100 test examples where the problem has a test set and the run is small.
+    through the recorded training. Columns ``self_influence`` (first order), ``loo_loss`` with ``loo_margin`` or
+    ``loo_residual`` (the run without the example, each step linearized; ``loo_doubtful`` where that is not
+    reliable), and ``displacement`` on the first 100 test examples if the problem has a test set and the run is small.
 
     Args:
         run: A recorded run whose problem is known.
-        tier: ``"any"`` for what every run has; ``"exact"`` to demand the exact columns too; ``"auto"`` for those where
-            the run allows them and they are cheap, with a note where not.
-        moments: How many evenly spaced moments to evaluate at, beside a few early ones. Of a run that was not recorded
-            densely only checkpoints are used.
-        out_of_fold: Probabilities of each example's classes by networks trained without it, to use instead of the
-            averages.
-        batch_size: Examples evaluated at a time.
-        progress: Show how far it is, on stderr.
+        tier: ``"any"`` for the columns that every run has; ``"exact"`` to require the exact columns too; ``"auto"`` to
+            add them if the run allows them and they are cheap, with a note otherwise.
+        moments: Number of evenly spaced steps to evaluate at, in addition to a few early ones. If not every step was
+            recorded, only checkpoints are used.
+        out_of_fold: Class probabilities of each example by networks trained without it, used instead of the averages.
+        batch_size: Number of examples evaluated at a time.
+        progress: Whether to show progress on stderr.
 
     Returns:
-        The table; its ``notes`` say what is approximate.
+        The table. Its ``notes`` say what is approximate.
 
     Raises:
         RunError: the run has no steps, its problem is not known, or ``tier="exact"`` is not possible for it.
@@ -96,7 +94,7 @@ def audit(
     if tier not in ("auto", "any", "exact"):
         raise HyperparameterError(f'tier must be "auto", "any" or "exact", got {tier!r}')
     if run.num_examples < 3:
-        raise DataError(f"an audit compares examples, at least 3 of them, got {run.num_examples}")
+        raise DataError(f"an audit needs at least 3 training examples, got {run.num_examples}")
     obstacle = exact_obstacle(run)
     if tier == "exact" and obstacle is not None:
         raise RunError(f"the exact tier is not possible for this run: {obstacle}")
@@ -127,7 +125,9 @@ class _Look:
                 loss = self._add(moment.step, moment.share, moment.outputs)
                 report(number, loss)
         if not self.losses:
-            raise RunError("the network's outputs are not finite at any moment: the training diverged")
+            raise RunError(
+                "the outputs are not finite at any step, because the training diverged: use a lower learning rate"
+            )
 
     def _add(self, step: int, share: float, outputs: Tensor) -> Tensor:
         losses = example_losses(self.problem, outputs)
@@ -166,7 +166,7 @@ class _Look:
             found = self.history.columns
             suspect = (found["residual_z"] > _OUTLIER) | self.odd
             number = float(suspect.sum())
-            reason = f"residuals beyond {_OUTLIER} robust deviations; clean ones with heavy tails are among them"
+            reason = f"all residuals beyond {_OUTLIER} robust deviations count, also those of heavy-tailed noise"
             wrong = Estimate(number, number**0.5, valid=False, reason=reason)
             suggested = self.history.mean_predictions.reshape(self.targets.shape).to(self.targets.dtype)
             extra: dict[str, Tensor] = {"is_suspect": suspect}
@@ -174,9 +174,7 @@ class _Look:
                 extra |= {"given_target": self.targets.reshape(n), "suggested_target": suggested.reshape(n)}
             columns |= extra | basic | found
         else:
-            wrong = Estimate(
-                0.0, float("nan"), valid=False, reason="targets are neither classes nor numbers to predict"
-            )
+            wrong = Estimate(0.0, float("nan"), valid=False, reason="the targets are neither classes nor numbers")
             columns |= {"is_suspect": torch.zeros(n, dtype=torch.bool)} | basic
         kind = "loss" if self.history is None else "regression"
         return AuditTable(columns, kind, wrong, tuple(self.steps), losses, self.targets, suggested, None, self._notes())
@@ -207,22 +205,22 @@ class _Look:
     def _notes(self) -> tuple[str, ...]:
         found = []
         if self.run.augmented:
-            found.append("the run was augmented: examples are evaluated as they are in the problem, not augmented")
+            found.append("the run was augmented: examples are evaluated without augmentation")
         if has_changing_buffers(self.run):
             between = sum(k not in self.run.checkpoints for k in self.steps)
             if between:
                 found.append(
-                    f"batch statistics were recorded at checkpoints only: at {between} of {len(self.steps)} moments "
-                    "they are estimated anew from the training examples"
+                    f"batch statistics were recorded at checkpoints only: at {between} of {len(self.steps)} steps they "
+                    "are estimated from the training examples"
                 )
         if self.run.obstacles:
-            found.append(f"evaluated in evaluation mode, trained otherwise: {self.run.obstacles[0]}")
+            found.append(f"evaluated in evaluation mode, unlike the training: {self.run.obstacles[0]}")
         if len(self.steps) < 8:
-            found.append(f"only {len(self.steps)} moments were recorded: averages over training are coarse")
+            found.append(f"only {len(self.steps)} steps were recorded, so that averages over training are coarse")
         if self.skipped:
-            found.append(f"{self.skipped} moments were left out because most outputs were not finite there")
+            found.append(f"{self.skipped} steps were left out because most outputs were not finite there")
         if bool(self.odd.any()):
-            found.append(f"{int(self.odd.sum())} examples with outputs that are not finite are ranked first")
+            found.append(f"{int(self.odd.sum())} examples with non-finite outputs are ranked first")
         return tuple(found)
 
 
@@ -241,7 +239,7 @@ def epoch_steps(run: Run) -> float:
 
 def _check_probabilities(given: Tensor, view: ClassView | None, n: int) -> None:
     if view is None:
-        raise DataError("out_of_fold probabilities are for targets that are classes, and these are not")
+        raise DataError("out_of_fold needs targets that are classes: leave it out")
     if not isinstance(given, Tensor) or given.shape != (n, view.num_classes) or not given.is_floating_point():
         got = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise DataError(f"out_of_fold must be a tensor of probabilities of shape {[n, view.num_classes]}, got {got}")

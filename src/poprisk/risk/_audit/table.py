@@ -1,4 +1,4 @@
-"""The audit's table: one row for each training example, and what to do with it."""
+"""The table of an audit: one row for each training example."""
 
 import csv
 import io
@@ -19,69 +19,69 @@ from poprisk.theory import ExampleGroups
 
 DESCRIPTIONS = {
     "example": "position in the training set",
-    "suspicion": "from near 0 to 1, the most suspicious highest: how it is combined is in audit()'s documentation",
-    "is_suspect": "among the most suspicious ones, as many as labels are estimated to be wrong",
+    "suspicion": "from near 0 to 1, highest for the most suspicious; audit()'s documentation says how it is computed",
+    "is_suspect": "whether it is among the most suspicious, as many as labels are estimated to be wrong",
     "given_label": "the label trained on",
     "suggested_label": "the most probable other class, by probabilities averaged over training",
     "label_quality": "(1 + p_given - p_other) / 2 with the averaged probabilities: 0 contradicted, 1 confirmed",
     "predicted_label": "the last network's prediction",
     "given_target": "the value trained on",
     "suggested_target": "the prediction averaged over training",
-    "loss": "at the end of training",
-    "mean_loss": "averaged over training",
-    "margin": "logit of the given label less the largest other one, at the end of training",
-    "aum": "the same, averaged over training (area under the margin)",
+    "loss": "loss at the end of training",
+    "mean_loss": "loss averaged over training",
+    "margin": "logit of the given label minus the largest other logit, at the end of training",
+    "aum": "margin averaged over training (area under the margin)",
     "confidence": "probability of the given label, averaged over training",
     "variability": "standard deviation of that probability over training",
     "correctness": "share of the training during which the given label was predicted",
-    "forgetting_events": "how often it went from predicted right to predicted wrong",
-    "residual": "distance of prediction and target, at the end of training",
-    "mean_residual": "the same, averaged over training",
+    "forgetting_events": "number of times the prediction changed from right to wrong",
+    "residual": "distance between prediction and target at the end of training",
+    "mean_residual": "residual averaged over training",
     "residual_z": "mean_residual above its median, in robust standard deviations",
     "self_influence": "change of the example's own loss if it is removed, to first order (exact tier)",
     "loo_loss": "loss at the end of training without the example, by the linearized run (exact tier)",
-    "loo_margin": "margin of the given label, likewise without the example",
-    "loo_residual": "distance of prediction and target, likewise without the example",
+    "loo_margin": "margin of the given label without the example, by the linearized run (exact tier)",
+    "loo_residual": "distance between prediction and target without the example, by the linearized run (exact tier)",
     "loo_doubtful": "whether the linearization is doubtful for this example",
     "displacement": "norm of the transfer from the example's output gradient to test predictions (exact tier)",
     "group": "the signal direction that the example belongs to, counted from 0; -1 for the tail (with_groups)",
-    "group_captured": "share of the example's outputs that the signal directions hold (with_groups)",
-    "tail_norm": "how much of its output gradient lies outside the signal directions (with_groups)",
+    "group_captured": "share of the example's outputs in the signal directions (with_groups)",
+    "tail_norm": "norm of its output gradient outside the signal directions (with_groups)",
 }
-"""What each column says."""
+"""Meaning of each column."""
 _SHOWN = (
     *("example", "suspicion", "is_suspect", "given_label", "suggested_label", "label_quality"),
     *("given_target", "suggested_target", "loss", "mean_loss", "residual_z", "self_influence", "loo_loss", "group"),
 )
-"""Those of a notebook's table."""
+"""Columns shown in a notebook."""
 _ROWS = 10
-"""And how many rows it has."""
+"""Rows shown in a notebook."""
 
 
 @dataclass(frozen=True, eq=False)
 class AuditTable:
-    """What an audit found, one row for each training example.
+    """The result of an audit, one row for each training example.
 
-    ``columns`` maps names to tensors with one entry for each example; :data:`DESCRIPTIONS` says what each means.
+    ``columns`` maps names to tensors with one entry for each example; ``descriptions`` says what each means.
     """
 
     columns: dict[str, Tensor]
     kind: str
     """``"classes"``, ``"regression"``, or ``"loss"`` where only losses can be compared."""
     wrong_labels: Estimate
-    """How many labels are wrong."""
+    """Estimated number of wrong labels."""
     moments: tuple[int, ...]
     """Steps at which the network was evaluated."""
     losses: Float[Tensor, "moments n"]
-    """Of each example at each of them."""
+    """Loss of each example at each of these steps."""
     targets: Tensor
-    """Those trained on, as the problem has them."""
+    """The problem's targets, which were trained on."""
     suggested_targets: Tensor | None
-    """In the same form; None where nothing can be suggested."""
+    """Suggested targets in the same form; None where nothing can be suggested."""
     probabilities: Float[Tensor, "n classes"] | None = None
-    """Averaged over training, or those given as out-of-fold."""
+    """Class probabilities averaged over training, or those given as ``out_of_fold``."""
     notes: tuple[str, ...] = ()
-    """What is approximate about this audit, and what stood in the way of more."""
+    """What is approximate in this audit, and why columns are missing."""
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -90,15 +90,20 @@ class AuditTable:
         """A column by name.
 
         Raises:
-            DataError: there is none of this name.
+            DataError: there is no such column.
         """
         if name not in self.columns:
-            raise DataError(f"the table has the columns {', '.join(self.columns)}, got {name!r}")
+            raise DataError(f"column must be one of {', '.join(self.columns)}, got {name!r}")
         return self.columns[name]
 
     @property
+    def descriptions(self) -> dict[str, str]:
+        """What each of the table's columns means."""
+        return {name: DESCRIPTIONS[name] for name in self.columns if name in DESCRIPTIONS}
+
+    @property
     def is_suspect(self) -> Bool[Tensor, "n"]:
-        """Which labels are held to be wrong."""
+        """Whether each label is estimated to be wrong."""
         return self.columns["is_suspect"]
 
     def order(self, by: str = "suspicion") -> Tensor:
@@ -118,37 +123,39 @@ class AuditTable:
         return [dict(zip(chosen, values, strict=True)) for values in zip(*chosen.values(), strict=True)]
 
     def with_groups(self, groups: ExampleGroups) -> "AuditTable":
-        """The same table with the group of each example by signal direction.
+        """A copy of the table with the signal direction that each example belongs to.
 
         Args:
             groups: Of :func:`poprisk.theory.groups` for the same training set.
 
         Raises:
-            DataError: the groups are of another number of examples.
+            DataError: the groups have another number of examples.
         """
         if len(groups.group) != len(self):
-            raise DataError(f"the table has {len(self)} examples, the groups are of {len(groups.group)}")
+            raise DataError(f"groups must have the table's {len(self)} examples, got {len(groups.group)}")
         added = {"group": groups.group.cpu(), "group_captured": groups.captured.cpu()}
         if groups.tail_norm is not None:
             added["tail_norm"] = groups.tail_norm.cpu()
         return replace(self, columns={**self.columns, **added})
 
     def cleaned_targets(self, chosen: Sequence[int] | Tensor | None = None) -> Tensor:
-        """A copy of the targets with the suggested ones put in.
+        """A copy of the targets with suggested targets for some of the examples.
 
         Args:
-            chosen: For which examples: positions, or a mask; default: those with ``is_suspect``.
+            chosen: Positions or a mask of the examples to change; default: the suspects.
 
         Raises:
             DataError: nothing can be suggested for these targets, or a position is out of range.
         """
         if self.suggested_targets is None:
-            raise DataError("there are no suggested targets: these targets are neither classes nor numbers to predict")
+            raise DataError("there are no suggested targets, because the targets are neither classes nor numbers")
         where = self.is_suspect if chosen is None else torch.as_tensor(chosen)
         if where.dtype == torch.bool and where.shape != (len(self),):
-            raise DataError(f"a mask needs one entry for each of {len(self)} examples, got shape {list(where.shape)}")
+            raise DataError(
+                f"a mask must have one entry for each of the {len(self)} examples, got shape {list(where.shape)}"
+            )
         if where.dtype != torch.bool and where.numel() and not 0 <= int(where.min()) <= int(where.max()) < len(self):
-            raise DataError(f"examples are 0 … {len(self) - 1}, got {int(where.min())} … {int(where.max())}")
+            raise DataError(f"positions must lie in 0 … {len(self) - 1}, got {int(where.min())} … {int(where.max())}")
         where = where.long() if where.dtype != torch.bool else where
         cleaned = self.targets.clone()
         cleaned[where] = self.suggested_targets[where].to(cleaned.dtype)
@@ -171,10 +178,10 @@ class AuditTable:
         return pd.DataFrame({name: column.numpy() for name, column in self.columns.items()})
 
     def save(self, path: str | Path) -> Path:
-        """Write the table as ``.csv`` or ``.parquet``, whole or not at all.
+        """Write the table as ``.csv`` or ``.parquet``, atomically.
 
         Raises:
-            DataError: the name ends in something else.
+            DataError: the name has another ending.
             MissingExtraError: pyarrow is not installed (parquet).
         """
         path = Path(path)
@@ -210,22 +217,24 @@ class AuditTable:
             "examples": len(self),
             "suspects": int(self.is_suspect.sum()),
             "wrong labels": self.wrong_labels,
-            "evaluated at": f"{len(self.moments)} moments of the training, the last after step {self.moments[-1]}",
+            "evaluated at": f"{len(self.moments)} steps of the training, the last one {self.moments[-1]}",
         }
         picture = table({name: DESCRIPTIONS[name] for name in shown}, [[row[name] for name in shown] for row in worst])
-        rest = [f"The {len(worst)} most suspicious of {len(self)}; all: worst(k), to_pandas(), save(path)."]
+        rest = [
+            f"The {len(worst)} most suspicious of {len(self)} examples. For all: worst(k), to_pandas(), save(path)."
+        ]
         return card("Audit of training labels", rows, picture=picture, notes=[*rest, *self.notes])
 
 
 def check_format(path: Path) -> None:
-    """Refuses, before anything slow, a file that a table cannot be written to.
+    """Refuse a file that a table cannot be written to, before anything slow is computed.
 
     Raises:
         DataError: the name ends in neither .csv nor .parquet.
         MissingExtraError: pyarrow is not installed (parquet).
     """
     if path.suffix not in (".csv", ".parquet"):
-        raise DataError(f"a table is written as .csv or .parquet, got {path.name!r}: change its ending")
+        raise DataError(f"the file ending must be .csv or .parquet, got {path.name!r}")
     if path.suffix == ".parquet":
         _pyarrow()
 

@@ -1,4 +1,4 @@
-r"""Weights that leave examples out, and the direction in which every kind of holdout leaves the uniform weights."""
+r"""Example weights that leave examples out, and the first-order direction common to every kind of holdout."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ def holdout_weights(
     r"""Example weights :math:`\alpha^{(-I)}` of Prop. ``common_first_variation``: 0 on I, n/(n-k) elsewhere.
 
     Args:
-        n: How many examples there are.
+        n: Number of examples.
         held_out: I, the k positions left out.
-        renormalize: Give the weight of those left out to the others, as the paper does; False leaves the others at 1,
-            which is what removal at fixed batches means.
-        dtype: Of the weights.
+        renormalize: Give the weight of those left out to the others, as the paper does. False leaves the others at 1,
+            which is removal at fixed batches.
+        dtype: Data type of the weights.
 
     Raises:
         DataError: a position is out of range or comes twice, or nothing would be left.
@@ -30,11 +30,9 @@ def holdout_weights(
     index = torch.as_tensor(held_out, dtype=torch.long).reshape(-1)
     k = len(index)
     if k and not (int(index.min()) >= 0 and int(index.max()) < n):
-        raise DataError(f"the examples are 0 … {n - 1}, got {index.tolist()} to hold out")
+        raise DataError(f"held_out must be among the examples 0 … {n - 1}, got {index.tolist()}")
     if len(index.unique()) != k or k >= n:
-        raise DataError(
-            f"a holdout is at most {n - 1} different examples of {n}, got {k}: some must be left to train on"
-        )
+        raise DataError(f"held_out must be at most {n - 1} different examples of {n}, got {k}: leave some to train on")
     alpha = torch.full((n,), n / (n - k) if renormalize else 1.0, dtype=dtype)
     alpha[index.to(alpha.device)] = 0.0
     return alpha
@@ -74,7 +72,7 @@ def common_first_variation(n: int, k: int, i: int, *, dtype: torch.dtype = torch
     """
     _check(n, i)
     if not 1 <= k <= n - 1:
-        raise DataError(f"a holdout has 1 … {n - 1} of {n} examples, got k = {k}")
+        raise DataError(f"k must be 1 … {n - 1} of {n} examples, got {k}")
     holds, spares = (k - 1) / (n - 1), (n - k) / (n - 1)
     average = torch.full((n,), holds - spares * (k / (n - k)), dtype=dtype)
     average[i] = 1.0

@@ -1,4 +1,4 @@
-r"""How fast each step lowered population risk, from the gradients of its batch: a signal that needs no other data."""
+r"""How fast each step lowered population risk, estimated from the gradients of its batch, without other data."""
 
 from collections.abc import Sequence
 
@@ -19,16 +19,16 @@ def population_rates(
 
     .. math:: \Omega_{B_k}(M_{k-1}) = \bar g_k^\top M_{k-1} \bar g_k - \operatorname{tr}(M_{k-1} \Sigma_k)/(b-1)
 
-    Positive: a fresh batch would have lost about as much by this step (learning rate inside M). Around zero or below:
-    what the step did to its own batch, it did by fitting these examples. The preconditioner of step k was decided with
-    batch k in hand, and scored on it looks good on pure noise; the one of step k - 1 has not seen the batch. In later
-    epochs the weights have: there the rate is optimistic again (the paper's multi-epoch caveat).
+    A positive rate is about how much this step lowers the loss of a fresh batch (learning rate inside M). At zero or
+    below, the step only fits its own examples. The preconditioner of step k depends on batch k and looks good on it
+    even for pure noise; that of step k - 1 has not seen the batch. In later epochs the weights have seen it, so that
+    the rate is optimistic again (the paper's multi-epoch caveat).
 
     Args:
-        run: With its problem.
-        steps: Which ones, from 1 on; default: all. At step 0 there is no step before.
-        lagged: False scores each preconditioner on its own batch, to see the difference.
-        dtype: Of the gradients; default: the run's.
+        run: A recorded run with its problem.
+        steps: The steps, from 1 on; default: all. Step 0 has no step before it.
+        lagged: False evaluates each preconditioner on its own batch, for comparison.
+        dtype: Precision of the gradients; default: that of the run.
 
     Raises:
         DataError: a step outside the run, or a batch of one example.
@@ -44,11 +44,11 @@ def population_rates(
     """
     run.require_exact()
     if run.augmented:
-        raise RunError("inputs of this run were augmented: its batches are not the problem's examples as they are")
+        raise RunError("the inputs of this run were augmented, so that its batches are unknown: train without augment")
     first = 1 if lagged else 0
     chosen = range(first, run.num_steps) if steps is None else list(steps)
     if any(not first <= k < run.num_steps for k in chosen):
-        raise DataError(f"the rates are those of steps {first} … {run.num_steps - 1}, got {list(chosen)}")
+        raise DataError(f"steps must lie in {first} … {run.num_steps - 1}, got {list(chosen)}")
     model = run.model(dtype)
     inputs, targets = run.problem.batch(dtype=model.weights.dtype)
     rates = []

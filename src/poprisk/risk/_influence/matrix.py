@@ -25,8 +25,8 @@ def influence_matrix(run: Run | Unrolled, *, loss: str | ExampleLoss | None = No
     r""":math:`\mathsf J_\Psi`, exactly: one adjoint query for each training example (Thm. ``self_influence_backward``).
 
     Args:
-        run: Or the run made differentiable, with options of your own.
-        loss: Ψ, which the influence is on; default: the loss that was trained.
+        run: The recorded run, or an :class:`Unrolled` of it.
+        loss: Ψ, the loss that is evaluated; default: the loss that was trained.
 
     Returns:
         Entry (i, j): the change of example i's loss predicted for the removal of example j.
@@ -53,13 +53,13 @@ def influence_on(
 ) -> Float[Tensor, "m n"]:
     """The change of each query's loss predicted for the removal of each training example.
 
-    For smooth activations the prediction holds for whole removals. Where ``Unrolled(run).kinks`` names some (ReLU), it
+    For smooth activations the prediction holds for whole removals. With kinks such as ReLU (``Unrolled(run).kinks``) it
     is the exact derivative, but units that change side move the run by as much as an example does.
 
     Args:
-        run: Or the run made differentiable, with options of your own.
-        inputs: m queries.
-        targets: Their targets.
+        run: The recorded run, or an :class:`Unrolled` of it.
+        inputs: Inputs of m queries.
+        targets: Targets of the queries.
         loss: Ψ; default: the loss that was trained.
 
     Raises:
@@ -82,7 +82,7 @@ def influence_operator(run: Run | Unrolled, *, loss: str | ExampleLoss | None = 
     """The influence matrix by its products: k columns cost k forward directions, its transpose k adjoint queries.
 
     Args:
-        run: Or the run made differentiable, with options of your own.
+        run: The recorded run, or an :class:`Unrolled` of it.
         loss: Ψ; default: the loss that was trained.
     """
     unrolled = as_unrolled(run)
@@ -114,11 +114,11 @@ def self_influence(
     r"""The diagonal :math:`\mathsf J_{ii}`: the change of each example's loss predicted for its own removal.
 
     Args:
-        run: Or the run made differentiable, with options of your own.
+        run: The recorded run, or an :class:`Unrolled` of it.
         loss: Ψ; default: the loss that was trained.
-        products: Estimate it from so many products with the matrix; default: exactly, from n of them.
-        method: Of estimation, ``"xdiag"`` or ``"hutchinson"``.
-        seed: Of the probes.
+        products: Number of products with the matrix to estimate it from; default: the exact diagonal, from n products.
+        method: The estimator, ``"xdiag"`` or ``"hutchinson"``.
+        seed: Seed for the probes.
 
     Returns:
         One value per example, with its standard error; the cost is in directions through the run.
@@ -135,18 +135,18 @@ def self_influence(
 
 
 def exact_estimate(value: Tensor | float, unrolled: Unrolled) -> Estimate:
-    """A value known to rounding, at the price of one query per example."""
+    """An exact value, from one query per example."""
     error = torch.zeros_like(value) if isinstance(value, Tensor) else 0.0
     return Estimate(value, error, reason="exact derivative of the run", cost=unrolled.num_examples)
 
 
 def evaluation_model(unrolled: Unrolled, loss: str | ExampleLoss | None) -> FlatModel:
-    """The network with the loss that it is evaluated by."""
+    """The network with the loss to evaluate."""
     return unrolled.model if loss is None else FlatModel(unrolled.model.module, loss)
 
 
 def cast_inputs(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Floating-point inputs in another dtype; indices stay what they are."""
+    """Floating-point inputs in another dtype; integers stay as they are."""
     if isinstance(inputs, tuple):
         return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
     return inputs.to(dtype) if inputs.is_floating_point() else inputs
@@ -156,18 +156,18 @@ def _check_finite(slopes: Tensor) -> None:
     bad = ~slopes.isfinite().all(1)
     if bool(bad.any()):
         raise DataError(
-            f"example {int(bad.nonzero()[0])} has a loss whose gradient is not finite at the last weights: it has no "
-            "influence to speak of; look at the example, or evaluate by another loss"
+            f"the gradient of example {int(bad.nonzero()[0])}'s loss is not finite at the last weights, so that its "
+            "influence is not defined: check the example, or pass another loss"
         )
 
 
 def _queries(unrolled: Unrolled, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
-    """Examples as the run's own are: its device, its dtype."""
+    """Queries on the device and in the precision of the run."""
     parts = inputs if isinstance(inputs, tuple) else (inputs,)
     lengths = [x.shape[0] if x.dim() else 0 for x in (*parts, targets)]
     if len(set(lengths)) != 1 or not lengths[0]:
         raise DataError(
-            "queries need as many targets as inputs, at least 1, along their first axis, got shapes "
+            "inputs and targets must have the same number of queries, at least 1, along their first axis, got shapes "
             f"{[list(x.shape) for x in (*parts, targets)]}"
         )
     placed = tuple(x.to(unrolled.device) for x in parts)

@@ -1,4 +1,4 @@
-"""What the members of an ensemble differ in: example weights, other examples, other labels; and their batches."""
+"""The members of an ensemble of trainings: their example weights, examples and labels, and their batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from poprisk.runs import Problem, Run
 
 @dataclass(frozen=True)
 class Members:
-    r"""What each of K trainings is to differ in from the recorded one.
+    r"""How each of K trainings differs from the recorded one.
 
     A step whose gradient was :math:`\sum_{i \in B} \omega_i \nabla \ell_i` has
     :math:`\sum_{i \in B} \omega_i \alpha_{ki} \nabla \ell_{ki}` for member k: examples are weighted and never deleted,
     so that every member sees the recorded batches.
 
     Args:
-        weights: α, one row for each member, one number (0 or more) for each training example; 1 as recorded.
-        index_map: Which example stands at position i of member k: a training example 0 … n-1, or n + j for row j of
-            ``pool``. Default: the training examples as they are.
-        pool: Inputs and targets beyond the training examples.
+        weights: α, one row for each member, one number (0 or more) for each training example; 1 means as recorded.
+        index_map: The example at position i of member k: a training example 0 … n-1, or n + j for row j of ``pool``;
+            default: the training examples themselves.
+        pool: Inputs and targets of further examples.
         targets: Each member's own targets [K, n, …] for the training inputs, e.g. other labels.
         initial: Each member's first weights; default: the run's.
 
@@ -45,7 +45,7 @@ class Members:
 
 
 class MemberExamples:
-    """The examples of a stretch of members, batch by batch: shared where no member has its own."""
+    """The examples of a slice of the members, batch by batch; shared where no member has its own."""
 
     def __init__(
         self, problem: Problem, members: Members, chunk: slice, device: torch.device, dtype: torch.dtype
@@ -62,7 +62,7 @@ class MemberExamples:
             self._pool = (moved(members.pool[0], device), members.pool[1].to(device))
 
     def batch(self, index: Tensor, generator: Generator | None) -> tuple[Inputs, Tensor, tuple[int | None, int | None]]:
-        """Inputs and targets, and the axis of each that counts the members, None where they share them."""
+        """Inputs and targets, and the axis of members of each; None where members share them."""
         if self._map is not None and self._changed is not None and bool(self._changed[index].any()):
             rows = self._map[:, index.to(self._map.device)]
             inputs, targets = self._own(rows)
@@ -86,7 +86,7 @@ class MemberExamples:
 
 
 def check_members(run: Run, members: Members, keep: Sequence[int]) -> None:
-    """Refuses members that do not fit the run.
+    """Refuse members that do not fit the run.
 
     Raises:
         DataError: weights are negative, not finite or of the wrong shape, or an index is out of range.
@@ -94,13 +94,13 @@ def check_members(run: Run, members: Members, keep: Sequence[int]) -> None:
     n, weights, K = run.num_examples, members.weights, members.count
     if weights.dim() != 2 or weights.shape[1] != n or not K or not weights.is_floating_point():
         raise DataError(
-            f"members need a row of {n} weights each, one for each training example, got {weights.dtype} of shape "
-            f"{list(weights.shape)}"
+            f"weights must have a row of {n} numbers per member, one for each training example, got {weights.dtype} of "
+            f"shape {list(weights.shape)}"
         )
     if not bool(((weights >= 0) & weights.isfinite()).all()):
-        raise DataError("example weights must be finite numbers and not negative: 0 leaves an example out")
+        raise DataError("example weights must be finite and not negative: use 0 to leave an example out")
     if bool((weights.sum(1) == 0).any()):
-        raise DataError("a member has weight 0 for every example: there is nothing to train on")
+        raise DataError("every member needs an example with a positive weight, got a member with weight 0 for all")
     if members.index_map is not None:
         rows = n + (0 if members.pool is None else len(members.pool[1]))
         index = members.index_map
@@ -109,11 +109,11 @@ def check_members(run: Run, members: Members, keep: Sequence[int]) -> None:
                 f"index_map must be whole numbers from 0 to {rows - 1} of shape {[K, n]}, got {list(index.shape)}"
             )
         if members.targets is not None:
-            raise DataError("give either index_map or targets: an example from elsewhere brings its own target")
+            raise DataError("index_map and targets cannot be combined: examples of the pool have targets of their own")
     elif members.pool is not None:
-        raise DataError("a pool of other examples needs an index_map that says where they stand")
+        raise DataError("pool needs an index_map with the positions of its examples")
     if members.targets is not None and members.targets.shape[:2] != (K, n):
-        raise DataError(f"targets must have shape {[K, n]} in front, got {list(members.targets.shape)}")
+        raise DataError(f"the shape of targets must start with {[K, n]}, got {list(members.targets.shape)}")
     if members.initial is not None and members.initial.shape != (K, run.num_weights):
         raise DataError(f"initial must have shape {[K, run.num_weights]}, got {list(members.initial.shape)}")
     if any(not 0 <= k <= run.num_steps for k in keep):
@@ -126,12 +126,12 @@ def parts(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def moved(inputs: Inputs, device: torch.device) -> Inputs:
-    """On another device."""
+    """Inputs on another device."""
     return tuple(x.to(device) for x in inputs) if isinstance(inputs, tuple) else inputs.to(device)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another precision, where it is not whole numbers."""
+    """A floating-point tensor in another precision; integers stay as they are."""
     return x.to(dtype) if x.is_floating_point() else x
 
 

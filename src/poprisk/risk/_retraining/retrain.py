@@ -1,4 +1,4 @@
-r"""A recorded run trained again many times at once, each time with other example weights, examples or labels."""
+"""Train a recorded run again many times at once, each time with other example weights, examples or labels."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,29 +16,29 @@ from poprisk.risk._retraining.members import MemberExamples, Members, cast, chec
 from poprisk.runs import FlatRule, Problem, Run, SegmentReader, flat_rule, step_generator
 
 _CACHED_BYTES = 2**23
-"""On a CPU a stacked vector beyond this is slower per member: memory is fetched and mapped anew at every operation."""
+"""Size of a stacked vector beyond which a CPU is slower per member, because it no longer fits in the cache."""
 _SMALL_WORK = 1e12
-"""Multiplications up to which nobody needs to see how far it is."""
+"""Number of multiplications up to which no progress is shown."""
 _UNEXPLAINED = 1e-6
-"""A relative difference from 1 beyond which a recorded factor was more than rounding."""
+"""Relative difference from 1 beyond which a recorded factor is not rounding."""
 
 
 @dataclass(frozen=True)
 class Retrained:
-    """Where the members ended."""
+    """The members after training."""
 
     weights: Float[Tensor, "members d"]
-    """After the last step; NaN where a member diverged."""
+    """Weights after the last step; NaN where a member diverged."""
     kept: dict[int, Float[Tensor, "members d"]]
-    """Before the steps that were asked for."""
+    """Weights before the steps that were asked for."""
     trainings: float
-    """What it cost, in trainings like the recorded one."""
+    """Cost in trainings like the recorded one."""
     notes: tuple[str, ...]
-    """What was not trained again but taken over from the recorded run."""
+    """What was taken over from the recorded run instead of trained again."""
     step: int = 0
-    """Before which step of the run the members stand."""
+    """The step of the run that the members take next."""
     state: tuple[Float[Tensor, "members d"], ...] = ()
-    """Of their optimizers there, to go on from."""
+    """State of their optimizers there, to resume from."""
 
 
 def retrain(
@@ -57,30 +57,30 @@ def retrain(
 
     Batches in their order, options, learning rates, micro-batches and seeded augmentation are the recorded ones. Where
     :func:`poprisk.runs.train` clipped (``clip_norm``), each member's gradient is clipped by its own norm; a factor from
-    a loop of one's own whose origin is not recorded is applied as it was, and ``notes`` says so. A member with all
-    weights 1 ends where the run ended, to rounding.
+    a custom loop whose origin is not recorded is applied as it was, and ``notes`` says so. A member with all weights 1
+    ends at the weights of the run, to rounding.
 
     The gradients of all members are batched matrix products of the whole batch (no per-example gradient is formed), so
-    that K members cost the arithmetic of K runs. On the CPU they are worked on a few at a time, about 8 MiB per
-    stacked vector, which is faster than all at once; ``memory`` bounds it on every device.
+    that K members cost the arithmetic of K runs. On the CPU a few members are trained at a time, about 8 MiB per
+    stacked vector, which is faster than all at once; ``memory`` limits it on every device.
 
     Args:
-        run: With its problem, and nothing in the way of exact work (``run.obstacles``).
-        members: What each training differs in.
+        run: A recorded run with its problem, without obstacles to exact analysis (``run.obstacles``).
+        members: How each training differs from the recorded one.
         keep: Steps before which the weights are kept, from 0 to ``stop``.
-        stop: The step before which to end; default: with the run.
-        resume: Go on from where the same members stood when the recording was shorter, or stopped earlier.
-        dtype: Of the arithmetic; default: the run's.
-        memory: Bytes that the members worked on together may take, about.
-        progress: Show how far it is, on stderr; None does so where it takes long.
-        check: Take the run's first two steps and compare, where they were recorded densely.
+        stop: The step before which to stop; default: the end of the run.
+        resume: An earlier result of the same members, to continue from where it stopped.
+        dtype: Precision of the arithmetic; default: that of the run.
+        memory: Approximate limit in bytes for the members trained together.
+        progress: Whether to show progress on stderr; None shows it for long trainings.
+        check: Whether to compare the first two steps with the recorded ones, where every step was recorded.
 
     Returns:
-        The members' weights, beside the problem's examples.
+        The members' weights, on the device of the problem's examples.
 
     Raises:
-        RunError: the run has no problem, mixes its examples or draws at random, has weights of low precision, or its
-            steps are not those of its optimizer on its problem.
+        RunError: the run has no problem, mixes its examples or uses random numbers, has weights of low precision, or
+            its steps cannot be repeated from its optimizer and problem.
         DataError: weights are negative, not finite or of the wrong shape, or an index is out of range.
 
     >>> from poprisk.runs import train
@@ -130,11 +130,11 @@ def retrain(
 
 
 def _resumed(run: Run, members: Members, keep: Sequence[int], last: int, resume: Retrained | None) -> int:
-    """Where the members stand; refuses what cannot be gone on with."""
+    """The step to continue from; refuses members that cannot be resumed."""
     first = 0 if resume is None else resume.step
     if not first <= last <= run.num_steps or any(not first <= k <= last for k in keep):
         raise DataError(
-            f"the members stand before step {first} of a run of {run.num_steps}: stop and keep must lie from there on, "
+            f"stop and keep must lie in {first} … {run.num_steps}, from the members' next step to the end of the run, "
             f"got stop={last} and keep={list(keep)}"
         )
     if resume is not None and resume.weights.shape != (members.count, run.num_weights):
@@ -146,7 +146,7 @@ def _resumed(run: Run, members: Members, keep: Sequence[int], last: int, resume:
 
 @dataclass
 class _Trainer:
-    """The run's steps for a stretch of members."""
+    """The run's steps for a slice of the members."""
 
     run: Run
     rule: FlatRule
@@ -162,12 +162,10 @@ class _Trainer:
         self.seed = run.manifest["seed"] if run.augmented else None
         if run.augmented and problem.augment is None:
             raise RunError(
-                f"the run was augmented and problem {problem.name!r} has no augment: pass the one that was used"
+                f"the run was augmented, but problem {problem.name!r} has no augment: pass the one that was used"
             )
         if run.augmented and self.members.index_map is not None:
-            raise RunError(
-                "an augmented run cannot be trained again with other examples: its changes are of the recorded ones"
-            )
+            raise RunError("an augmented run cannot be retrained with other examples: train without augment")
         self._gradient = grad_and_value(self._loss)
         self._stacked: dict[tuple[int, ...], Replayed[tuple[Tensor, Tensor]]] = {}
         self._reader: SegmentReader | None = None
@@ -177,7 +175,7 @@ class _Trainer:
         return self.problem.device
 
     def recorded(self, k: int) -> SegmentReader:
-        """The stretch that has step k; opened once for all its steps."""
+        """The recorded segment that has step k; opened once for all its steps."""
         if self._reader is None or not self._reader.start <= k < self._reader.stop:
             self._reader = self.run.recorded(k)
         return self._reader
@@ -225,7 +223,7 @@ class _Trainer:
         assert g is not None
         if self.clip_norm is not None:
             norm = torch.linalg.vector_norm(g, dim=1, keepdim=True)
-            g = g * (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+            g = g * (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
         return g, loss
 
     def _member_gradients(
@@ -244,14 +242,14 @@ class _Trainer:
         return self._stacked[form](w, weights, targets, *parts(inputs))
 
     def _factor(self, k: int) -> float:
-        """What the recorded gradient was multiplied by, beside a clipping that is done again."""
+        """The factor of the recorded gradient, apart from clipping, which is computed again."""
         if self.clip_norm is not None:
             return 1.0
         factor, scale = self.recorded(k).factor(k)
         if abs(factor * scale - 1) > _UNEXPLAINED:
             self.notes.append(
-                "gradients were multiplied by factors whose origin is not recorded (clipping in a loop of one's own): "
-                "each member has the recorded factors"
+                "gradients were multiplied by factors of unknown origin (such as clipping in a custom loop): "
+                "each member uses the recorded factors"
             )
         return factor * scale
 
@@ -320,7 +318,7 @@ def _outputs(
 
 
 def _held(trainer: _Trainer) -> int:
-    """Numbers that a forward pass computes for one example; refuses a forward in which examples mix."""
+    """Number of values that a forward pass computes for one example; refuses a model that mixes examples."""
     problem, dtype = trainer.problem, trainer.dtype
     w = trainer.run.weights(0).to(trainer.device, dtype)
 
@@ -331,7 +329,7 @@ def _held(trainer: _Trainer) -> int:
 
 
 def _members_at_once(trainer: _Trainer, memory: int, held: int, batch: int) -> int:
-    """As many members as fit, and on a CPU no more than work well together."""
+    """Number of members that fit in memory, and on a CPU in its cache."""
     vector = trainer.run.num_weights * trainer.dtype.itemsize
     vectors = 4 + 2 * len(trainer.rule.state_names)
     fits = max(1, memory // (vectors * vector + 3 * held * batch * trainer.dtype.itemsize))
@@ -343,7 +341,7 @@ def _mean_weights(index: Tensor, batches: int) -> Float[Tensor, "b"]:
 
 
 def _check_first_steps(run: Run, trainer: _Trainer) -> None:
-    """What the problem and the optimizer's options give must be what was recorded: else no member means anything."""
+    """Refuse a run whose first steps do not follow from its problem and its optimizer's options."""
     alone = _Trainer(run, trainer.rule, trainer.dtype, Members(torch.ones(1, run.num_examples)))
     stop = min(2, run.num_steps)
     for k, w, _, _ in alone.steps(slice(0, 1), stop):
@@ -351,6 +349,6 @@ def _check_first_steps(run: Run, trainer: _Trainer) -> None:
         distance, off = (recorded - run.weights(0).to(w)).norm(), (w[0] - recorded).norm()
         if not bool(off <= 1e-3 * distance + 1e-5 * recorded.norm()):
             raise RunError(
-                f"step {k - 1} cannot be taken again: the weights come out {float(off / recorded.norm()):.1e} "
-                "(relative) off; the run had a variance source, or its loop changed gradients in a way not recorded"
+                f"step {k - 1} cannot be repeated: its weights differ by {float(off / recorded.norm()):.1e} "
+                "(relative). Record a run without a variance source, whose loop does not change gradients"
             )
