@@ -271,7 +271,7 @@ def test_bad_members_are_refused():
         (Members(ones, index_map=index[:1]), f"from 0 to {N - 1}"),
         (Members(ones, pool=examples()), "needs an index_map"),
         (Members(ones, index_map=index, targets=index), "index_map and targets"),
-        (Members(ones, targets=index[:1]), "targets must have shape"),
+        (Members(ones, targets=index[:1]), "shape of targets must start with"),
         (Members(ones, initial=torch.zeros(2, 3)), "initial must have shape"),
     ):
         with pytest.raises(DataError, match=message):
