@@ -71,9 +71,9 @@ def replace_labels(
 
     Args:
         labels: The true labels, in 0 … num_classes - 1.
-        share: How many to replace, from 0 to 1.
-        num_classes: How many classes there are, at least 2.
-        generator: Decides which examples and which labels.
+        share: Share of the labels to replace, from 0 to 1.
+        num_classes: Number of classes, at least 2.
+        generator: Random generator that chooses the examples and their new labels.
 
     Raises:
         DataError: the share or a label is out of range.

@@ -34,14 +34,14 @@ class Problem:
             returns a scalar.
         inputs: All training inputs, first axis the examples; a tuple where the forward takes several tensors.
         targets: All training targets.
-        name: What to call it.
+        name: Name of the problem, for messages and reports.
         arguments: Keyword arguments of ``make_model``, JSON values if the run is to be reopened by itself.
-        show: Something a person can look at, given an example's index; default: a line of text.
-        test: Inputs and targets to test on.
-        augment: What is done to a batch of inputs, with a seeded generator; only what it draws from that is replayed.
+        show: Function that returns a display of the example with a given index; default: a line of text.
+        test: Test inputs and targets.
+        augment: Function applied to a batch of inputs and a seeded generator; only what it draws from that is replayed.
         batch_loss: The mean of ``loss`` over a batch of outputs and targets, written as the training loop computes it,
             where that must be repeated bit by bit.
-        seed: Of the model's first weights.
+        seed: Seed for the initial weights.
 
     Raises:
         DataError: inputs and targets (or those to test on) differ in length, or there are none.
@@ -107,12 +107,12 @@ class Problem:
         return problem
 
     def __len__(self) -> int:
-        """How many training examples, n."""
+        """Number n of training examples."""
         return len(self.targets)
 
     @property
     def device(self) -> torch.device:
-        """Where the examples are."""
+        """The device of the examples."""
         return self.targets.device
 
     def module(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> nn.Module:
@@ -158,7 +158,7 @@ class Problem:
         return vmap(self._example_loss)(outputs, targets).mean()
 
     def show(self, i: int) -> Any:
-        """Example i as a person would want to see it.
+        """Example i in a form for display.
 
         Raises:
             DataError: there is no such example.

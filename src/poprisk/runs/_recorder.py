@@ -24,13 +24,13 @@ from poprisk.runs._step import Indices, StepContext, StepRecord, micro_batches
 from poprisk.runs._storage import DirectoryStorage, MemoryStorage, RunWriter, relocate
 
 _CAREFUL = 10
-"""So many first steps of a sparse recording are looked at as closely as those of a dense one."""
+"""Number of initial steps of a sparse recording that are checked as closely as those of a dense one."""
 
 
 class Recorder:
     r"""Records a training loop into a :class:`~poprisk.runs.Run`: weights, batches by index, each step's linear map.
 
-    Two or three lines in a loop, which stays what it is::
+    It takes two or three lines in a training loop, which otherwise stays the same::
 
         recorder = Recorder("runs/first", model, optimizer, problem=problem, every=100)
         for index, x, y in DataLoader(recorder.dataset(data), batch_size=32, shuffle=True):
@@ -44,7 +44,7 @@ class Recorder:
 
     *Dense* (``every=1``): weights, preconditioner and momentum buffer of every step are kept, about three weight
     vectors a step (SGD: one or two). *Sparse* (``every=100``): weights and optimizer state of every hundredth step;
-    what lies between is computed again when it is asked for, and checked against the next checkpoint bit by bit.
+    the steps between are computed again on demand and checked against the next checkpoint bit by bit.
 
     Clipping by norm and unscaling are observed (:mod:`poprisk.runs._gradients`), micro-batches may be accumulated,
     and learning rates and other options of each parameter group may change. In dense recording whatever else moves the
@@ -56,22 +56,22 @@ class Recorder:
     PopRiskAdamW can be recorded only densely.
 
     Args:
-        path: A directory for the run, new or empty; None keeps the run in memory.
+        path: Directory for the run, new or empty; None keeps the run in memory.
         model: The module that is trained.
-        optimizer: Over all its trainable parameters.
-        problem: What is trained; else ``loss`` and ``examples``.
-        loss: As for :class:`~poprisk.runs.Problem`, where there is none.
-        examples: How many training examples there are, n.
-        every: Steps between checkpoints; 1 records densely.
-        steps: How many steps are planned, for the estimate of disk use.
-        seed: Of ``step.generator``, from which a seeded augmentation draws.
+        optimizer: An optimizer over all its trainable parameters.
+        problem: The problem that is trained; without one, give ``loss`` and ``examples``.
+        loss: The loss as for :class:`~poprisk.runs.Problem`, if no problem is given.
+        examples: Number n of training examples, if no problem is given.
+        every: Number of steps between checkpoints; 1 records densely.
+        steps: Number of planned steps, used to estimate disk use.
+        seed: Seed for ``step.generator``, from which a seeded augmentation draws.
         augmentation: ``"seeded"`` if all random changes of inputs are ``problem.augment`` with ``step.generator``,
             ``"unseeded"`` if there are others: recorded, but no exact analysis is possible. Default: seeded if the
             problem has an augmentation, else none.
-        verify_steps: How many first steps to check against the problem, each at the cost of a gradient.
-        segment_steps: Steps in one file of a dense run; default: about 32 MiB.
-        resume: Go on with the run that the directory holds: model and optimizer are put where its last checkpoint was.
-        training: Any JSON value to keep in the manifest: how the loop was set up.
+        verify_steps: Number of initial steps to check against the problem; each check costs one gradient.
+        segment_steps: Number of steps per file of a dense run; default: about 32 MiB.
+        resume: Continue the run in the directory: model and optimizer are restored from its last checkpoint.
+        training: Any JSON value that describes the training loop; kept in the manifest.
 
     Raises:
         RunError: the directory holds something else; the optimizer is not known or not the model's; there is not enough
@@ -143,7 +143,7 @@ class Recorder:
 
     @property
     def num_steps(self) -> int:
-        """Steps recorded so far; where a resumed loop has to go on."""
+        """Number of steps recorded so far; a resumed loop continues with this step."""
         return self._writer.num_steps
 
     @property
@@ -153,12 +153,12 @@ class Recorder:
 
     @property
     def bytes_per_step(self) -> float:
-        """About how much a step takes on the disk, without its indices."""
+        """Estimated bytes per step on disk, without its indices."""
         return bytes_per_step(self._optimizer, self.layout, self.every, self._segment_steps)
 
     @property
     def estimated_bytes(self) -> int:
-        """About how much the planned steps (1000 if none were named) take on the disk."""
+        """Estimated bytes of the planned steps (1000 if ``steps`` was not given) on disk."""
         start = self.layout.size * self.layout.dtype.itemsize
         return math.ceil(start + self.bytes_per_step * (self.steps or 1000))
 
@@ -185,7 +185,7 @@ class Recorder:
         Args:
             indices: Which examples the loss is a mean over. Several tensors, or ``step.micro_batch(…)`` inside the
                 block: micro-batches whose mean losses are divided by their number and added up.
-            weights: Of each example's loss in the loss of the step, where it is not a plain mean (a sum has ones).
+            weights: Weight of each example's loss in the loss of the step, if it is not a plain mean (ones for a sum).
             loss_scale: What the loss is multiplied by before ``backward()`` and the gradients are divided by before
                 ``step()``, e.g. ``scaler.get_scale()``. Only then may the optimizer skip the step.
 
@@ -198,14 +198,14 @@ class Recorder:
 
     @property
     def run(self) -> Run:
-        """The run as far as it has been written."""
+        """The run, up to the steps written so far."""
         if not self._writer.has_begun:
             raise RunError("nothing has been recorded yet: put a step inside `with recorder.step(indices):`")
         self._writer.wait()
         return Run(self._writer.storage, problem=self.problem)
 
     def flush(self) -> Run:
-        """Write the steps so far, also where they do not fill a file yet, to be looked at while training goes on.
+        """Write the steps so far, even if they do not fill a file, so that the run can be read during training.
 
         Returns:
             The run up to here.
@@ -219,7 +219,7 @@ class Recorder:
         return self.run
 
     def close(self) -> Run:
-        """Write what is left and take the hooks away.
+        """Write the remaining steps and remove the hooks.
 
         Returns:
             The finished run.

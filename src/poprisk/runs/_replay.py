@@ -42,10 +42,10 @@ def replay(run: Run, *, start: int = 0, stop: int | None = None, tolerate: bool 
     is in ``run.manifest``. A loop of your own has the same bits only if ``problem.batch_loss`` does what the loop does.
 
     Args:
-        run: With a problem.
-        start: A step at which there is a checkpoint.
-        stop: Where to end; default: with the run.
-        tolerate: Go on where the weights deviate, and report by how much. Default: refuse.
+        run: A run with a problem.
+        start: First step to execute; one of ``run.checkpoints``.
+        stop: Step to stop at; default: the end of the run.
+        tolerate: Whether to continue if the weights deviate, and report by how much. Default: raise an error.
 
     Raises:
         RunError: the weights deviate, or the run cannot be executed again (no problem, unseeded chance).

@@ -67,7 +67,7 @@ class Run:
 
         Args:
             path: The directory.
-            problem: What was trained, if it cannot be rebuilt from its import path; its data are checked.
+            problem: The problem that was trained, if it cannot be rebuilt from its import path; its data are checked.
             tolerate: Accept replayed weights that deviate from the recorded checkpoints.
 
         Raises:
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def path(self) -> Path | None:
-        """Where it is on disk; None in memory."""
+        """The directory of the run; None if it is in memory."""
         return getattr(self._storage, "path", None)
 
     @property
@@ -110,17 +110,17 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """How many steps were taken."""
+        """Number of steps."""
         return self._manifest["num_steps"]
 
     @property
     def num_examples(self) -> int:
-        """How many training examples there are, n."""
+        """Number n of training examples."""
         return self._manifest["examples"]
 
     @property
     def num_weights(self) -> int:
-        """How many trainable weights there are, d."""
+        """Number d of trainable weights."""
         return self.layout.size
 
     @property
@@ -135,7 +135,7 @@ class Run:
 
     @cached_property
     def problem(self) -> Problem:
-        """What was trained.
+        """The problem that was trained.
 
         Raises:
             RunError: it was not recorded, or cannot be rebuilt here: the message says what to pass to :meth:`load`.
@@ -158,7 +158,7 @@ class Run:
         Parts that were in evaluation mode are so again. Weights of any moment go in by ``layout.split(weights(k))``.
 
         Args:
-            dtype: Default: the recorded one.
+            dtype: Data type of the weights; default: the recorded one.
 
         Raises:
             RunError: the problem is not known, or builds another model: other names, shapes or frozen numbers.
@@ -175,7 +175,7 @@ class Run:
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """Why exact analyses are not possible, in words; empty where they are."""
+        """The reasons why exact analyses are not possible; empty if they are possible."""
         return tuple(self._manifest["obstacles"])
 
     def require_exact(self) -> None:
@@ -189,12 +189,12 @@ class Run:
 
     @property
     def augmented(self) -> bool:
-        """Whether inputs were changed from step to step; then no step sees ``problem.inputs`` as they are."""
+        """Whether inputs were augmented, so that steps did not see ``problem.inputs`` unchanged."""
         return self._manifest["augmentation"] is not None
 
     @cached_property
     def losses(self) -> Float[Tensor, "steps"]:
-        """The loss of each step's batch before the step, in float64; NaN where the loop did not say it."""
+        """The loss of each step's batch before the step, in float64; NaN where the loop did not set it."""
         parts = [self._segment(i).losses for i in range(len(self._manifest["segments"]))]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 

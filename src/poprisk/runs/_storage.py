@@ -176,13 +176,13 @@ class RunWriter:
     than many a training step; what goes wrong there is raised at the next segment, or at the end.
 
     Args:
-        storage: Where to.
-        layout: Of the flat weights.
-        module: That is trained.
-        parameters: In the layout's order.
-        optimizer: Of these parameters.
-        examples: How many training examples there are.
-        segment_steps: Steps in one segment.
+        storage: Where the run is written.
+        layout: Layout of the flat weights.
+        module: The module that is trained.
+        parameters: Its parameters in the layout's order.
+        optimizer: The optimizer of these parameters.
+        examples: Number of training examples.
+        segment_steps: Number of steps per segment.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Training a problem with a recorder around it, for those who have no loop of their own."""
+"""Train a problem and record the run, without a training loop of your own."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -39,32 +39,32 @@ def train(
 ) -> Run:
     """Train a problem's model and record the run.
 
-    The examples are drawn in epochs, each in an order of its own that follows from the seed; the last few, if they do
-    not fill a batch, wait for the next epoch. Everything random follows from (seed, step), so that a run that was
-    killed goes on to the same bits as one that was not.
+    Examples are drawn in epochs, each in a random order given by the seed; an incomplete last batch is dropped. All
+    random numbers are determined by (seed, step), so a run that was killed and resumed gives the same bits as one that
+    was not interrupted.
 
     Args:
-        problem: What to train, on the device of its examples.
-        optimizer: Makes the optimizer of the model's parameters: ``torch.optim.Adam``, or
+        problem: The problem to train, on the device of its examples.
+        optimizer: Function that builds the optimizer from the model's parameters: ``torch.optim.Adam``, or
             ``functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)``.
-        steps: How many steps there are to be in the end.
-        batch_size: Examples in a step; None takes them all.
-        seed: Of batches, augmentation and dropout; the first weights have ``problem.seed``.
-        path: A directory for the run; None keeps it in memory.
-        every: Steps between checkpoints; 1 records weights and linearization of every step.
-        accumulate: Micro-batches in a step, of equal size.
-        clip_norm: Scale gradients down to this norm.
-        schedule: What the learning rates are multiplied by in step k = 0, 1, …
-        dtype: Of the weights; default: as the factory makes them.
-        segment_steps: Steps in one file of a dense run.
-        resume: Go on with the run in ``path``; one with all its steps is only opened.
-        progress: Show how far it is, on stderr; or what to call with (steps so far, loss) between steps.
+        steps: Total number of steps, including those of a resumed run.
+        batch_size: Number of examples per step; None uses all of them.
+        seed: Seed for batches, augmentation and dropout; the initial weights use ``problem.seed``.
+        path: Directory for the run; None keeps the run in memory.
+        every: Number of steps between checkpoints; 1 records weights and linearization of every step.
+        accumulate: Number of micro-batches per step, of equal size.
+        clip_norm: Maximum norm of the gradients; None does not clip.
+        schedule: Function that returns the factor of the learning rates in step k = 0, 1, …
+        dtype: Data type of the weights; default: that of ``problem.make_model``.
+        segment_steps: Number of steps per file of a dense run.
+        resume: Continue the run in ``path``; a finished run is only opened.
+        progress: Whether to show progress on stderr, or a function called with (steps so far, loss) after each step.
 
     Returns:
         The run, with this problem.
 
     Raises:
-        HyperparameterError: a number is out of range, or the micro-batches do not divide the batch.
+        HyperparameterError: a number is out of range, or ``accumulate`` does not divide ``batch_size``.
         RunError: the directory holds another run.
 
     >>> from functools import partial
@@ -115,7 +115,7 @@ def train(
 
 
 def draw_batch(examples: int, batch_size: int, seed: int, step: int) -> Int[Tensor, "b"]:
-    """The indices of one step's batch, known without those before it; a full batch comes in order.
+    """The indices of one step's batch, independent of earlier calls; a full batch is in order.
 
     Raises:
         DataError: the batch is empty or larger than the data.
