@@ -2,7 +2,9 @@
 
 import io
 import math
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -279,9 +281,15 @@ def test_twins_differ_in_their_answers_only(watched):
         replace(evidence.SMOKE, seeds=(0,))
 
 
+@cache
+def watched_once():
+    return {"result": evidence.run(evidence.SMOKE)}
+
+
 @pytest.fixture
 def watched():
-    return {"result": evidence.run(evidence.SMOKE)}
+    """A copy, which a test may change."""
+    return deepcopy(watched_once())
 
 
 @pytest.fixture(scope="module")
