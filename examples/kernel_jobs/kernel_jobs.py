@@ -14,7 +14,7 @@ from torch import nn
 
 from poprisk import Problem, train
 from poprisk._core.linalg.spectra import top_eigenpairs
-from poprisk.jobs import DiskMatrix, Plan, assemble_matrix, job_status, run_jobs
+from poprisk.jobs import DiskMatrix, JobPlan, assemble_matrix, job_status, run_jobs
 
 INPUTS, CLASSES, STEPS = 20, 3, 40
 MEMORY_LIMIT = 2**26
@@ -34,7 +34,7 @@ def points(count: int) -> Problem:
 
 
 def start_workers(folder: Path, count: int) -> list[subprocess.Popen]:
-    command = [sys.executable, "-m", "poprisk.jobs", "work", str(folder), "--lease", "20"]
+    command = [sys.executable, "-m", "poprisk", "jobs", "work", str(folder), "--lease", "20"]
     return [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(count)]
 
 
@@ -72,7 +72,7 @@ def main() -> None:
         problem = Problem.build(f"{__file__}:points", count=arguments.examples)
         run = train(problem, torch.optim.Adam, STEPS, batch_size=32, path=run_folder, progress=False)
 
-        plan = Plan(folder, threads=1, memory_limit=MEMORY_LIMIT)
+        plan = JobPlan(folder, threads=1, memory_limit=MEMORY_LIMIT)
         options = {"side": 50, "precision": arguments.precision}
         kernels = plan.train_kernel(run, [0, STEPS], **options)
         plan.cross_kernel(run, STEPS, **options)

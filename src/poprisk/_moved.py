@@ -158,9 +158,6 @@ MODULES: dict[str, dict[str, str]] = {
         "poprisk.risk._resampled": "RetrainOptions",
         "poprisk.risk._resampling": "replace_one",
     },
-    "poprisk.jobs": {
-        "poprisk.jobs._manifest": "Group Job",
-    },
     "poprisk.jobs.operator_columns": {
         "poprisk.jobs._operator_columns": (
             "CODE Columns KIND OPERATORS OperatorColumns SYMMETRIC operator_group probe_columns"

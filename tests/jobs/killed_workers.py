@@ -25,12 +25,10 @@ import torch
 
 from poprisk.errors import DataError
 from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._launch import run_jobs
-from poprisk.jobs._log import read_logs
 from poprisk.jobs._manifest import Manifest
-from poprisk.jobs._plan import Plan
-from poprisk.jobs._results import read_result
-from poprisk.jobs._worker import work
+from poprisk.jobs._plan import JobPlan
+from poprisk.jobs._results import read_logs, read_result
+from poprisk.jobs._worker import run_jobs, work
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
@@ -131,7 +129,7 @@ def counted(folder: Path, killed: list[str]) -> dict:
 
 
 def run_trials(trials: int, seed: int, examples: int = 72, **options) -> dict:
-    """Of kernels in full precision; ``options`` of ``Plan.train_kernel`` make others."""
+    """Of kernels in full precision; ``options`` of ``JobPlan.train_kernel`` make others."""
     options = options or {"method": "jacobian contraction"}
     torch.set_num_threads(1)
     chance, found, began = random.Random(seed), [], time.perf_counter()
@@ -139,7 +137,7 @@ def run_trials(trials: int, seed: int, examples: int = 72, **options) -> dict:
         folder = Path(place)
         problem = Problem.build(job_problems.blobs, n=examples, test=0, inputs=200, width=300, outputs=10)
         run = train(problem, torch.optim.Adam, 2, batch_size=32, path=folder / "run", progress=False)
-        (name,) = Plan(folder / "planned").train_kernel(run, 1, side=SIDE, **options)
+        (name,) = JobPlan(folder / "planned").train_kernel(run, 1, side=SIDE, **options)
         shutil.copytree(folder / "planned", folder / "alone")
         run_jobs(folder / "alone")
         alone = assemble_matrix(folder / "alone", name)

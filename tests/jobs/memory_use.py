@@ -10,8 +10,8 @@ import job_problems
 import torch
 
 from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._launch import run_jobs
-from poprisk.jobs._plan import Plan
+from poprisk.jobs._plan import JobPlan
+from poprisk.jobs._worker import run_jobs
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
@@ -23,7 +23,7 @@ def memory(what: str) -> int:
 
 
 def everything(folder: Path, run: Path, limit: int, **options) -> int:
-    (name,) = Plan(folder, memory_limit=limit).train_kernel(run, 0, **options)
+    (name,) = JobPlan(folder, memory_limit=limit).train_kernel(run, 0, **options)
     run_jobs(folder)
     K = assemble_matrix(folder, name)
     v = torch.ones(K.shape[1], dtype=K.dtype)

@@ -6,22 +6,21 @@ import pytest
 import torch
 
 from poprisk.errors import DataError
-from poprisk.jobs._keys import code_digest
-from poprisk.jobs._manifest import Group, Manifest
+from poprisk.jobs._manifest import JobGroup, Manifest, code_digest
 from poprisk.jobs._results import read_result, result_notes, result_path, write_result
 
 KIND = "job_problems:Squares"
 
 
 def group(**content):
-    return Group("squares", KIND, {"a": 1, **content}, [[0], [1]])
+    return JobGroup("squares", KIND, {"a": 1, **content}, [[0], [1]])
 
 
 def test_a_key_depends_on_kind_content_and_indices_and_on_nothing_else():
     first = group()
-    same = Group("other name", KIND, {"a": 1}, [[1], [0]], where={"run": "elsewhere"})
+    same = JobGroup("other name", KIND, {"a": 1}, [[1], [0]], where={"run": "elsewhere"})
     assert set(first.keys) == set(same.keys)
-    others = [group(a=2), group(b=0), Group("squares", "job_problems:Cubes", {"a": 1}, [[0], [1]])]
+    others = [group(a=2), group(b=0), JobGroup("squares", "job_problems:Cubes", {"a": 1}, [[0], [1]])]
     keys = {key for each in (first, *others) for key in each.keys}
     assert len(keys) == 2 * 4
 
@@ -41,7 +40,7 @@ def test_a_digest_of_code_depends_on_every_source(tmp_path, monkeypatch):
 
 
 def test_a_manifest_comes_back_and_lists_a_shared_job_once(tmp_path):
-    shared = Group("again", KIND, {"a": 1}, [[1], [2]])
+    shared = JobGroup("again", KIND, {"a": 1}, [[1], [2]])
     manifest = Manifest((group(),)).with_group(shared)
     manifest.save(tmp_path)
     loaded = Manifest.load(tmp_path)

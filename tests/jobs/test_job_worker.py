@@ -10,12 +10,10 @@ import torch
 
 from poprisk.errors import HyperparameterError, JobError
 from poprisk.jobs._claims import try_claim
-from poprisk.jobs._launch import run_jobs
-from poprisk.jobs._log import read_logs
-from poprisk.jobs._manifest import Group, Manifest
-from poprisk.jobs._results import read_result, result_path
+from poprisk.jobs._manifest import JobGroup, Manifest
+from poprisk.jobs._results import read_logs, read_result, result_path
 from poprisk.jobs._status import job_status
-from poprisk.jobs._worker import work
+from poprisk.jobs._worker import run_jobs, work
 
 COUNT = 6
 # Python 3.12 warns of any fork beside threads; these forks only compute, and end.
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.fixture
 def squares(tmp_path):
     def plan(**content):
-        group = Group("squares", "job_problems:Squares", content, [[i] for i in range(COUNT)])
+        group = JobGroup("squares", "job_problems:Squares", content, [[i] for i in range(COUNT)])
         Manifest((group,)).save(tmp_path)
         return group
 
@@ -184,8 +182,8 @@ def test_assembly_leaves_alone_what_others_are_writing(tmp_path):
     from poprisk.jobs._assemble import assemble_matrix
 
     where = {"layout": "columns", "shape": [4, 8], "symmetric": False, "dtype": "float32"}
-    done = Group("done", "job_problems:Squares", {}, [[0], [4]], where)
-    Manifest((done, Group("going on", "job_problems:Squares", {"other": 1}, [[7]]))).save(tmp_path)
+    done = JobGroup("done", "job_problems:Squares", {}, [[0], [4]], where)
+    Manifest((done, JobGroup("going on", "job_problems:Squares", {"other": 1}, [[7]]))).save(tmp_path)
     from poprisk.jobs._results import write_result
 
     for key in done.keys:

@@ -17,11 +17,11 @@ import torch
 from poprisk._core.progress import Progress
 from poprisk.cli import main
 from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._launch import run_jobs, slurm_script
-from poprisk.jobs._manifest import Group, Manifest
-from poprisk.jobs._plan import Plan
+from poprisk.jobs._manifest import JobGroup, Manifest
+from poprisk.jobs._plan import JobPlan
+from poprisk.jobs._slurm import slurm_script
 from poprisk.jobs._status import job_status
-from poprisk.jobs._worker import worker_name
+from poprisk.jobs._worker import run_jobs, worker_name
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 @pytest.fixture
 def squares(tmp_path):
-    group = Group("squares", "job_problems:Squares", {}, [[i] for i in range(20)])
+    group = JobGroup("squares", "job_problems:Squares", {}, [[i] for i in range(20)])
     Manifest((group,)).save(tmp_path)
     return tmp_path
 
@@ -69,8 +69,8 @@ def test_errors_are_one_line_with_an_exit_code(tmp_path, capfd):
 
 def test_assemble_prints_where_the_matrices_are(tmp_path, capfd):
     run = train(Problem.build(job_problems.blobs), torch.optim.SGD, 1, path=tmp_path / "run", progress=False)
-    Plan(tmp_path / "jobs").train_kernel(run, 0, side=10)
-    Plan(tmp_path / "jobs").train_kernel(run, 0, side=10, precision="float16", name="rounded")
+    JobPlan(tmp_path / "jobs").train_kernel(run, 0, side=10)
+    JobPlan(tmp_path / "jobs").train_kernel(run, 0, side=10, precision="float16", name="rounded")
     run_jobs(tmp_path / "jobs")
     assert call("assemble", tmp_path / "jobs") == 0
     exact, rounded = (assemble_matrix(tmp_path / "jobs", f"{name} at step 0") for name in ("train kernel", "rounded"))
@@ -82,7 +82,7 @@ def test_assemble_prints_where_the_matrices_are(tmp_path, capfd):
 
 def test_a_worker_that_is_told_to_end_gives_its_job_back(tmp_path, capfd):
     """SIGTERM, as SLURM and torchrun send it: another worker goes on at once, no lease is waited for."""
-    Manifest((Group("squares", "job_problems:Squares", {"seconds": 0.7}, [[i] for i in range(4)]),)).save(tmp_path)
+    Manifest((JobGroup("squares", "job_problems:Squares", {"seconds": 0.7}, [[i] for i in range(4)]),)).save(tmp_path)
     process = multiprocessing.get_context("fork").Process(target=main, args=(["jobs", "work", str(tmp_path)],))
     process.start()
     while not job_status(tmp_path).done:
@@ -116,7 +116,7 @@ def test_the_slurm_script_is_a_script(squares, tmp_path):
 
 def test_a_plan_for_gpus_asks_for_them(tmp_path):
     content = {"device": "cuda", "threads": 4}
-    Manifest((Group("squares", "job_problems:Squares", content, [[0]], {"memory_limit": 2**33}),)).save(tmp_path)
+    Manifest((JobGroup("squares", "job_problems:Squares", content, [[0]], {"memory_limit": 2**33}),)).save(tmp_path)
     script = slurm_script(tmp_path, tasks=1)
     assert "#SBATCH --gpus-per-task=1 " in script
     assert "#SBATCH --cpus-per-task=4 " in script

@@ -10,13 +10,11 @@ import torch
 
 from poprisk.errors import DataError, HyperparameterError, JobError, MixedNumericsWarning
 from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._launch import run_jobs
-from poprisk.jobs._log import read_logs
 from poprisk.jobs._manifest import Manifest
-from poprisk.jobs._plan import Plan
-from poprisk.jobs._results import read_result, write_result
+from poprisk.jobs._plan import JobPlan
+from poprisk.jobs._results import read_logs, read_result, write_result
 from poprisk.jobs._status import job_status
-from poprisk.jobs._worker import work
+from poprisk.jobs._worker import run_jobs, work
 from poprisk.operators._kernels.tangent import cross_kernel, train_kernel
 from poprisk.runs._problem import Problem
 from poprisk.runs._run import Run
@@ -42,7 +40,7 @@ def direct(run, **options):
 
 
 def planned(folder, run, side=7, **options):
-    plan = Plan(folder)
+    plan = JobPlan(folder)
     return plan.train_kernel(run, STEP, side=side, **options) + plan.cross_kernel(run, STEP, side=side, **options)
 
 
@@ -77,7 +75,7 @@ def test_a_train_kernel_is_symmetric_to_the_last_bit(tmp_path, run):
 
 
 def test_several_steps_are_several_kernels(tmp_path, run):
-    names = Plan(tmp_path).train_kernel(run, [0, STEP], side=10)
+    names = JobPlan(tmp_path).train_kernel(run, [0, STEP], side=10)
     run_jobs(tmp_path)
     first, last = (assemble_matrix(tmp_path, name).to_dense() for name in names)
     assert not torch.equal(first, last)
@@ -108,7 +106,7 @@ def test_planning_again_changes_nothing_and_a_wider_plan_keeps_what_is_done(tmp_
     before = (tmp_path / "manifest.json").read_bytes()
     planned(tmp_path, run)
     assert (tmp_path / "manifest.json").read_bytes() == before
-    Plan(tmp_path).train_kernel(run, 0, side=6)
+    JobPlan(tmp_path).train_kernel(run, 0, side=6)
     status = job_status(tmp_path)
     assert status.total - status.done == len(Manifest.load(tmp_path).groups[-1].jobs)
 
@@ -117,7 +115,7 @@ def test_planning_again_changes_nothing_and_a_wider_plan_keeps_what_is_done(tmp_
     "change", [{"side": 5}, {"method": "jacobian contraction"}, {"dtype": torch.float32}, {"preconditioner": 2.0}]
 )
 def test_whatever_changes_the_numbers_changes_the_keys(tmp_path, run, change):
-    one, two = (Plan(tmp_path / name) for name in ("one", "two"))
+    one, two = (JobPlan(tmp_path / name) for name in ("one", "two"))
     one.train_kernel(run, STEP, side=6)
     two.train_kernel(run, STEP, **{"side": 6, **change})
     keys = [set(Manifest.load(tmp_path / name).groups[0].keys) for name in ("one", "two")]
@@ -125,8 +123,8 @@ def test_whatever_changes_the_numbers_changes_the_keys(tmp_path, run, change):
 
 
 def test_threads_and_steps_change_the_keys_too(tmp_path, run):
-    Plan(tmp_path / "one").train_kernel(run, [0, 1, 2])
-    Plan(tmp_path / "two", threads=2).train_kernel(run, [0, 1, 2])
+    JobPlan(tmp_path / "one").train_kernel(run, [0, 1, 2])
+    JobPlan(tmp_path / "two", threads=2).train_kernel(run, [0, 1, 2])
     groups = [group for name in ("one", "two") for group in Manifest.load(tmp_path / name).groups]
     keys = [key for group in groups for key in group.keys]
     assert len(set(keys)) == len(keys)
@@ -186,23 +184,23 @@ def test_the_file_is_one_that_numpy_maps(tmp_path, run):
 def test_what_other_processes_could_not_find_is_refused(tmp_path, run):
     memory = train(Problem.build(job_problems.blobs), torch.optim.SGD, 1, progress=False)
     with pytest.raises(JobError, match=r"only in memory: run\.save"):
-        Plan(tmp_path).train_kernel(memory, 0)
+        JobPlan(tmp_path).train_kernel(memory, 0)
     local = job_problems.blobs()
     train(local, torch.optim.SGD, 1, path=tmp_path / "local", progress=False)
     with pytest.raises(JobError, match=r"must rebuild the problem .* Problem\.build"):
-        Plan(tmp_path / "jobs").train_kernel(tmp_path / "local", 0)
+        JobPlan(tmp_path / "jobs").train_kernel(tmp_path / "local", 0)
     untested = Problem.build(job_problems.blobs, test=0)
     train(untested, torch.optim.SGD, 1, path=tmp_path / "untested", progress=False)
     with pytest.raises(DataError, match="has no test set"):
-        Plan(tmp_path / "jobs").cross_kernel(tmp_path / "untested", 0)
+        JobPlan(tmp_path / "jobs").cross_kernel(tmp_path / "untested", 0)
 
 
 def test_wrong_options_are_refused(tmp_path, run):
     with pytest.raises(HyperparameterError, match="threads must be a whole number of at least 1, got 0"):
-        Plan(tmp_path, threads=0)
+        JobPlan(tmp_path, threads=0)
     with pytest.raises(HyperparameterError, match="device must be one of"):
-        Plan(tmp_path, device="cuda:1")
-    plan = Plan(tmp_path, memory_limit=100)
+        JobPlan(tmp_path, device="cuda:1")
+    plan = JobPlan(tmp_path, memory_limit=100)
     with pytest.raises(HyperparameterError, match="memory=100 bytes is too little"):
         plan.train_kernel(run, 0)
     with pytest.raises(HyperparameterError, match="method must be a Method"):
@@ -210,13 +208,13 @@ def test_wrong_options_are_refused(tmp_path, run):
     with pytest.raises(HyperparameterError, match="side must be at least 1"):
         plan.train_kernel(run, 0, side=0)
     with pytest.raises(DataError, match="k must lie in 0"):
-        Plan(tmp_path).train_kernel(run, 99)
+        JobPlan(tmp_path).train_kernel(run, 99)
 
 
 def test_a_run_and_its_jobs_can_be_moved_together(tmp_path, run):
     there = tmp_path / "there"
     Run.load(run.path).save(there / "run")
-    (name,) = Plan(there / "jobs").train_kernel(there / "run", STEP, side=10)
+    (name,) = JobPlan(there / "jobs").train_kernel(there / "run", STEP, side=10)
     there.rename(tmp_path / "here")
     run_jobs(tmp_path / "here" / "jobs")
     close(assemble_matrix(tmp_path / "here" / "jobs", name).to_dense(), direct(run)[0])
@@ -227,7 +225,7 @@ def test_a_run_and_its_jobs_can_be_moved_together(tmp_path, run):
 def test_kernels_on_a_gpu(tmp_path, run, method):
     """The CPU's numbers to rounding, and its own to the bit."""
     for folder in ("one", "two"):
-        plan, options = Plan(tmp_path / folder, device="cuda"), {"side": 6, "method": method}
+        plan, options = JobPlan(tmp_path / folder, device="cuda"), {"side": 6, "method": method}
         names = plan.train_kernel(run, STEP, **options) + plan.cross_kernel(run, STEP, **options)
         run_jobs(tmp_path / folder)
     for name, expected in zip(names, direct(run), strict=True):

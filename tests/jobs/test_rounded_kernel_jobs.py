@@ -9,12 +9,11 @@ import torch
 
 from poprisk.errors import DeviceError, HyperparameterError
 from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._launch import run_jobs
 from poprisk.jobs._manifest import Manifest
 from poprisk.jobs._numerics import pinned
-from poprisk.jobs._plan import Plan
+from poprisk.jobs._plan import JobPlan
 from poprisk.jobs._results import read_result, write_result
-from poprisk.jobs._worker import work
+from poprisk.jobs._worker import run_jobs, work
 from poprisk.operators._kernels.method import Method
 from poprisk.operators._kernels.plan import plan_tiles
 from poprisk.operators._kernels.precision import Precision, check_supported, error_bound
@@ -44,7 +43,7 @@ def run_of_one_output(tmp_path_factory):
 
 
 def planned(folder, run, device="cpu", **options):
-    plan, options = Plan(folder, device=device), {"side": SIDE, **options}
+    plan, options = JobPlan(folder, device=device), {"side": SIDE, **options}
     return plan.train_kernel(run, STEP, **options) + plan.cross_kernel(run, STEP, **options)
 
 
@@ -124,7 +123,7 @@ def test_the_bound_holds_against_the_naive_float64_kernel(tmp_path, request, out
 
 
 def test_tiles_of_different_precision_share_no_key(tmp_path, run):
-    plan = Plan(tmp_path)
+    plan = JobPlan(tmp_path)
     for precision in (None, *ON_A_CPU):
         plan.train_kernel(run, STEP, side=SIDE, method="layer factors", precision=precision, name=str(precision))
     groups = Manifest.load(tmp_path).groups
@@ -153,14 +152,14 @@ def test_the_matrix_has_the_largest_bound_of_its_tiles(tmp_path, run):
 
 
 def test_what_cannot_be_is_refused_before_anything_is_planned(tmp_path, run):
-    plan = Plan(tmp_path)
+    plan = JobPlan(tmp_path)
     for method in ("jacobian contraction", "vector products"):
         with pytest.raises(HyperparameterError, match=r"'auto' or 'layer factors', got .*: take one of them, or leave"):
             plan.train_kernel(run, STEP, method=method, precision="float16")
     with pytest.raises(HyperparameterError, match=r"float64: pass dtype=torch\.float32, or leave precision out"):
         plan.cross_kernel(run, STEP, dtype=torch.float64, precision="bfloat16x3")
     with pytest.raises(HyperparameterError, match=r"float64: pass dtype=torch\.float32"):
-        Plan(tmp_path, device="cuda").train_kernel(run, STEP, dtype=torch.float64, precision="tf32")
+        JobPlan(tmp_path, device="cuda").train_kernel(run, STEP, dtype=torch.float64, precision="tf32")
     with pytest.raises(DeviceError, match="needs the tensor cores of a GPU, and the device is 'cpu': use 'float32'"):
         plan.train_kernel(run, STEP, precision="tf32")
     with pytest.raises(HyperparameterError, match=r"precision must be a Precision or one of \['float32', 'tf32'"):

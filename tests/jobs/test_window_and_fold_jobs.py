@@ -8,9 +8,9 @@ import torch
 
 from poprisk.errors import DataError, HyperparameterError, JobError
 from poprisk.jobs._assemble import assemble_matrix, assemble_resampled
-from poprisk.jobs._launch import run_jobs
 from poprisk.jobs._operator_columns import OPERATORS, probe_columns
-from poprisk.jobs._plan import Plan
+from poprisk.jobs._plan import JobPlan
+from poprisk.jobs._worker import run_jobs
 from poprisk.operators._window import Window
 from poprisk.risk._k_fold import k_fold
 from poprisk.runs._problem import Problem
@@ -32,7 +32,7 @@ def window(run):
 
 
 def test_columns_of_the_identity_are_the_operators(tmp_path, run, window):
-    plan = Plan(tmp_path)
+    plan = JobPlan(tmp_path)
     names = {name: plan.operator_columns(run, name, start=2, columns_per_job=13) for name in OPERATORS}
     adjoint = plan.operator_columns(run, "test_transfer", start=2, adjoint=True, columns_per_job=13)
     run_jobs(tmp_path)
@@ -46,7 +46,7 @@ def test_columns_of_the_identity_are_the_operators(tmp_path, run, window):
 
 def test_random_probes_can_be_made_again(tmp_path, run, window):
     options = {"columns": "rademacher", "count": 7, "seed": 5}
-    name = Plan(tmp_path).operator_columns(run, "propagator", start=2, columns_per_job=3, **options)
+    name = JobPlan(tmp_path).operator_columns(run, "propagator", start=2, columns_per_job=3, **options)
     run_jobs(tmp_path)
     P = window.propagator
     X = probe_columns(P.shape[1], 0, 7, "rademacher", 5)
@@ -58,7 +58,7 @@ def test_random_probes_can_be_made_again(tmp_path, run, window):
 
 
 def test_wrong_operators_and_columns_are_refused(tmp_path, run):
-    plan = Plan(tmp_path)
+    plan = JobPlan(tmp_path)
     with pytest.raises(HyperparameterError, match="operator must be one of"):
         plan.operator_columns(run, "hessian")
     with pytest.raises(HyperparameterError, match="columns must be 'identity', 'rademacher'"):
@@ -77,7 +77,7 @@ def test_wrong_operators_and_columns_are_refused(tmp_path, run):
 
 @pytest.mark.parametrize("members_per_job", [1, 2])
 def test_a_k_fold_of_jobs_is_the_k_fold(tmp_path, run, members_per_job):
-    name = Plan(tmp_path).k_fold(run, folds=4, seed=3, members_per_job=members_per_job)
+    name = JobPlan(tmp_path).k_fold(run, folds=4, seed=3, members_per_job=members_per_job)
     run_jobs(tmp_path)
     found, expected = assemble_resampled(tmp_path, name), k_fold(run, folds=4, seed=3, progress=False)
     close(found.weights, expected.weights)
@@ -92,6 +92,6 @@ def test_a_k_fold_of_jobs_is_the_k_fold(tmp_path, run, members_per_job):
 
 
 def test_a_kernel_is_no_k_fold(tmp_path, run):
-    (name,) = Plan(tmp_path).train_kernel(run, 0)
+    (name,) = JobPlan(tmp_path).train_kernel(run, 0)
     with pytest.raises(JobError, match="is no K-fold: use assemble_matrix"):
         assemble_resampled(tmp_path, name)

@@ -9,7 +9,7 @@ import typer
 from poprisk.cli._outcome import interrupt_says, note
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that Plan wrote.", show_default=False)]
+_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that JobPlan wrote.", show_default=False)]
 _KEPT = "finished jobs are kept; start a worker again to go on"
 
 
@@ -17,7 +17,7 @@ _KEPT = "finished jobs are kept; start a worker again to go on"
 def _root() -> None:
     """Compute kernels, operators and retrainings as jobs that any number of processes can share.
 
-    A jobs directory is planned in Python with poprisk.jobs.Plan; workers may join, leave and die at any time.
+    A jobs directory is planned in Python with poprisk.jobs.JobPlan; workers may join, leave and die at any time.
     """
 
 

@@ -1,4 +1,4 @@
-"""The results of jobs put together: a matrix as one file that can be mapped, a resampling as its estimates."""
+"""Assembles the results of jobs: a matrix into one file that can be memory-mapped, a resampling into its estimates."""
 
 import json
 import warnings
@@ -14,7 +14,7 @@ from poprisk._core.store import atomic_file, write_json
 from poprisk.errors import DataError, JobError, MixedNumericsWarning
 from poprisk.jobs._disk_matrix import DiskMatrix
 from poprisk.jobs._kernel_tiles import precision_of
-from poprisk.jobs._manifest import Group, Manifest
+from poprisk.jobs._manifest import JobGroup, Manifest
 from poprisk.jobs._results import read_result, result_notes
 from poprisk.jobs._sources import find_run
 from poprisk.risk import Resampled, k_fold_of_weights
@@ -23,34 +23,34 @@ from poprisk.risk import Resampled, k_fold_of_weights
 def assemble_matrix(
     folder: str | Path, name: str, *, memory_limit: int | None = None, device: torch.device | str = "cpu"
 ) -> DiskMatrix:
-    r"""One matrix from the results of its jobs, in a ``.npy`` file of the directory; made once, then only opened.
+    r"""Assemble a matrix from the results of its jobs, in a ``.npy`` file of the directory, unless that exists already.
 
-    Every result is checked before it is used, and read by itself: no more than a few tiles are in memory.
+    Every result is verified before it is used; only a few tiles are in memory at a time.
 
     Args:
-        folder: Of the jobs.
-        name: Of a kernel or an operator, as ``Plan`` returned it.
-        memory_limit: Bytes that products may take; by default what the kernel was planned with, else 1 GiB.
-        device: Where products are made.
+        folder: Directory of the jobs.
+        name: Name of a kernel or an operator, as returned by ``JobPlan``.
+        memory_limit: Memory limit of products in bytes; default: the limit of the plan, or 1 GiB.
+        device: Device for products.
 
     Returns:
-        An operator; ``mapped()`` is a tensor over the file, ``path`` a file that numpy reads. For a kernel planned in
-        lower precision ``bound`` is the largest bound of its tiles, on :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}`.
+        A linear operator; ``mapped()`` is a tensor over the file, ``path`` the file, which numpy reads. For a kernel in
+        lower precision, ``bound`` is the largest bound of its tiles on :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}`.
 
     Raises:
-        JobError: results are missing or damaged, or the group is no matrix.
+        JobError: results are missing or damaged, or the group is not a matrix.
         DataError: there is no such group.
     """
     group, where = Manifest.load(folder).group(name), Path(folder)
     if group.where.get("layout") not in ("tiles", "columns"):
-        raise JobError(f"{name!r} is no matrix: use assemble_resampled")
+        raise JobError(f"{name!r} is not a matrix: use assemble_resampled")
     path = where / "assembled" / f"{group.digest[:24]}.npy"
     bound = _kept_bound(path)
     if not path.exists() or (bound is None and precision_of(group) is not None):
         _check_complete(group, where)
         with atomic_file(path) as file:
             bound = _write_matrix(file, group, where)
-            if bound is not None:  # there before the matrix has its name
+            if bound is not None:  # written before the matrix gets its name
                 write_json(path.with_suffix(".json"), {"precision": group.content["precision"], "bound": bound})
         _remove_leftovers(group, where)
     limit = memory_limit or group.where.get("memory_limit") or 2**30
@@ -59,15 +59,15 @@ def assemble_matrix(
 
 
 def assemble_resampled(folder: str | Path, name: str) -> Resampled:
-    """What :func:`poprisk.risk.k_fold` returns, from trainings that were jobs.
+    """Assemble the result of :func:`poprisk.risk.k_fold` from trainings done as jobs.
 
     Raises:
-        JobError: results are missing or damaged, or the group is no K-fold.
+        JobError: results are missing or damaged, or the group is not a K-fold.
         DataError: there is no such group.
     """
     group, where = Manifest.load(folder).group(name), Path(folder)
     if group.where.get("layout") != "members":
-        raise JobError(f"{name!r} is no K-fold: use assemble_matrix")
+        raise JobError(f"{name!r} is not a K-fold: use assemble_matrix")
     _check_complete(group, where)
     found = [_read(where, group, key) for key in group.keys]
     run = find_run(group, where, torch.device("cpu"))
@@ -76,7 +76,7 @@ def assemble_resampled(folder: str | Path, name: str) -> Resampled:
     return k_fold_of_weights(run, weights, group.content["seed"], notes=tuple(dict.fromkeys(notes)))
 
 
-def _check_complete(group: Group, folder: Path) -> None:
+def _check_complete(group: JobGroup, folder: Path) -> None:
     """Refuses where results are missing; warns where they were made on machines that round differently."""
     kinds, missing = set(), 0
     for key in group.keys:
@@ -98,7 +98,7 @@ def _check_complete(group: Group, folder: Path) -> None:
         )
 
 
-def _read(folder: Path, group: Group, key: str) -> dict[str, Tensor]:
+def _read(folder: Path, group: JobGroup, key: str) -> dict[str, Tensor]:
     try:
         return read_result(folder, key)
     except DataError as error:
@@ -108,15 +108,15 @@ def _read(folder: Path, group: Group, key: str) -> dict[str, Tensor]:
 
 
 def _kept_bound(path: Path) -> float | None:
-    """The largest bound of a matrix that was put together in lower precision."""
+    """The stored bound of an assembled matrix in lower precision."""
     try:
         return float(json.loads(path.with_suffix(".json").read_bytes())["bound"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def _write_matrix(file: BinaryIO, group: Group, folder: Path) -> float | None:
-    """All numbers into place; the largest of the bounds on their error, where there are any."""
+def _write_matrix(file: BinaryIO, group: JobGroup, folder: Path) -> float | None:
+    """Write all blocks; returns the largest bound on their error, if there are bounds."""
     rows, columns = group.where["shape"]
     dtype = np.dtype(group.where["dtype"])
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (rows, columns)}
@@ -133,8 +133,8 @@ def _write_matrix(file: BinaryIO, group: Group, folder: Path) -> float | None:
     return max(bounds, default=None)
 
 
-def _blocks(group: Group, indices: list[int], block: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """A result and the place of its corner; of a symmetric kernel also its transpose, below the diagonal."""
+def _blocks(group: JobGroup, indices: list[int], block: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """A block and the position of its corner; for a symmetric kernel also the transpose below the diagonal."""
     if group.where["layout"] == "columns":
         yield 0, indices[0], block
         return
@@ -145,8 +145,8 @@ def _blocks(group: Group, indices: list[int], block: Tensor) -> Iterator[tuple[i
         yield column, row, block.T
 
 
-def _remove_leftovers(group: Group, folder: Path) -> None:
-    """What killed workers had written aside for jobs that are done now; nobody reads it."""
+def _remove_leftovers(group: JobGroup, folder: Path) -> None:
+    """Delete temporary files that killed workers left for jobs that are done now."""
     keys = set(group.keys)
     for path in (folder / "results").glob("*/.*.tmp"):
         if path.name[1:].partition(".")[0] in keys:

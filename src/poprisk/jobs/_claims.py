@@ -1,10 +1,10 @@
-r"""Who works on which job, agreed upon through files alone: no server, no clock that two machines must share.
+r"""Which worker does which job, coordinated by files alone, without a server or synchronized clocks.
 
-A claim is a file ``claims/KEY.GENERATION`` that exactly one worker succeeds in making. While it works, it changes a
-counter in the file every few seconds. Whoever waits for the job watches the counter *by its own clock*: a counter that
-has not moved for a whole lease belongs to a dead worker, and the next generation of the claim may be made, again by
-exactly one. Claims are never removed while jobs are done, so a name is never made twice: a worker that believes a job
-free, because its view of the results is old, is told otherwise by the claim.
+A claim is a file ``claims/KEY.GENERATION`` that exactly one worker succeeds in creating. While it works, it increments
+a counter in the file every few seconds. Workers that wait for the job watch the counter *by their own clocks*: a
+counter that has not moved for a whole lease belongs to a dead worker, and the next generation of the claim may be
+created, again by exactly one worker. Claims are never removed while jobs run, so no file is created twice: a
+worker whose view of the results is outdated learns from the claim that the job is taken.
 """
 
 import json
@@ -20,14 +20,14 @@ from poprisk._core.store import create_exclusively, overwrite_in_place
 
 State = Literal["working", "done", "failed", "released", "unreadable"]
 
-# Bytes of a claim: every mark overwrites all of the one before.
+# Bytes of a claim; every mark overwrites the previous one completely.
 _LENGTH = 512
-# Of a lease: how often the counter moves. A worker may miss some beats before it is taken for dead.
+# Number of counter increments per lease. A worker may miss several before it counts as dead.
 _BEATS_IN_A_LEASE = 10
 
 
 @dataclass(frozen=True)
-class Claim:
+class JobClaim:
     """The right to do a job."""
 
     folder: Path
@@ -38,11 +38,11 @@ class Claim:
 
     @property
     def path(self) -> Path:
-        """Its file."""
+        """File of the claim."""
         return claim_path(self.folder, self.key, self.generation)
 
     def mark(self, state: State, counter: int = 0, reason: str = "") -> None:
-        """Say where the work stands.
+        """Record the state of the work.
 
         Raises:
             OSError: the claim's file cannot be written.
@@ -52,7 +52,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Mark:
-    """What a claim says."""
+    """Content of a claim."""
 
     worker: str
     state: State
@@ -61,18 +61,18 @@ class Mark:
 
 
 def claim_path(folder: Path, key: str, generation: int) -> Path:
-    """Where a claim lies."""
+    """File of a claim."""
     return folder / "claims" / key[:2] / f"{key}.{generation}"
 
 
-def try_claim(folder: Path, key: str, generation: int, worker: str) -> Claim | None:
-    """The claim, if nobody has that generation of it."""
-    claim = Claim(folder, key, generation, worker)
+def try_claim(folder: Path, key: str, generation: int, worker: str) -> JobClaim | None:
+    """The claim, or None if another worker has that generation of it."""
+    claim = JobClaim(folder, key, generation, worker)
     return claim if create_exclusively(claim.path, _record(worker, "working", 0, "")) else None
 
 
 def last_generation(folder: Path, key: str, known: int = 0) -> int:
-    """The highest generation that was claimed, from one that is known to be; -1 if there is none."""
+    """The highest generation claimed so far, searched from a known one; -1 if there is none."""
     if not claim_path(folder, key, known).exists():
         return -1
     while claim_path(folder, key, known + 1).exists():
@@ -81,7 +81,7 @@ def last_generation(folder: Path, key: str, known: int = 0) -> int:
 
 
 def read_mark(folder: Path, key: str, generation: int) -> Mark:
-    """What a claim says now; unreadable where its maker has not got as far as writing it."""
+    """The current content of a claim; unreadable if its worker has not written it yet."""
     try:
         read = json.loads(claim_path(folder, key, generation).read_bytes())
         return Mark(read["worker"], read["state"], read["counter"], read["reason"])
@@ -90,15 +90,15 @@ def read_mark(folder: Path, key: str, generation: int) -> Mark:
 
 
 @contextmanager
-def beating(claim: Claim, lease: float) -> Iterator[None]:
-    """Moves the claim's counter while the block runs, from a thread of its own."""
+def beating(claim: JobClaim, lease: float) -> Iterator[None]:
+    """Increments the counter of a claim in a thread while the block runs."""
     stop = Event()
 
     def beat() -> None:
         counter = 0
         while not stop.wait(lease / _BEATS_IN_A_LEASE):
             counter += 1
-            with suppress(OSError):  # a file system that fails now may be back at the next beat
+            with suppress(OSError):  # a file system that fails now may work again at the next beat
                 claim.mark("working", counter)
 
     thread = Thread(target=beat, daemon=True, name=f"beat of {claim.key[:8]}")
@@ -111,13 +111,13 @@ def beating(claim: Claim, lease: float) -> Iterator[None]:
 
 
 class Watch:
-    """Watches one claim that is another's, and tells when its worker must be dead.
+    """Watches the claim of another worker, and tells when that worker must be dead.
 
     Args:
-        folder: Of the jobs.
-        key: Of the job.
+        folder: Directory of the jobs.
+        key: Key of the job.
         lease: Seconds without a beat after which a worker is dead.
-        clock: This process's own; only differences count.
+        clock: Clock of this process; only differences matter.
     """
 
     def __init__(self, folder: Path, key: str, lease: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -127,7 +127,7 @@ class Watch:
         self._since = clock()
 
     def look(self) -> tuple[Mark, bool]:
-        """What the newest claim says, and whether its worker has not moved for a lease while we watched."""
+        """The newest claim, and whether its counter has not moved for a lease while we watched."""
         newest = max(self.generation, last_generation(self._folder, self._key, self.generation))
         mark = read_mark(self._folder, self._key, newest)
         if mark != self._seen or newest != self.generation:

@@ -1,4 +1,4 @@
-r"""A matrix that lies in a file and is larger than memory: products read it panel by panel."""
+r"""A matrix in a file that may be larger than memory: products read it panel by panel."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +19,13 @@ class DiskMatrix(LinearOperator):
 
     Args:
         path: The file, as :func:`~poprisk.jobs.assemble_matrix` or ``numpy.save`` wrote it.
-        symmetric: Whether it is known to be symmetric.
-        memory_limit: Bytes of the matrix that are in memory at a time.
-        device: Where products are made; panels are copied there.
-        bound: On :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}`, for a kernel of rows multiplied in lower precision.
+        symmetric: Whether the matrix is known to be symmetric.
+        memory_limit: Largest number of bytes of the matrix in memory at a time.
+        device: Device for products; panels are copied to it.
+        bound: Bound on :math:`|\Delta K_{ij}| / \sqrt{K_{ii} K_{jj}}`, for a kernel in lower precision.
 
     Raises:
-        DataError: the file is no matrix of float32 or float64.
+        DataError: the file does not contain a matrix of float32 or float64.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +49,7 @@ class DiskMatrix(LinearOperator):
         try:
             mapped = np.load(self.path, mmap_mode="r")
         except (OSError, ValueError) as error:
-            raise DataError(f"{path} is no matrix that can be mapped ({error}): assemble it again") from None
+            raise DataError(f"{path} is not a matrix that can be memory-mapped ({error}): assemble it again") from None
         if mapped.ndim != 2 or str(mapped.dtype) not in _DTYPES or not mapped.flags.c_contiguous:
             raise DataError(
                 f"{path} must be a matrix of float32 or float64, row by row, got {mapped.dtype} {list(mapped.shape)}"
@@ -68,24 +68,24 @@ class DiskMatrix(LinearOperator):
 
     @property
     def device(self) -> torch.device:
-        """Where products are made."""
+        """Device of the products."""
         return self._device
 
     @property
     def symmetric(self) -> bool:
-        """Whether it was said to be symmetric."""
+        """Whether the matrix is known to be symmetric."""
         return self._symmetric
 
     def mapped(self) -> Tensor:
-        """The whole matrix as a tensor over the mapped file, for functions that take a dense one.
+        """The whole matrix as a tensor over the memory-mapped file, for functions that take a dense matrix.
 
-        Pages are read as they are touched, and the system drops them again when memory is short; what is written to the
-        tensor stays in memory and does not reach the file.
+        Pages are read on access and dropped by the system when memory is short. Changes to the tensor stay in memory
+        and are not written to the file.
         """
         return torch.from_numpy(np.load(self.path, mmap_mode="c"))
 
     def panels(self) -> Iterator[tuple[slice, Tensor]]:
-        """Consecutive rows and their numbers, within the memory limit; each is unmapped when the next is asked for."""
+        """Consecutive blocks of rows within the memory limit; each is unmapped when the next is requested."""
         rows, columns = self._shape
         width = columns * self._dtype.itemsize
         height = max(1, min(rows, self.memory_limit // (2 * max(1, width))))
@@ -111,7 +111,7 @@ class DiskMatrix(LinearOperator):
         return found
 
     def to_dense(self, block_size: int | None = None) -> Tensor:
-        """The matrix in memory; there is nothing to multiply, so no block size."""
+        """The matrix in memory; ``block_size`` is ignored."""
         found = torch.empty(self._shape, dtype=self.dtype, device=self._device)
         for rows, panel in self.panels():
             found[rows] = panel

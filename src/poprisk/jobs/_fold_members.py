@@ -1,4 +1,4 @@
-"""The trainings of a K-fold as jobs: each job trains the recorded run again without some of the folds."""
+"""Members of a K-fold resampling: each job trains the recorded run again without some of the folds."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from poprisk._core.autodiff import slices
 from poprisk.errors import HyperparameterError
-from poprisk.jobs._manifest import Group
+from poprisk.jobs._manifest import JobGroup
 from poprisk.jobs._sources import find_run, run_digest, settings, where_is
 from poprisk.risk import Members, k_fold_members, retrain
 from poprisk.runs import Run, flat_rule
@@ -20,13 +20,13 @@ CODE = ("poprisk.risk._retraining", "poprisk.risk", "poprisk.runs", "poprisk.opt
 class FoldMembers:
     """A run opened by a worker, with the example weights of all its members."""
 
-    def __init__(self, group: Group, folder: Path, device: torch.device) -> None:
+    def __init__(self, group: JobGroup, folder: Path, device: torch.device) -> None:
         content = group.content
         self._run = find_run(group, folder, device)
         self._members = k_fold_members(self._run, content["folds"], content["seed"], renormalize=content["renormalize"])
 
     def compute(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
-        """Last weights of the members a … b, and what was taken over from the recorded run."""
+        """The final weights of members a … b, and notes on what was taken from the recorded run."""
         found = retrain(self._run, Members(self._members.weights[slice(*indices)]), progress=False)
         notes = torch.frombuffer(bytearray(json.dumps(found.notes).encode()), dtype=torch.uint8)
         return {"weights": found.weights, "notes": notes}
@@ -43,7 +43,7 @@ def fold_group(
     members_per_job: int,
     threads: int,
     device: str,
-) -> Group:
+) -> JobGroup:
     """The jobs of a K-fold."""
     if members_per_job < 1:
         raise HyperparameterError(f"members_per_job must be at least 1, got {members_per_job}")
@@ -57,4 +57,4 @@ def fold_group(
         "renormalize": renormalize,
     }
     where = {"run": where_is(run, folder), "code": list(CODE), "layout": "members"}
-    return Group(name, KIND, content, [[part.start, part.stop] for part in slices(count, members_per_job)], where)
+    return JobGroup(name, KIND, content, [[part.start, part.stop] for part in slices(count, members_per_job)], where)

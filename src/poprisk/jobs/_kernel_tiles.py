@@ -7,7 +7,7 @@ from torch import Tensor
 
 from poprisk._core.autodiff import Inputs, take_examples
 from poprisk.errors import HyperparameterError
-from poprisk.jobs._manifest import Group
+from poprisk.jobs._manifest import JobGroup
 from poprisk.jobs._sources import (
     dtype_name,
     dtype_named,
@@ -34,14 +34,14 @@ from poprisk.runs import Run, check_first_steps
 
 KIND = "poprisk.jobs._kernel_tiles:KernelTiles"
 CODE = ("poprisk.operators._kernels", "poprisk._core.autodiff")
-# Copies of a tile that are held while it is written, or read and transposed.
+# Number of copies of a tile held while it is written, or read and transposed.
 _COPIES = 4
 
 
 class KernelTiles:
-    """A kernel opened by a worker: model, weights and examples, and the two sides that were used last."""
+    """A kernel opened by a worker: model, weights and examples, and the two sides used last."""
 
-    def __init__(self, group: Group, folder: Path, device: torch.device) -> None:
+    def __init__(self, group: JobGroup, folder: Path, device: torch.device) -> None:
         content, run = group.content, find_run(group, folder, device)
         dtype, precision = dtype_named(content["dtype"]), precision_of(group)
         if precision is not None and device.type == "cuda":
@@ -60,7 +60,7 @@ class KernelTiles:
         self._sides: dict[tuple[str, int, int], Side] = {}
 
     def compute(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
-        """The block of the examples a … b along the rows and c … d along the columns, and the bound on its error."""
+        """The block of rows a … b and columns c … d, in examples, and the bound on its error."""
         a, b, c, d = indices
         names = (("rows", a, b), ("rows" if self._symmetric else "columns", c, d))
         self._sides = {name: side for name, side in self._sides.items() if name in names}
@@ -93,8 +93,8 @@ def kernel_group(
     side: int | None,
     threads: int,
     device: str,
-) -> Group:
-    """The jobs of one kernel; tile sizes follow from the memory limit."""
+) -> JobGroup:
+    """The jobs of one kernel; the memory limit determines the tile size."""
     digits = dtype_name(dtype, run)
     if precision is not None:
         _check_rounded(precision, digits, device)
@@ -144,13 +144,13 @@ def kernel_group(
         "tile_bytes": plan.bytes,
     }
     sides = [list(cut(count, plan.rows, precision)) for count in counts]
-    return Group(name, KIND, content, _tiles(sides[0], None if symmetric else sides[1]), where)
+    return JobGroup(name, KIND, content, _tiles(sides[0], None if symmetric else sides[1]), where)
 
 
-def precision_of(group: Group) -> Precision | None:
-    """Of the products of a kernel's rows; None for full precision, in which plans name none.
+def precision_of(group: JobGroup) -> Precision | None:
+    """Precision of the kernel products; None for full precision.
 
-    >>> precision_of(Group("K", KIND, {"precision": "float16"}, [])), precision_of(Group("K", KIND, {}, []))
+    >>> precision_of(JobGroup("K", KIND, {"precision": "float16"}, [])), precision_of(JobGroup("K", KIND, {}, []))
     (<Precision.FLOAT16: 'float16'>, None)
     """
     name = group.content.get("precision")
@@ -158,16 +158,16 @@ def precision_of(group: Group) -> Precision | None:
 
 
 def _check_rounded(precision: Precision, dtype: str, device: str) -> None:
-    """Refuses what no worker could do, or what would be for nothing."""
+    """Refuses a precision that no worker could use, or that would have no effect."""
     check_supported(precision, device)
     if dtype != "float32":
         raise HyperparameterError(
-            f"precision={precision.value!r} makes tiles of float32 from Jacobians in float32, and the dtype is "
+            f"precision={precision.value!r} makes float32 tiles from float32 Jacobians, but the dtype is "
             f"{dtype}: pass dtype=torch.float32, or leave precision out"
         )
 
 
 def _tiles(rows: list[slice], columns: list[slice] | None) -> list[list[int]]:
-    """Row by row; of a symmetric kernel those on and above the diagonal."""
+    """All tiles row by row; for a symmetric kernel, those on and above the diagonal."""
     pairs = ((row, column) for i, row in enumerate(rows) for column in (rows[i:] if columns is None else columns))
     return [[row.start, row.stop, column.start, column.stop] for row, column in pairs]

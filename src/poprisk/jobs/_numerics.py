@@ -1,4 +1,4 @@
-"""What the bits of a result depend on beside its inputs and its code: threads, arithmetic, the kind of processor."""
+"""What the bits of a result depend on besides its inputs and code: threads, arithmetic, kind of processor."""
 
 import json
 from collections.abc import Iterator
@@ -9,18 +9,17 @@ from typing import Any
 import torch
 
 from poprisk._core.store import create_exclusively
-from poprisk.errors import DeviceError, HyperparameterError, JobError
+from poprisk.errors import DeviceError, JobError
 from poprisk.operators import float32_products
 
 NUMERICS = "numerics.json"
-DEVICES = ("cpu", "cuda")
 
 
 @contextmanager
 def pinned(threads: int) -> Iterator[None]:
-    """One number of threads, IEEE products and repeatable convolutions for the time of a block.
+    """Fixes the number of threads, IEEE products and deterministic convolutions within a block.
 
-    So sums are split the same way everywhere.
+    Sums are then split in the same way on all machines.
 
     >>> with pinned(1):
     ...     torch.get_num_threads()
@@ -38,7 +37,7 @@ def pinned(threads: int) -> Iterator[None]:
 
 
 def numerics_here(devices: set[str]) -> dict[str, Any]:
-    """The versions and the kinds of processor that round as those here do.
+    """The version of torch and the kinds of processor, which determine how results are rounded.
 
     >>> numerics_here({"cpu"})["gpu"] is None
     True
@@ -51,10 +50,10 @@ def numerics_here(devices: set[str]) -> dict[str, Any]:
 
 
 def check_numerics(folder: str | Path, devices: set[str], *, tolerate: bool) -> dict[str, Any]:
-    """The first worker's kind of machine decides; the others must be of the same kind, or say that they know.
+    """Checks that this machine is of the same kind as the first worker's, unless ``tolerate`` is set.
 
     Raises:
-        JobError: versions or processor are others than the first worker's.
+        JobError: versions or processor differ from those of the first worker.
     """
     path, here = Path(folder) / NUMERICS, numerics_here(devices)
     if create_exclusively(path, json.dumps(here).encode()) or tolerate:
@@ -65,37 +64,23 @@ def check_numerics(folder: str | Path, devices: set[str], *, tolerate: bool) -> 
         raise JobError(f"{path} is damaged: remove it while no worker is running") from None
     if first != here:
         raise JobError(
-            f"the first worker had {_words(first)}, here is {_words(here)}: results would agree to rounding, not to "
-            "the bit; use machines of one kind, or allow it with tolerate (--tolerate)"
+            f"the first worker had {_words(first)}, this machine has {_words(here)}: results would agree only up to "
+            "rounding; use machines of one kind, or allow it with tolerate (--tolerate)"
         )
     return here
 
 
 def chosen_device(device: str, local_rank: int | None) -> torch.device:
-    """The device of a worker: its own GPU where there are several.
+    """The device of a worker; with several GPUs, each local rank gets its own.
 
     Raises:
-        DeviceError: the jobs were planned for a GPU, and there is none.
+        DeviceError: the jobs were planned for a GPU, and none is available.
     """
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceError("the jobs were planned for device 'cuda', and no GPU is here: plan with device='cpu'")
+        raise DeviceError("the jobs were planned for device 'cuda', but no GPU is available: plan with device='cpu'")
     return torch.device("cuda", (local_rank or 0) % torch.cuda.device_count())
-
-
-def check_device(device: str) -> str:
-    """Refuses anything but the two kinds.
-
-    Raises:
-        HyperparameterError: as said.
-
-    >>> check_device("cpu")
-    'cpu'
-    """
-    if device not in DEVICES:
-        raise HyperparameterError(f"device must be one of {list(DEVICES)}, the kind and not the number, got {device!r}")
-    return device
 
 
 def _words(numerics: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-r"""Columns of a window's operators, by products alone: :math:`A X` for columns X of the identity, or random probes."""
+r"""Columns of the operators of a window by products :math:`A X`, for columns X of the identity or random probes."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,8 +10,7 @@ from torch import Tensor
 from poprisk._core.autodiff import slices
 from poprisk._core.linalg import probes
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.jobs._keys import content_key
-from poprisk.jobs._manifest import Group
+from poprisk.jobs._manifest import JobGroup, content_key
 from poprisk.jobs._sources import dtype_named, find_run, run_digest, settings, where_is
 from poprisk.operators import Window
 from poprisk.runs import Run
@@ -26,7 +25,7 @@ Columns = Literal["identity", "rademacher", "gaussian", "sphere"]
 class OperatorColumns:
     """A window opened by a worker, matrix-free."""
 
-    def __init__(self, group: Group, folder: Path, device: torch.device) -> None:
+    def __init__(self, group: JobGroup, folder: Path, device: torch.device) -> None:
         content = group.content
         run = find_run(group, folder, device)
         window = Window.of_run(
@@ -37,7 +36,7 @@ class OperatorColumns:
         self._columns, self._seed = content["columns"], content["seed"]
 
     def compute(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
-        """The columns a … b."""
+        """Columns a … b."""
         start, stop = indices
         X = probe_columns(self._operator.shape[1], start, stop, self._columns, self._seed, self._operator.dtype)
         return {"block": self._operator @ X.to(self._operator.device)}
@@ -46,10 +45,12 @@ class OperatorColumns:
 def probe_columns(
     n: int, start: int, stop: int, columns: str, seed: int, dtype: torch.dtype = torch.float64
 ) -> Float[Tensor, "n k"]:
-    """Columns ``start`` … ``stop`` of the identity, or of an endless row of random probes, each with its own seed.
+    """Columns ``start`` … ``stop`` of the identity, or of an infinite sequence of random probes.
+
+    Each probe has a seed of its own, so that the same probes come from any start.
 
     Raises:
-        HyperparameterError: another kind of columns.
+        HyperparameterError: unknown kind of columns.
 
     >>> probe_columns(3, 1, 3, "identity", 0, torch.float32)
     tensor([[0., 0.],
@@ -89,7 +90,7 @@ def operator_group(
     columns_per_job: int,
     threads: int,
     device: str,
-) -> Group:
+) -> JobGroup:
     """The jobs of some columns of one operator."""
     if operator not in OPERATORS:
         raise HyperparameterError(f"operator must be one of {list(OPERATORS)}, got {operator!r}")
@@ -98,7 +99,7 @@ def operator_group(
     stop = run.num_steps if stop is None else stop
     if not 0 <= start < stop <= run.num_steps:
         raise DataError(f"a window needs 0 ≤ start < stop ≤ {run.num_steps}, the run's steps, got {start} and {stop}")
-    window = Window.of_run(run, start=start, stop=start + 1, dtype=dtype, dense=False)  # only for its sizes
+    window = Window.of_run(run, start=start, stop=start + 1, dtype=dtype, dense=False)  # only to get sizes
     N, M = window.num_outputs, window.num_test_outputs
     rows, inner = (M if operator == "test_transfer" else N), N
     if adjoint:
@@ -127,4 +128,4 @@ def operator_group(
         "symmetric": operator in SYMMETRIC and columns == "identity" and count == inner,
         "dtype": digits,
     }
-    return Group(name, KIND, content, [[part.start, part.stop] for part in slices(count, columns_per_job)], where)
+    return JobGroup(name, KIND, content, [[part.start, part.stop] for part in slices(count, columns_per_job)], where)

@@ -1,4 +1,4 @@
-r"""Which jobs there shall be: kernels at recorded steps, columns of operators, members of a resampling."""
+r"""Plans jobs: kernels at recorded steps, columns of operators, members of a resampling."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,39 +10,40 @@ from poprisk._core.store import writable_directory
 from poprisk.errors import HyperparameterError
 from poprisk.jobs._fold_members import fold_group
 from poprisk.jobs._kernel_tiles import kernel_group
-from poprisk.jobs._manifest import MANIFEST, Group, Manifest
-from poprisk.jobs._numerics import check_device
+from poprisk.jobs._manifest import MANIFEST, JobGroup, Manifest
 from poprisk.jobs._operator_columns import Columns, operator_group
 from poprisk.jobs._sources import open_run
 from poprisk.operators import Diagonal, Method, Precision
 from poprisk.runs import Run
 
 
-class Plan:
-    r"""Writes the manifest of a directory of jobs, one group at a time; nothing is computed yet.
+class JobPlan:
+    r"""Plans jobs into a directory, one group at a time; nothing is computed yet.
 
-    Planning the same again changes nothing, and jobs that are done stay done: a job's key is a hash of all that its
-    result depends on, down to the sources of the method. One process plans at a time; workers that run meanwhile see
-    the jobs that were there when they came.
+    Planning the same jobs again changes nothing, and finished jobs stay finished: the key of a job is a hash of
+    everything that its result depends on, including the sources of the method. Only one process may plan at a time;
+    workers see the jobs that existed when they started.
 
     Args:
-        folder: The directory, on a file system that all workers share; made if missing.
-        threads: Threads of every worker: with another number sums are split otherwise, and the last bits change.
-        device: ``"cpu"`` or ``"cuda"``, for the same reason.
-        memory_limit: Bytes that the work on one tile may take, and later the assembly of a kernel and products with
-            it, beyond a process at rest with its model, examples and weights. Tile sizes follow from it.
+        folder: The directory, on a file system shared by all workers; created if missing.
+        threads: Number of threads of every worker; part of the plan because it affects the last bits of sums.
+        device: ``"cpu"`` or ``"cuda"``; part of the plan for the same reason.
+        memory_limit: Memory limit in bytes for the work on one tile, and later for the assembly of a kernel and for
+            products with it, in addition to the model, examples and weights. It determines the tile size.
 
     Raises:
         HyperparameterError: an option is out of range.
-        OSError: the directory cannot be written.
+        OSError: the directory is not writable.
     """
 
     def __init__(self, folder: str | Path, *, threads: int = 1, device: str = "cpu", memory_limit: int = 2**30) -> None:
         for name, value in (("threads", threads), ("memory_limit", memory_limit)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise HyperparameterError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if device not in ("cpu", "cuda"):
+            raise HyperparameterError(f"device must be 'cpu' or 'cuda', without a number, got {device!r}")
         self.folder = writable_directory(folder)
-        self._shared = {"threads": threads, "device": check_device(device)}
+        self._shared = {"threads": threads, "device": device}
         self._memory_limit = memory_limit
 
     def train_kernel(
@@ -60,27 +61,27 @@ class Plan:
         r"""The tiles of :math:`K_{SS} = J_S M J_S^\top`, on and above the diagonal, at the weights of some steps.
 
         Args:
-            run: Recorded into a directory, its problem made with ``Problem.build``; or that directory.
-            steps: Before which steps of it, from 0 to ``run.num_steps``.
+            run: A run recorded into a directory, with a problem from ``Problem.build``; or that directory.
+            steps: Steps before which the kernel is computed, from 0 to ``run.num_steps``.
             preconditioner: The diagonal of M: a number, or a vector like the weights.
             method: The algorithm, or its name.
-            dtype: Of the kernel; the run's own by default.
-            precision: Multiply Jacobian rows in lower precision, see :class:`~poprisk.operators._kernels.Precision`: tiles are
-                float32, each kept with a bound on its error, and the matrix has the largest as ``bound``. By default
-                in full.
-            side: Examples along a side of a tile, at most; by default 512 outputs, and 2048 in lower precision on a
-                GPU.
-            name: What to call it; the step is added.
+            dtype: Data type of the kernel; default: that of the run.
+            precision: Precision of the kernel products, see :class:`~poprisk.operators.Precision`; None means full
+                precision. With it, tiles are float32 and stored with a bound on their error, and the largest of these
+                is the ``bound`` of the matrix.
+            side: Largest number of examples along a side of a tile; default: 512 outputs, or 2048 outputs in lower
+                precision on a GPU.
+            name: Name of the kernel; the step is appended.
 
         Returns:
             The name of each kernel, for :func:`~poprisk.jobs.assemble_matrix`.
 
         Raises:
-            JobError: other processes could not find the run, or not rebuild its problem.
-            DataError: there is no such step; or a kernel of that name has other settings.
-            HyperparameterError: the memory limit is too small for a tile of one example by one; or the precision is
-                unknown, or goes with another method or dtype only.
-            DeviceError: the device has no products of that precision.
+            JobError: other processes cannot find the run or rebuild its problem.
+            DataError: there is no such step, or a kernel of that name has other settings.
+            HyperparameterError: the memory limit is too small for a tile of one example by one example, or the
+                precision is unknown or does not go with the method or dtype.
+            DeviceError: the device does not support the precision.
         """
         kind = {
             "method": Method.checked(method),
@@ -101,14 +102,14 @@ class Plan:
         side: int | None = None,
         name: str = "cross kernel",
     ) -> list[str]:
-        r"""The tiles of :math:`K_{QS} = J_Q M J_S^\top`, with the problem's test set as Q; else as ``train_kernel``.
+        r"""The tiles of :math:`K_{QS} = J_Q M J_S^\top`, where Q is the test set; arguments as in ``train_kernel``.
 
         Raises:
-            JobError: other processes could not find the run, or not rebuild its problem.
-            DataError: no test set, or no such step; or a kernel of that name has other settings.
-            HyperparameterError: the memory limit is too small for a tile of one example by one; or the precision is
-                unknown, or goes with another method or dtype only.
-            DeviceError: the device has no products of that precision.
+            JobError: other processes cannot find the run or rebuild its problem.
+            DataError: there is no test set or no such step, or a kernel of that name has other settings.
+            HyperparameterError: the memory limit is too small for a tile of one example by one example, or the
+                precision is unknown or does not go with the method or dtype.
+            DeviceError: the device does not support the precision.
         """
         kind = {
             "method": Method.checked(method),
@@ -135,27 +136,26 @@ class Plan:
         """Products of a window's operator with columns of the identity (the matrix itself) or with random probes.
 
         Args:
-            run: As of ``train_kernel``.
+            run: As in ``train_kernel``.
             operator: ``"propagator"``, ``"train_completion"``, ``"train_transfer"``, ``"test_transfer"`` or
                 ``"dissipation_gramian"`` of :class:`poprisk.operators.Window`.
             start: First step of the window.
-            stop: The step after its last; the run's end by default.
-            columns: ``"identity"``, or a kind of probe: ``"rademacher"``, ``"gaussian"``, ``"sphere"``. The same probes
-                come from :func:`poprisk.jobs._operator_columns.probe_columns`.
-            count: How many; by default as many as the operator has columns.
-            seed: Of the probes.
-            adjoint: Take the adjoint.
-            dtype: Of the operator.
-            columns_per_job: Columns that go through the window together. The memory limit does not govern these jobs.
-            name: What to call it; by default the operator's name and the window.
+            stop: Step after the last one of the window; default: the end of the run.
+            columns: ``"identity"``, or a kind of random probe: ``"rademacher"``, ``"gaussian"``, ``"sphere"``.
+            count: Number of columns; default: all columns of the operator.
+            seed: Seed for the random probes.
+            adjoint: Use the adjoint of the operator.
+            dtype: Data type of the operator.
+            columns_per_job: Number of columns per job. The memory limit does not apply to these jobs.
+            name: Name of the matrix; default: the operator and the window.
 
         Returns:
             The name, for :func:`~poprisk.jobs.assemble_matrix`.
 
         Raises:
-            JobError: other processes could not find the run, or not rebuild its problem.
-            DataError: the window is empty or outside the run.
-            HyperparameterError: no such operator or columns.
+            JobError: other processes cannot find the run or rebuild its problem.
+            DataError: the window is empty or not within the run.
+            HyperparameterError: unknown operator or kind of columns.
         """
         opened = open_run(run)
         last = opened.num_steps if stop is None else stop
@@ -189,20 +189,20 @@ class Plan:
         """The trainings of :func:`poprisk.risk.k_fold`.
 
         Args:
-            run: As of ``train_kernel``.
-            folds: K.
-            seed: Of the partition.
-            renormalize: As of :func:`poprisk.risk.k_fold`.
-            members_per_job: Trainings that are stacked in one job.
-            name: What to call it.
+            run: As in ``train_kernel``.
+            folds: K, the number of folds.
+            seed: Seed for the partition.
+            renormalize: As in :func:`poprisk.risk.k_fold`.
+            members_per_job: Number of trainings per job, trained together.
+            name: Name of the resampling.
 
         Returns:
             The name, for :func:`~poprisk.jobs.assemble_resampled`.
 
         Raises:
-            JobError: other processes could not find the run, or not rebuild its problem.
+            JobError: other processes cannot find the run or rebuild its problem.
             DataError: folds is out of range.
-            RunError: the run cannot be trained again.
+            RunError: the run cannot be retrained.
         """
         group = fold_group(
             open_run(run),
@@ -246,7 +246,7 @@ class Plan:
             for step in ([steps] if isinstance(steps, int) else steps)
         ]
 
-    def _add(self, group: Group) -> str:
+    def _add(self, group: JobGroup) -> str:
         there = Manifest.load(self.folder) if (self.folder / MANIFEST).exists() else Manifest(())
         wider = there.with_group(group)
         if wider is not there:

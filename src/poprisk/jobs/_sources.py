@@ -1,4 +1,4 @@
-"""The recorded run that jobs are made from: found again by whoever works on them, and recognised."""
+"""The recorded run behind jobs: how workers find it and verify that it is the right one."""
 
 import os
 from pathlib import Path
@@ -10,8 +10,7 @@ from torch import Tensor
 from poprisk._core.autodiff import Inputs
 from poprisk._core.store import fingerprint
 from poprisk.errors import DataError, JobError, RunError
-from poprisk.jobs._keys import code_digest, content_key
-from poprisk.jobs._manifest import Group
+from poprisk.jobs._manifest import JobGroup, code_digest, content_key
 from poprisk.jobs._results import read_result, write_result
 from poprisk.operators import aligned
 from poprisk.risk import cast, moved
@@ -19,28 +18,28 @@ from poprisk.runs import Run, file_records
 
 
 def open_run(run: Run | str | Path) -> Run:
-    """The run as any worker will find it: on disk, its problem rebuilt from its description.
+    """The run as every worker finds it: on disk, with its problem rebuilt from its description.
 
     Raises:
-        JobError: it is only in memory, or its problem cannot be rebuilt by another process.
-        DataError: there is no run, or a file of it is damaged.
+        JobError: the run is only in memory, or another process cannot rebuild its problem.
+        DataError: there is no run, or one of its files is damaged.
     """
     path = run.path if isinstance(run, Run) else Path(run)
     if path is None:
-        raise JobError("other processes must find the run, and it is only in memory: run.save(folder) first")
+        raise JobError("other processes must find the run, but it is only in memory: call run.save(folder) first")
     found = Run.load(path)
     try:
         found.problem  # noqa: B018  (a property that rebuilds it)
     except RunError as error:
         raise JobError(
-            f"other processes must rebuild the problem of {path} by themselves: make it with Problem.build and a "
-            f"function that can be imported ({error})"
+            f"other processes cannot rebuild the problem of {path}: create it with Problem.build and an importable "
+            f"function ({error})"
         ) from None
     return found
 
 
 def problem_digest(run: Run) -> str:
-    """What a model's outputs depend on beside its trained weights: examples, factory, frozen numbers, layout."""
+    """Hash of what outputs depend on besides the trained weights: examples, model factory, frozen values, layout."""
     manifest, problem = run.manifest, run.problem.description
     parts = {key: problem[key] for key in ("make_model", "loss", "fingerprint", "test_fingerprint")}
     source = problem["source"] and {key: problem["source"].get(key) for key in ("path", "arguments")}
@@ -49,7 +48,7 @@ def problem_digest(run: Run) -> str:
 
 
 def run_digest(run: Run, stop: int | None = None) -> str:
-    """What happened up to a step: the problem, and the hashes of the files that hold the steps before it."""
+    """Hash of a run up to a step: the problem, and the files that hold the steps before it."""
     manifest = run.manifest
     last = run.num_steps if stop is None else stop
     kept = [segment for segment in manifest["segments"] if segment["start"] < last]
@@ -58,21 +57,21 @@ def run_digest(run: Run, stop: int | None = None) -> str:
 
 
 def where_is(run: Run, folder: Path) -> str:
-    """The run's path seen from the folder of the jobs, so that both can be moved together."""
+    """The path of the run relative to the directory of the jobs, so that both can be moved together."""
     assert run.path is not None
     return os.path.relpath(run.path.resolve(), folder.resolve())
 
 
-def find_run(group: Group, folder: Path, device: torch.device) -> Run:
-    """The run of a group, with its examples on a device, after a look at whether it is the one that was planned with.
+def find_run(group: JobGroup, folder: Path, device: torch.device) -> Run:
+    """The run of a group with its examples on a device, verified to be the one that was planned with.
 
     Raises:
-        JobError: it is another one, or the code that planned was.
+        JobError: the run differs, or the jobs were planned by other code.
     """
     here = code_digest(*group.where["code"])
     if here != group.content["code"]:
         raise JobError(
-            f"{group.name!r} was planned by other code than this (digest {group.content['code'][:12]}, here "
+            f"{group.name!r} was planned by another version of the code (digest {group.content['code'][:12]}, here "
             f"{here[:12]}): use the version that planned it, or plan into a new directory"
         )
     run = Run.load(folder / group.where["run"])
@@ -86,21 +85,21 @@ def find_run(group: Group, folder: Path, device: torch.device) -> Run:
 
 
 def keep_vector(folder: Path, vector: Tensor) -> str:
-    """Put a vector among the results, named by its content, so that workers need not compute it again."""
+    """Store a vector among the results under a hash of its content, so that workers need not compute it again."""
     name = content_key(["vector", fingerprint({"vector": vector})])
     write_result(folder, name, {"vector": vector}, {})
     return name
 
 
 def take_vector(folder: Path, name: str, device: torch.device) -> Tensor:
-    """The vector of that name, checked.
+    """The vector of that name, verified.
 
     Raises:
-        DataError: it is missing or damaged.
+        DataError: the vector is missing or damaged.
     """
     vector = read_result(folder, name)["vector"]
     if content_key(["vector", fingerprint({"vector": vector})]) != name:
-        raise DataError(f"the vector {name[:12]} of {folder} is another one: plan the jobs again")
+        raise DataError(f"the vector {name[:12]} in {folder} is damaged: plan the jobs again")
     return aligned(vector.to(device))
 
 
@@ -113,7 +112,9 @@ def examples_of(run: Run, which: str, dtype: torch.dtype) -> Inputs:
     if which == "train":
         return run.problem.batch(dtype=dtype)[0]
     if run.problem.test is None:
-        raise DataError(f"problem {run.problem.name!r} has no test set: give it test=…, or take the training kernel")
+        raise DataError(
+            f"problem {run.problem.name!r} has no test set: pass test=… to Problem, or use the training kernel"
+        )
     inputs = moved(run.problem.test[0], run.problem.device)
     return tuple(cast(x, dtype) for x in inputs) if isinstance(inputs, tuple) else cast(inputs, dtype)
 
@@ -124,10 +125,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype | None, run: Run) -> str:
-    """The name of a dtype, the run's own by default.
+    """The name of a dtype; default: that of the run.
 
     Raises:
-        DataError: neither float32 nor float64.
+        DataError: the dtype is neither float32 nor float64.
     """
     found = str(dtype or run.layout.dtype).removeprefix("torch.")
     if found not in ("float32", "float64"):
@@ -136,7 +137,7 @@ def dtype_name(dtype: torch.dtype | None, run: Run) -> str:
 
 
 def settings(digest: str, what: str, code: tuple[str, ...], threads: int, device: str) -> dict[str, Any]:
-    """The part of a group's content that every kind has."""
+    """The part of the content that groups of every kind have."""
     return {
         "run": what,
         "digest": digest,

@@ -1,4 +1,4 @@
-"""How far the jobs of a directory are, for a person to look at."""
+"""How many jobs of a directory are done, claimed and failed."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,38 +6,37 @@ from pathlib import Path
 
 from poprisk._core.notebook import duration
 from poprisk.jobs._claims import last_generation, read_mark
-from poprisk.jobs._log import read_logs
 from poprisk.jobs._manifest import Manifest
-from poprisk.jobs._results import result_notes
+from poprisk.jobs._results import read_logs, result_notes
 
 
 @dataclass(frozen=True)
 class Status:
-    """Where the jobs stand."""
+    """State of the jobs of a directory."""
 
     groups: dict[str, tuple[int, int]]
-    """Of each group: jobs done, jobs in all."""
+    """Number of jobs done and in total, by group."""
     claimed: int
-    """Jobs that a worker has claimed and not finished; those of dead workers are among them until others take over."""
+    """Number of unfinished jobs claimed by a worker, including those of dead workers until others take over."""
     failed: dict[str, str]
-    """Jobs that failed where they were last tried, with the reason."""
+    """Jobs whose last attempt failed, with the reason."""
     computed: dict[str, int]
-    """How many jobs each worker finished, from their logs."""
+    """Number of jobs each worker finished, from the logs."""
     seconds_left: float | None
-    """At the mean time of a job, with as many workers as there are claims; None where nothing is known."""
+    """Estimate from the mean time of a job and the number of claims; None if unknown."""
 
     @property
     def done(self) -> int:
-        """Jobs done, in all groups."""
+        """Number of jobs done."""
         return sum(done for done, _ in self.groups.values())
 
     @property
     def total(self) -> int:
-        """Jobs in all groups."""
+        """Number of jobs."""
         return sum(total for _, total in self.groups.values())
 
     def lines(self) -> list[str]:
-        """In words."""
+        """The state as lines of text."""
         found = [f"{name}: {done} of {total} done" for name, (done, total) in self.groups.items()]
         left = "" if self.seconds_left is None else f", about {duration(self.seconds_left)} left"
         found.append(f"in all: {self.done} of {self.total} done, {self.claimed} claimed{left}")
@@ -47,15 +46,15 @@ class Status:
 
 
 def job_status(folder: str | Path) -> Status:
-    """Looks at a directory of jobs; nothing is changed, and no result is read.
+    """Report the state of a directory of jobs; nothing is changed, and no result is read.
 
     Raises:
-        DataError: it holds no jobs.
+        DataError: there are no jobs.
 
     >>> import tempfile
-    >>> from poprisk.jobs._manifest import Group
+    >>> from poprisk.jobs._manifest import JobGroup
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Manifest((Group("squares", "package.module:Squares", {}, [[0], [1]]),)).save(folder)
+    ...     path = Manifest((JobGroup("squares", "package.module:Squares", {}, [[0], [1]]),)).save(folder)
     ...     job_status(folder).lines()
     ['squares: 0 of 2 done', 'in all: 0 of 2 done, 0 claimed']
     """

@@ -1,4 +1,4 @@
-"""A worker: takes jobs that nobody has, does them, and those of workers that died; any number at a time."""
+"""A worker: does jobs that no other worker has claimed, and those of workers that died."""
 
 import hashlib
 import os
@@ -14,27 +14,26 @@ from torch import Tensor
 from poprisk._core.progress import Progress
 from poprisk._core.store import resolve
 from poprisk.errors import DataError, HyperparameterError, JobError
-from poprisk.jobs._claims import Claim, Mark, Watch, beating, try_claim
-from poprisk.jobs._log import WorkerLog
-from poprisk.jobs._manifest import Group, Job, Manifest
+from poprisk.jobs._claims import JobClaim, Mark, Watch, beating, try_claim
+from poprisk.jobs._manifest import JobGroup, JobSpec, Manifest
 from poprisk.jobs._numerics import check_numerics, chosen_device, pinned
-from poprisk.jobs._results import read_result, result_notes, result_path, write_result
+from poprisk.jobs._results import WorkerLog, read_result, result_notes, result_path, write_result
 
 LEASE = 90.0
-# A job whose workers have died so often is left alone: it may be what kills them.
+# A job whose workers have died this often is abandoned: it may be what kills them.
 _MOST_GENERATIONS = 20
-# Of a lease: how often those that wait look again; and seconds, at most.
+# How often per lease waiting workers look again, and the longest pause in seconds.
 _LOOKS_IN_A_LEASE, _LONGEST_SLEEP = 10, 5.0
 
 
 class Computation(Protocol):
-    """What the class behind a group's ``kind`` makes: the group opened on one machine.
+    """A group opened on one machine: an instance of the class that the group's ``kind`` names.
 
     The class is called with the group, the folder of the jobs and the device.
     """
 
     def compute(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
-        """The result of one job; the same bits whoever computes it, and whatever was computed before."""
+        """The result of one job; its bits must not depend on the worker or on what was computed before."""
         ...
 
 
@@ -44,14 +43,14 @@ class WorkDone:
 
     worker: str
     computed: int
-    """Jobs it finished."""
+    """Number of jobs finished."""
     taken_over: int
-    """How many of them had belonged to another worker."""
+    """Number of these that had belonged to another worker."""
     seconds: float
 
 
 def worker_name() -> str:
-    """A name nobody else has: from SLURM's task or torchrun's rank where there is one, and always some chance.
+    """A unique name, from the SLURM task or torchrun rank if there is one and a random suffix.
 
     >>> worker_name() != worker_name()
     True
@@ -74,22 +73,22 @@ def work(
     """Do jobs until all are done, by this worker or others.
 
     Args:
-        folder: Where they were planned.
-        name: Of this worker, in logs and results; made unique if not given.
-        lease: Seconds without a sign of life after which another worker is dead; the same for all workers, and more
-            than a network file system keeps what it has seen (60 by default).
-        verify: Read and check every finished result before it counts; else only that all its bytes are there.
-        tolerate: Work although this machine rounds differently from the first worker's.
-        progress: Show how far it is, on stderr; None does so on a terminal.
+        folder: Directory in which the jobs were planned.
+        name: Name of this worker in logs and results; default: a unique name.
+        lease: Seconds without a sign of life after which another worker counts as dead. Use the same value for all
+            workers, longer than a network file system caches directories (60 s by default).
+        verify: Verify the checksum of finished results; by default only their size is checked.
+        tolerate: Work even if this machine rounds differently from that of the first worker.
+        progress: Show progress on stderr; None does so on a terminal.
 
     Returns:
         What this worker did.
 
     Raises:
         DataError: there are no jobs.
-        JobError: jobs failed here, keep killing their workers, or were planned by other code; or the machine rounds
-            differently.
-        HyperparameterError: a lease or name that cannot be.
+        JobError: jobs failed here, repeatedly killed their workers, or were planned by other code; or the machine
+            rounds differently.
+        HyperparameterError: the lease or the name is not valid.
     """
     if not lease > 0:
         raise HyperparameterError(f"lease must be a positive number of seconds, got {lease!r}: try {LEASE:.0f}")
@@ -99,6 +98,35 @@ def work(
     devices = {group.content.get("device", "cpu") for group in worker.manifest.groups}
     worker.numerics = check_numerics(folder, devices, tolerate=tolerate)
     return worker.run(progress)
+
+
+def run_jobs(
+    folder: str | Path,
+    *,
+    lease: float = LEASE,
+    verify: bool = False,
+    tolerate: bool = False,
+    progress: bool | None = None,
+) -> WorkDone:
+    """Do all jobs of a directory in this process, together with any other workers.
+
+    Like :func:`~poprisk.jobs.work`, with progress shown on a terminal.
+
+    Args:
+        folder: Directory in which the jobs were planned.
+        lease: As in :func:`~poprisk.jobs.work`; the same for all workers.
+        verify: Check the bytes of existing results, and compute damaged ones again.
+        tolerate: Continue the work of machines that round differently.
+        progress: Show progress and the time left on stderr; None does so on a terminal.
+
+    Returns:
+        What this process did; all jobs are done.
+
+    Raises:
+        DataError: there are no jobs.
+        JobError: jobs failed.
+    """
+    return work(folder, lease=lease, verify=verify, tolerate=tolerate, progress=progress)
 
 
 @dataclass
@@ -140,19 +168,19 @@ class _Worker:
         self.log.add("left", computed=self.computed)
         return WorkDone(self.name, self.computed, self.taken_over, time.perf_counter() - began)
 
-    def _first_attempt(self, job: Job) -> bool:
-        """Whether the job is done, perhaps by us now."""
+    def _first_attempt(self, job: JobSpec) -> bool:
+        """Whether the job is done, by another worker or just now by this one."""
         if self._is_done(job):
             return True
-        computation = self._computation(job.group)  # before the claim: opening may take longer than a lease
+        computation = self._computation(job.group)  # before the claim, because opening may take longer than a lease
         claim = try_claim(self.folder, job.key, 0, self.name)
         if claim is None:
-            self._watch(job).look()  # the lease of its worker runs while we do other jobs
+            self._watch(job).look()  # its lease starts to run while we do other jobs
             return False
         return self._do(job, claim, computation)
 
-    def _next_attempt(self, job: Job) -> bool:
-        """The same for a job that was another's, or failed."""
+    def _next_attempt(self, job: JobSpec) -> bool:
+        """The same for a job that another worker had claimed, or that failed."""
         if self._is_done(job):
             return True
         watch = self._watch(job)
@@ -163,20 +191,20 @@ class _Worker:
         claim = try_claim(self.folder, job.key, watch.generation + 1, self.name)
         if claim is None:
             return False
-        if self._is_done(job):  # its last worker was slow, or died after the result was in place
+        if self._is_done(job):  # its last worker was slow, or died after writing the result
             claim.mark("done")
             return True
         done = self._do(job, claim, computation)
         self.taken_over += done
         return done
 
-    def _is_free(self, job: Job, mark: Mark, silent: bool) -> bool:
+    def _is_free(self, job: JobSpec, mark: Mark, silent: bool) -> bool:
         if mark.state == "failed":
             return job.key not in self._failed
         damaged = mark.state == "done" and result_path(self.folder, job.key).exists()
         return silent or mark.state == "released" or damaged
 
-    def _do(self, job: Job, claim: Claim, computation: Computation) -> bool:
+    def _do(self, job: JobSpec, claim: JobClaim, computation: Computation) -> bool:
         self.log.add("start", key=job.key, generation=claim.generation)
         began = time.perf_counter()
         try:
@@ -199,7 +227,7 @@ class _Worker:
         self.computed += 1
         return True
 
-    def _is_done(self, job: Job) -> bool:
+    def _is_done(self, job: JobSpec) -> bool:
         if result_notes(self.folder, job.key) is None:
             return False
         if not self.verify:
@@ -210,13 +238,13 @@ class _Worker:
             return False
         return True
 
-    def _watch(self, job: Job) -> Watch:
+    def _watch(self, job: JobSpec) -> Watch:
         if job.key not in self._watches:
             self._watches[job.key] = Watch(self.folder, job.key, self.lease)
         return self._watches[job.key]
 
-    def _computation(self, group: Group) -> Computation:
-        """The group, opened; one at a time, because each holds a model and its examples."""
+    def _computation(self, group: JobGroup) -> Computation:
+        """The opened group; only one at a time, because each holds a model and its examples."""
         if self._open is None or self._open[0] != group.name:
             self._open = None
             rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
@@ -225,8 +253,8 @@ class _Worker:
                 self._open = (group.name, resolve(group.kind)(group, self.folder, device))
         return self._open[1]
 
-    def _check_hope(self, left: list[Job]) -> None:
-        """Stops where nothing is left but jobs that cannot be done here."""
+    def _check_hope(self, left: list[JobSpec]) -> None:
+        """Raises an error if only jobs that cannot be done here are left."""
         reasons = []
         for job in left:
             watch = self._watch(job)
@@ -241,12 +269,12 @@ class _Worker:
         first = left[0]
         raise JobError(
             f"{len(left)} of {len(self.manifest.jobs())} jobs failed, the first in {first.group.name!r} "
-            f"{list(first.indices)} with {reasons[0]}; mend the cause and start a worker again (or remove "
-            f"{self.folder / 'claims'} while none is running)"
+            f"{list(first.indices)} with {reasons[0]}; fix the cause and start a worker again (or remove "
+            f"{self.folder / 'claims'} while no worker is running)"
         )
 
 
-def _rotated(jobs: list[Job], name: str) -> list[Job]:
-    """Each worker starts at another place, and goes on in order: neighbours share what they are made of."""
+def _rotated(jobs: list[JobSpec], name: str) -> list[JobSpec]:
+    """Each worker starts at a different job and continues in order: neighbouring jobs share intermediate results."""
     start = int(hashlib.sha256(name.encode()).hexdigest(), 16) % max(1, len(jobs))
     return jobs[start:] + jobs[:start]
