@@ -198,15 +198,16 @@ MODULES: dict[str, dict[str, str]] = {
     "poprisk.operators": {
         "poprisk.operators._batch_law": "BatchLaw Sampling batch_laws remaining_examples",
         "poprisk.operators._coupling": (
-            "PathErrorSplit PredictorError TransferEquivalences anchored_coupling "
-            "anchored_coupling_of_jacobians path_error path_error_split predictor_error transfer_equivalences "
-            "transfer_norm whitened_error"
+            "PathErrorSplit anchored_coupling anchored_coupling_of_jacobians path_error path_error_split whitened_error"
         ),
         "poprisk.operators._cumulative": "LiftedStep flow_cumulative_error lifted_maps",
         "poprisk.operators._decomposition": "bregman_gap loss_gap",
         "poprisk.operators._dense": "Sources",
         "poprisk.operators._drift_diffusion": "CurvatureBound curvature_bound drift_bound",
         "poprisk.operators._gradient_descent": "RecordedSteps gradient_descent",
+        "poprisk.operators._predictors": (
+            "PredictorError TransferEquivalences predictor_error transfer_equivalences transfer_norm"
+        ),
         "poprisk.operators._reach": "effective_preconditioners",
         "poprisk.operators._realized": "Discretization RealizedWindow",
         "poprisk.operators._trajectory": "Trajectory",
@@ -217,9 +218,11 @@ MODULES: dict[str, dict[str, str]] = {
             "predictor_bound remainder_bound sharp_bound trajectory_bound visibility_bound"
         ),
         "poprisk.theory.sobolev": (
-            "SobolevBound Torus fill_distance fill_distance_slope jacobian_sobolev_norm pathwise_sobolev_norm "
-            "sobolev_generalization_bound sobolev_norm sobolev_operator_bound sobolev_trajectory_bound "
-            "sobolev_transfer_bound voronoi_masses"
+            "SobolevBound fill_distance_slope sobolev_generalization_bound sobolev_operator_bound "
+            "sobolev_trajectory_bound sobolev_transfer_bound"
+        ),
+        "poprisk.theory.torus": (
+            "Torus fill_distance jacobian_sobolev_norm pathwise_sobolev_norm sobolev_norm voronoi_masses"
         ),
         "poprisk.theory.visibility_bounds": (
             "filtered_bound hard_reservoir_bound mobility_bound soft_reservoir_bound visibility_order_bound "

@@ -46,7 +46,7 @@ def test_writing_to_the_mapped_tensor_leaves_the_file_alone(tmp_path):
 
 
 def test_what_is_no_matrix_is_refused(tmp_path):
-    with pytest.raises(DataError, match="is no matrix that can be mapped"):
+    with pytest.raises(DataError, match="is not a matrix that can be memory-mapped"):
         DiskMatrix(tmp_path / "missing.npy")
     for wrong in (torch.ones(3), torch.ones(2, 2, dtype=torch.long)):
         with pytest.raises(DataError, match="must be a matrix of float32 or float64"):

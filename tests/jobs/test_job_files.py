@@ -49,7 +49,7 @@ def test_a_manifest_comes_back_and_lists_a_shared_job_once(tmp_path):
     assert loaded.with_group(shared) is loaded
     with pytest.raises(DataError, match="planned in this directory with other settings"):
         loaded.with_group(group(a=2))
-    with pytest.raises(DataError, match=r"no jobs are called 'cubes' here: there are \['squares', 'again'\]"):
+    with pytest.raises(DataError, match=r"no group of jobs called 'cubes'; there are \['squares', 'again'\]"):
         loaded.group("cubes")
 
 
@@ -59,8 +59,8 @@ def test_a_missing_or_changed_manifest_is_refused(tmp_path):
     path = Manifest((group(),)).save(tmp_path)
     whole = path.read_text()
     for text, said in (
-        (whole[:-9], "is not JSON"),
-        (whole.replace('"a": 1', '"a": 2'), "do not have the SHA-256"),
+        (whole[:-9], "not valid JSON"),
+        (whole.replace('"a": 1', '"a": 2'), "SHA-256 does not match"),
         (whole.replace('"format_version": 1', '"format_version": 9'), "format_version 9"),
         (json.dumps([]), "not a manifest of jobs"),
     ):

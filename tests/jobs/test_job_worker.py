@@ -173,7 +173,7 @@ def test_a_machine_that_rounds_differently_is_refused_unless_tolerated(tmp_path,
     squares()
     work(tmp_path)
     (tmp_path / "numerics.json").write_text('{"torch": "1.0", "cpu": "abacus", "gpu": null}')
-    with pytest.raises(JobError, match=r"the first worker had torch 1.0 on abacus, here is torch .*tolerate"):
+    with pytest.raises(JobError, match=r"the first worker had torch 1.0 on abacus, this machine has torch .*tolerate"):
         work(tmp_path)
     assert work(tmp_path, tolerate=True).computed == 0
 

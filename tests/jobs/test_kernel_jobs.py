@@ -136,7 +136,7 @@ def test_results_on_other_code_or_another_run_are_refused(tmp_path, run, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(sources, "code_digest", lambda *packages: "f" * 64)
-        with pytest.raises(JobError, match="planned by other code than this"):
+        with pytest.raises(JobError, match="planned by another version of the code"):
             run_jobs(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(sources, "problem_digest", lambda run: "other")
@@ -187,7 +187,7 @@ def test_what_other_processes_could_not_find_is_refused(tmp_path, run):
         JobPlan(tmp_path).train_kernel(memory, 0)
     local = job_problems.blobs()
     train(local, torch.optim.SGD, 1, path=tmp_path / "local", progress=False)
-    with pytest.raises(JobError, match=r"must rebuild the problem .* Problem\.build"):
+    with pytest.raises(JobError, match=r"cannot rebuild the problem .* Problem\.build"):
         JobPlan(tmp_path / "jobs").train_kernel(tmp_path / "local", 0)
     untested = Problem.build(job_problems.blobs, test=0)
     train(untested, torch.optim.SGD, 1, path=tmp_path / "untested", progress=False)
@@ -198,7 +198,7 @@ def test_what_other_processes_could_not_find_is_refused(tmp_path, run):
 def test_wrong_options_are_refused(tmp_path, run):
     with pytest.raises(HyperparameterError, match="threads must be a whole number of at least 1, got 0"):
         JobPlan(tmp_path, threads=0)
-    with pytest.raises(HyperparameterError, match="device must be one of"):
+    with pytest.raises(HyperparameterError, match="device must be 'cpu' or 'cuda'"):
         JobPlan(tmp_path, device="cuda:1")
     plan = JobPlan(tmp_path, memory_limit=100)
     with pytest.raises(HyperparameterError, match="memory=100 bytes is too little"):

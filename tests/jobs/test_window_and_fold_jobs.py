@@ -87,11 +87,11 @@ def test_a_k_fold_of_jobs_is_the_k_fold(tmp_path, run, members_per_job):
     assert found.is_partition
     assert found.risk.valid == expected.risk.valid
     close(found.bias_corrected.value, expected.bias_corrected.value)
-    with pytest.raises(JobError, match="is no matrix: use assemble_resampled"):
+    with pytest.raises(JobError, match="is not a matrix: use assemble_resampled"):
         assemble_matrix(tmp_path, name)
 
 
 def test_a_kernel_is_no_k_fold(tmp_path, run):
     (name,) = JobPlan(tmp_path).train_kernel(run, 0)
-    with pytest.raises(JobError, match="is no K-fold: use assemble_matrix"):
+    with pytest.raises(JobError, match="is not a K-fold: use assemble_matrix"):
         assemble_resampled(tmp_path, name)

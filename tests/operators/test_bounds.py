@@ -14,8 +14,9 @@ from oracles.run_operators import operators_of, quadratic_run, random_steps
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._bound import Bound
 from poprisk.operators._channels import dissipation_channels
-from poprisk.operators._coupling import Coupling, anchored_coupling, predictor_error
+from poprisk.operators._coupling import Coupling, anchored_coupling
 from poprisk.operators._cumulative import CumulativeError, flow_cumulative_error
+from poprisk.operators._predictors import predictor_error
 from poprisk.operators._realized import RealizedWindow
 from poprisk.theory.path_bounds import (
     anchored_bound,

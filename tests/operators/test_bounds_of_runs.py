@@ -6,7 +6,8 @@ from recorded_runs import LOSSES, NETWORKS, operators_of, window_of
 
 from poprisk.errors import DataError
 from poprisk.operators._channels import dissipation_channels
-from poprisk.operators._coupling import Coupling, predictor_error
+from poprisk.operators._coupling import Coupling
+from poprisk.operators._predictors import predictor_error
 from poprisk.operators._top_space import top_channels
 from poprisk.theory.path_bounds import (
     anchored_bound,

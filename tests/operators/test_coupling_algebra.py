@@ -17,11 +17,9 @@ from poprisk.operators._coupling import (
     anchored_coupling_of_jacobians,
     path_error,
     path_error_split,
-    predictor_error,
-    transfer_equivalences,
-    transfer_norm,
     whitened_error,
 )
+from poprisk.operators._predictors import predictor_error, transfer_equivalences, transfer_norm
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -14,8 +14,9 @@ from oracles.linear_model import flow_outputs, linear_operators
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._channels import dissipation_channels
-from poprisk.operators._coupling import Coupling, anchored_coupling_of_jacobians, path_error, predictor_error
+from poprisk.operators._coupling import Coupling, anchored_coupling_of_jacobians, path_error
 from poprisk.operators._gradient_flow import flow_path, gradient_flow_operators
+from poprisk.operators._predictors import predictor_error
 from poprisk.operators._realized import Discretization
 from poprisk.theory.path_bounds import (
     anchored_bound,

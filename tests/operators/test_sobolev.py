@@ -16,16 +16,18 @@ from poprisk.operators._realized import RealizedWindow
 from poprisk.runs._step import AffineStep
 from poprisk.theory.sobolev import (
     SobolevBound,
-    Torus,
-    fill_distance,
     fill_distance_slope,
-    jacobian_sobolev_norm,
-    pathwise_sobolev_norm,
     sobolev_generalization_bound,
-    sobolev_norm,
     sobolev_operator_bound,
     sobolev_trajectory_bound,
     sobolev_transfer_bound,
+)
+from poprisk.theory.torus import (
+    Torus,
+    fill_distance,
+    jacobian_sobolev_norm,
+    pathwise_sobolev_norm,
+    sobolev_norm,
     voronoi_masses,
 )
 

@@ -211,7 +211,7 @@ def test_inputs_that_the_model_cannot_take():
     model, (x, y) = run.model(), run.problem.batch()
     with pytest.raises(DataError, match=r"weights of torch.float64 .* training inputs torch.float32 \[6, 4\]"):
         Window(run, model, x.float(), y)
-    with pytest.raises(DataError, match=r"cannot take the test inputs torch.float64 \[3, 5\]"):
+    with pytest.raises(DataError, match=r"does not accept the test inputs torch.float64 \[3, 5\]"):
         Window.of_run(run, test_inputs=torch.zeros(3, 5))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from poprisk import PopRiskAdamW, RiskMeter, k_fold, population_risk
-from poprisk.jobs import Plan, assemble_resampled, run_jobs
+from poprisk.jobs import JobPlan, assemble_resampled, run_jobs
 from poprisk.report import analyze
 from poprisk.risk import cross_validation_risk, exclusion, exclusion_risk, first_order_risk, leave_one_out
 from poprisk.risk._first_order import taylor_remainder
@@ -61,7 +61,7 @@ def same(*risks):
 def test_k_fold(run, folds, tmp_path):
     expected = k_fold(run, folds, SEED, progress=False)
     assert len(set(expected.member.bincount().tolist())) == 2
-    name = Plan(tmp_path).k_fold(run, folds=folds, seed=SEED, members_per_job=folds)
+    name = JobPlan(tmp_path).k_fold(run, folds=folds, seed=SEED, members_per_job=folds)
     run_jobs(tmp_path)
     same(
         expected.risk,

@@ -23,12 +23,13 @@ from poprisk.operators._window import Window
 from poprisk.operators._batch_law import Sampling
 from poprisk.operators._bound import MARGIN, Form, eps_of, rounding_of_test_transfer
 from poprisk.operators._channels import Transfer, operator_norm, require_length, require_shape
-from poprisk.operators._coupling import PredictorError, path_error, whitened_error
+from poprisk.operators._coupling import path_error, whitened_error
 from poprisk.operators._kernels.method import Method
 from poprisk.operators._kernels.plan import cut, plan_tiles
 from poprisk.operators._kernels.precision import check_supported, float32_products
 from poprisk.operators._kernels.tiles import Side, TileMaker, aligned
 from poprisk.operators._kernels.validation import Diagonal
+from poprisk.operators._predictors import PredictorError
 from poprisk.operators._realized import RealizedWindow
 
 __all__ = [

@@ -95,7 +95,7 @@ class LinearOperator(ABC):
 
     def adjoint(self) -> "LinearOperator":
         r""":math:`A^\top`; the operator itself where it is symmetric."""
-        return self if self.symmetric else _Adjoint(self)
+        return self if self.symmetric else _Adjoint((self,))
 
     @property
     def T(self) -> "LinearOperator":
@@ -261,152 +261,112 @@ def _as_number(factor: Any) -> float | None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Adjoint(LinearOperator):
-    of: LinearOperator
+class _Compound(LinearOperator):
+    """Made of operators of one dtype on one device."""
+
+    parts: tuple[LinearOperator, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, columns = self.of.shape
-        return columns, rows
+        return self.parts[0].shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.of.dtype
+        return self.parts[0].dtype
 
     @property
     def device(self) -> torch.device:
-        return self.of.device
-
-    def _made_of(self) -> str:
-        return f"adjoint of {self.of!r}"
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.of._rmatmat(X)
-
-    def _rmatmat(self, Y: Tensor) -> Tensor:
-        return self.of._matmat(Y)
-
-    def adjoint(self) -> LinearOperator:
-        return self.of
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Scaled(LinearOperator):
-    factor: float
-    of: LinearOperator
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.of.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.of.device
-
-    @property
-    def symmetric(self) -> bool:
-        return self.of.symmetric
-
-    def _made_of(self) -> str:
-        return f"{self.factor:g} · {self.of!r}"
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.factor * self.of.matmat(X)
-
-    def _rmatmat(self, Y: Tensor) -> Tensor:
-        return self.factor * self.of.adjoint().matmat(Y)
-
-    def adjoint(self) -> LinearOperator:
-        return self if self.symmetric else _Scaled(self.factor, self.of.adjoint())
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Sum(LinearOperator):
-    terms: tuple[LinearOperator, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.terms[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.terms[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.terms[0].device
-
-    @property
-    def symmetric(self) -> bool:
-        return all(term.symmetric for term in self.terms)
-
-    def _made_of(self) -> str:
-        return " + ".join(map(repr, self.terms))
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        total = self.terms[0].matmat(X)
-        for term in self.terms[1:]:
-            total = total + term.matmat(X)
-        return total
+        return self.parts[0].device
 
     def _rmatmat(self, Y: Tensor) -> Tensor:
         return self.adjoint()._matmat(Y)
 
+
+class _Adjoint(_Compound):
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.parts[0].shape
+        return columns, rows
+
+    def _made_of(self) -> str:
+        return f"adjoint of {self.parts[0]!r}"
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.parts[0]._rmatmat(X)
+
     def adjoint(self) -> LinearOperator:
-        return self if self.symmetric else _Sum(tuple(term.adjoint() for term in self.terms))
+        return self.parts[0]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Chain(LinearOperator):
-    links: tuple[LinearOperator, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.links[0].shape[0], self.links[-1].shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.links[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.links[0].device
+class _Scaled(_Compound):
+    factor: float
 
     @property
     def symmetric(self) -> bool:
-        half = (len(self.links) + 1) // 2
-        pairs = zip(self.links[:half], reversed(self.links), strict=False)
+        return self.parts[0].symmetric
+
+    def _made_of(self) -> str:
+        return f"{self.factor:g} · {self.parts[0]!r}"
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.factor * self.parts[0].matmat(X)
+
+    def adjoint(self) -> LinearOperator:
+        return self if self.symmetric else _Scaled((self.parts[0].adjoint(),), self.factor)
+
+
+class _Sum(_Compound):
+    @property
+    def symmetric(self) -> bool:
+        return all(part.symmetric for part in self.parts)
+
+    def _made_of(self) -> str:
+        return " + ".join(map(repr, self.parts))
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        total = self.parts[0].matmat(X)
+        for part in self.parts[1:]:
+            total = total + part.matmat(X)
+        return total
+
+    def adjoint(self) -> LinearOperator:
+        return self if self.symmetric else _Sum(tuple(part.adjoint() for part in self.parts))
+
+
+class _Chain(_Compound):
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.parts[0].shape[0], self.parts[-1].shape[1]
+
+    @property
+    def symmetric(self) -> bool:
+        half = (len(self.parts) + 1) // 2
+        pairs = zip(self.parts[:half], reversed(self.parts), strict=False)
         return all(left.adjoint() is right or right.adjoint() is left for left, right in pairs)
 
     def _made_of(self) -> str:
-        return " · ".join(map(repr, self.links))
+        return " · ".join(map(repr, self.parts))
 
     def _matmat(self, X: Tensor) -> Tensor:
-        for link in reversed(self.links):
-            X = link.matmat(X)
+        for part in reversed(self.parts):
+            X = part.matmat(X)
         return X
 
-    def _rmatmat(self, Y: Tensor) -> Tensor:
-        return self.adjoint()._matmat(Y)
-
     def adjoint(self) -> LinearOperator:
-        return self if self.symmetric else _Chain(tuple(link.adjoint() for link in reversed(self.links)))
+        return self if self.symmetric else _Chain(tuple(part.adjoint() for part in reversed(self.parts)))
 
 
 def _scaled(factor: float, A: LinearOperator) -> LinearOperator:
-    return _Scaled(factor * A.factor, A.of) if isinstance(A, _Scaled) else _Scaled(factor, A)
+    return _Scaled(A.parts, factor * A.factor) if isinstance(A, _Scaled) else _Scaled((A,), factor)
 
 
 def _sum(A: LinearOperator, B: LinearOperator) -> LinearOperator:
     if A.shape != B.shape:
         raise DataError(f"summands must have one shape, got {A!r} and {B!r}: check which one should be transposed")
     check_partners(A, B)
-    terms = (part.terms if isinstance(part, _Sum) else (part,) for part in (A, B))
-    return _Sum(tuple(term for group in terms for term in group))
+    parts = (each.parts if isinstance(each, _Sum) else (each,) for each in (A, B))
+    return _Sum(tuple(part for group in parts for part in group))
 
 
 def _chain(A: LinearOperator, B: LinearOperator) -> LinearOperator:
@@ -415,5 +375,5 @@ def _chain(A: LinearOperator, B: LinearOperator) -> LinearOperator:
             f"in A @ B the columns of A must be the rows of B, got {A!r} and {B!r}: check which one to transpose"
         )
     check_partners(A, B)
-    links = (part.links if isinstance(part, _Chain) else (part,) for part in (A, B))
-    return _Chain(tuple(link for group in links for link in group))
+    parts = (each.parts if isinstance(each, _Chain) else (each,) for each in (A, B))
+    return _Chain(tuple(part for group in parts for part in group))

@@ -26,15 +26,12 @@ from poprisk.operators._cumulative import lifted_maps
 from poprisk.operators._realized import RealizedWindow
 from poprisk.theory.sobolev import (
     SobolevBound,
-    Torus,
-    fill_distance,
     fill_distance_slope,
-    jacobian_sobolev_norm,
-    pathwise_sobolev_norm,
     sobolev_operator_bound,
     sobolev_trajectory_bound,
     sobolev_transfer_bound,
 )
+from poprisk.theory.torus import Torus, fill_distance, jacobian_sobolev_norm, pathwise_sobolev_norm
 from poprisk_lab.paper.sobolev_slope.task import (
     SlopeConfig,
     _angles,
