@@ -380,7 +380,7 @@ class Window(SweptOperators):
             got = ", ".join(f"{x.dtype} {list(x.shape)} on {x.device}" for x in parts)
             raise DataError(
                 f"the model, with weights of {self.dtype} on {self.device}, does not accept the {which} inputs {got}: "
-                f"pass inputs like those it was trained on, in its dtype and on its device ({str(error).splitlines()[0]})"
+                f"pass inputs like those of the training, in its dtype and on its device ({str(error).splitlines()[0]})"
             ) from error
 
     def _outputs(self, k: int, inputs: Inputs) -> Float[Tensor, "n p"]:
