@@ -149,7 +149,7 @@ def dying_work(folder, fraction):
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    import poprisk.store.tensors as tensors
+    from poprisk._core.store import tensors
 
     tensors.write_bytes = killed
     work(folder, lease=0.3)
