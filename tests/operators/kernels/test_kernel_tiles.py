@@ -82,8 +82,8 @@ def test_plans_keep_their_limit_and_use_it():
 LIMITED = """
 import resource, torch
 from torch import nn
-from poprisk.autodiff import FlatModel
-from poprisk.kernels import train_kernel
+from poprisk._core.autodiff import FlatModel
+from poprisk.operators import train_kernel
 def model_of(build):
     torch.manual_seed(0)
     return FlatModel(build(), "squared")
