@@ -9,8 +9,8 @@ from torch.testing import assert_close
 import oracles.signal_directions as oracle
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.theory.directions import signal_directions, signal_directions_of
-from poprisk.theory.groups import direction_energies, example_groups, top_examples
 from poprisk.theory.graph import graph_metric
+from poprisk.theory.groups import direction_energies, example_groups, top_examples
 from poprisk.theory.lost_motion import (
     admissible_bound,
     attaining_transfer,

@@ -253,9 +253,7 @@ class Window(SweptOperators):
             DataError: the window is not dense, or its lifted steps need more than ``memory``.
         """
         if not all(isinstance(maps, DenseStep) for maps in self.steps):
-            raise DataError(
-                "lifted steps are matrices: create the window with dense=True, shorter if necessary"
-            )
+            raise DataError("lifted steps are matrices: create the window with dense=True, shorter if necessary")
         N, d = self.num_outputs, self.model.size
         self._require_room("the lifted steps", N * ((_SWEPT + 2 * len(self.steps)) * d + 4 * N))
         eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
