@@ -205,7 +205,7 @@ def test_an_interrupt_of_all_says_what_there_is(resumable, toys, capsys, tmp_pat
 
     toys({"one": toy(succeed), "two": toy(interrupted), "three": toy(succeed)})
     code, _, err = call(capsys, "reproduce", "all", "--output", str(tmp_path))
-    kept = f"; what is finished is kept in {tmp_path}/two/two.parts and will be used again"
+    kept = f"; finished parts are kept in {tmp_path}/two/two.parts; run the same command to continue"
     assert code == 130
     assert err == f"poprisk: interrupted; one can be found in {tmp_path}{kept if resumable else ''}\n"
     toys({"two": toy(interrupted)})
@@ -229,7 +229,7 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on_from_there
     command, parts = ["reproduce", "labels", "--smoke", "--output", tmp_path], tmp_path / "labels.parts"
     code, out, err = call(capsys, *command)
     assert (code, out) == (130, "")
-    kept = f"what is finished is kept in {parts} and will be used again"
+    kept = f"finished parts are kept in {parts}; run the same command to continue"
     assert err.splitlines()[-1] == f"poprisk: interrupted; {kept}"
     assert "Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["labels.parts"]

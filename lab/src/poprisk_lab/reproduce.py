@@ -1,4 +1,4 @@
-"""``poprisk reproduce``: the paper's experiments, run again."""
+"""``poprisk reproduce``: run the paper's experiments again."""
 
 import shutil
 from pathlib import Path
@@ -28,7 +28,9 @@ def reproduce(
         str | None,
         typer.Argument(metavar="NAME", help=f"One of: {', '.join(known())}; or all, in turn.", show_default=False),
     ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A few seconds each; the numbers mean nothing.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Run at a tiny size, a few seconds each; the numbers mean nothing.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -40,17 +42,17 @@ def reproduce(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Directory with the data sets that an experiment needs, each in a folder of its own; --smoke reads "
-            f"none. Default: {DATA}.",
+            help="Directory with the data sets, each in a folder of its own; not needed with --smoke. "
+            f" Default: {DATA}.",
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run one of the paper's experiments again, and write what came out of it with its figure.
+    """Run one of the paper's experiments again, and write its result and its figure.
 
-    Comparisons of optimizers keep what is done in NAME.parts beside their result: started again, they go on from there.
-    With all, each has a folder of its own, and an experiment whose data are missing is skipped.
+    Comparisons of optimizers keep finished parts in NAME.parts next to the result; if interrupted, run the same command
+    to continue. With all, every experiment gets its own folder, and those whose data are missing are skipped.
     """
     names = chosen_names(name)
     if name == ALL:
@@ -135,4 +137,4 @@ def _configured(name: str, chosen: Reproduction, smoke: bool, data: Path | None)
 
 
 def _kept(parts: Path) -> str:
-    return f"what is finished is kept in {parts} and will be used again" if any(parts.glob("*.json")) else ""
+    return f"finished parts are kept in {parts}; run the same command to continue" if any(parts.glob("*.json")) else ""

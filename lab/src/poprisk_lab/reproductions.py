@@ -39,7 +39,7 @@ class Files:
     wanted: tuple[tuple[tuple[str, ...], str], ...]
 
     def missing(self, data: str | Path) -> str | None:
-        """What is not there, and how to get it, in a line; None if nothing is missing.
+        """Which file is missing and how to get it, in one line; None if none is missing.
 
         >>> Files("images", ((("a.npz", "b.pt"), "the images"),)).missing("nowhere")
         'nowhere/images has no a.npz or b.pt: put the images there'
@@ -64,21 +64,21 @@ class Reproduction:
     """An experiment, ready to run and to be shown."""
 
     kind: str
-    """Of the saved result."""
+    """Kind of the saved result."""
     full: Any
     """The configuration whose numbers are reported."""
     smoke: Any
-    """One of some seconds, which shows that everything works and nothing else."""
+    """A configuration of a few seconds, which only shows that everything works."""
     run: Callable[..., Result]
-    """Called with a configuration, what to tell about progress and, where it is resumable, a folder for its parts."""
+    """Called with a configuration, a progress callback and, if it is resumable, a folder for its parts."""
     draw: Callable[[Saved], "Figure"]
     lines: Callable[[Saved], Iterable[RenderableType]]
     resumable: bool = False
-    """Whether what is done is kept on disk and not done again."""
+    """Whether finished parts are kept on disk and not computed again."""
     with_data: Callable[[Any, str], Any] | None = None
     """The full configuration with its files in another folder, where it needs files."""
     files: Files | None = None
-    """Those it needs."""
+    """The files it needs; None if it reads none."""
 
 
 def _measurement(folder: str) -> Reproduction:

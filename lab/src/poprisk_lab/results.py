@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,7 @@ def make(name: str, results: Path, data: Path, *, smoke: bool = False) -> Path:
             [sys.executable, *given, *([script.smoke] if smoke and script.smoke else [])], cwd=ROOT, check=True
         )
         return path
+    import_module("poprisk.cli")  # first: it imports the lab's command itself
     from poprisk_lab.reproduce import run_study
 
     return run_study(name, smoke, results, data if data_of(name) else None)

@@ -105,7 +105,7 @@ def best(row: StoredRow, metric: str, higher_is_better: bool) -> list[float]:
 def oracle(study: StoredStudy, arm: str = "adamw", metric: str | None = None) -> list[float]:
     """Each seed's best checkpoint of the trial that was chosen for its best checkpoint.
 
-    What a user could get from the arm only with the test set in hand. Where no trial was chosen for it, the trial
+    What a user could get from the arm only by choosing on the test set. Where no trial was chosen for it, the trial
     chosen for its last step stands in.
 
     Args:

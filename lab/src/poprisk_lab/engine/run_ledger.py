@@ -1,4 +1,4 @@
-"""A result file that grows run by run: interrupt it, start it again, and it goes on where it was."""
+"""A result file that grows run by run: an interrupted experiment continues where it stopped."""
 
 import json
 import time

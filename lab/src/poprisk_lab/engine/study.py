@@ -7,7 +7,7 @@
 3. *Report.* The chosen trials, and settings that were given and not searched, trained with the report seeds: the same
    data, weights and batches for every arm.
 
-The metrics are measured on test data, also in tuning: every arm, AdamW among them, is chosen with the answers in hand.
+The metrics are measured on test data, also in tuning: every arm, AdamW included, is chosen on the test set.
 """
 
 import json

@@ -112,7 +112,7 @@ def gain(first: Sequence[float], second: Sequence[float], higher_is_better: bool
 def adamw_reference(study: StoredStudy) -> StoredRow | None:
     """The tuned AdamW; where none was searched, the given AdamW with the best mean last step on the report's seeds.
 
-    That choice is made with the answers in hand and so favours AdamW. None where there is no AdamW at all.
+    The choice is made on the reported values, so it favours AdamW. None where there is no AdamW at all.
     """
     tuned = reading.find_row(study, ADAMW)
     if tuned is not None:
