@@ -43,7 +43,7 @@ def reproduce(
         Path | None,
         typer.Option(
             help="Directory with the data sets, each in a folder of its own; not needed with --smoke. "
-            f" Default: {DATA}.",
+            f"Default: {DATA}.",
             show_default=False,
         ),
     ] = None,

@@ -69,7 +69,10 @@ class Page:
         if not self.marked:
             assert self.template is not None
             return render(*self.template.split("/"), **slots)
-        parts = slots if self.template is None else render_parts(*self.template.split("/"), slots)
+        parts = slots
+        if self.template is not None:
+            package, _, name = self.template.partition("/")
+            parts = render_parts(package, name, slots)
         return fill_marks((root / self.target).read_text(encoding="utf-8"), parts)
 
     def is_stale(self, results: Path = RESULTS, root: Path = ROOT) -> bool:
