@@ -53,7 +53,7 @@ def test_defaults_are_the_rule_s_first_choice():
 @pytest.mark.parametrize(
     ("kind", "task", "words"),
     [
-        ("cifar", "cifar10-worse", "CIFAR-10N, 40% of labels wrong: {0} right on test data. AdamW at its usual lr 1e-3:"
+        ("cifar", "cifar10-worse", "CIFAR-10N, 40% of the labels wrong: {0} test accuracy. AdamW at its usual lr 1e-3:"
          " {1}; tuned: {2}; its best checkpoint, picked with the test set: {3}."),
         ("labels", "fashion-40", "Fashion-MNIST, 40% wrong: {0}. AdamW: {1}; tuned: {2}; its best checkpoint: {3}."),
         ("labels", "digits-40", "Digits, 40% wrong: {0}. AdamW: {1}; tuned: {2}; its best checkpoint: {3}."),

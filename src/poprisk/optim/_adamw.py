@@ -36,7 +36,7 @@ class PopRiskAdamW(Optimizer):
     with its SNR gate; :class:`poprisk.Gate` has the others, and everything that shapes a gate. A drop-in replacement
     for :class:`torch.optim.AdamW` with one more state vector, s.
 
-    **Defaults.** An SNR gate of strength 100 at lr 0.06 with weight decay 5e-3. They were chosen among 156 candidates
+    **Defaults.** An SNR gate of strength 100 at lr 0.06 with weight decay 5e-3. They were chosen out of 156 candidates
     on nine small noisy tasks and on CIFAR-10 with human labels (``poprisk_lab.paper.default_choice.study``). Results
     at the last step on tasks of these kinds, with other seeds (``lab/results/``):
 
