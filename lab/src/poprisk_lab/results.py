@@ -199,7 +199,9 @@ def make(name: str, results: Path, data: Path, *, smoke: bool = False) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run studies by name. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m poprisk_lab.results", description="Run studies again and store their results.")
+    parser = argparse.ArgumentParser(
+        prog="python -m poprisk_lab.results", description="Run studies again and store their results."
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="results to make again, or all")
     parser.add_argument("--list", action="store_true", help="list the results with the data and the time they need")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results; default: lab/results")
