@@ -107,7 +107,7 @@ def test_frozen_numbers_are_compared_everywhere():
 def test_another_layout_is_named():
     run = train(problem_of(), ADAM, 2, dtype=torch.float64, progress=False)
     wider = Run(run._storage, problem=problem_of(lambda: nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 1))))
-    with pytest.raises(RunError, match=r"names or shapes differ, 0\.weight \[8, 3\] there, 0\.weight \[9, 3\] here"):
+    with pytest.raises(RunError, match=r"in names or shapes: 0\.weight \[8, 3\] there, 0\.weight \[9, 3\] here"):
         wider.module()
 
 

@@ -75,7 +75,7 @@ def test_saved_from_memory(tmp_path):
     assert_same_run(saved, run)
     assert saved.path == tmp_path / "copy"
     assert "7 steps, 51 weights, dense" in repr(saved)
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="already holds a run"):
         run.save(tmp_path / "copy")
 
 
@@ -134,7 +134,7 @@ def test_a_directory_with_another_run_is_refused(tmp_path):
     problem = classification()
     quiet(problem, SGD, 4, path=tmp_path, every=2)
     before = files(tmp_path)
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="already holds a run"):
         quiet(problem, SGD, 4, path=tmp_path, every=2)
     again = partial(quiet, path=tmp_path, resume=True)
     for message, call in {

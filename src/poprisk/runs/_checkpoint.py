@@ -188,7 +188,7 @@ def rebuild_module(problem: Problem, manifest: Mapping[str, Any], layout: Layout
     named = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     if tuple(named) != layout.names or tuple(named.values()) != layout.shapes:
         raise RunError(
-            f"problem {problem.name!r} builds another model than the recorded one: names or shapes differ, "
+            f"problem {problem.name!r} builds a model that differs from the recorded one in names or shapes: "
             f"{_first_difference(layout, named)}; pass the problem it was recorded with"
         )
     if frozen_fingerprint(module) != manifest["frozen_sha256"]:

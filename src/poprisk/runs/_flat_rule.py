@@ -105,7 +105,7 @@ class FlatRule(ABC):
 
         Raises:
             DataError: k is not a step of the run, or the vectors or their number do not fit.
-            RunError: something beside the optimizer moved the weights in this step.
+            RunError: something other than the optimizer moved the weights in this step.
         """
         self._check(k, w, g, state)
         if not self.elementwise and w.dim() > 1:
@@ -190,8 +190,8 @@ class FlatRule(ABC):
                 self._reader = self._run.recorded(k)
             if isinstance(self._reader.step(k).source, Tensor):
                 raise RunError(
-                    f"something beside the optimizer moved the weights in step {k} (a projection, a clamp): the step "
-                    "is no function of its gradient alone; do it in the model's forward"
+                    f"something other than the optimizer moved the weights in step {k} (a projection, a clamp), "
+                    "so the step is not a function of its gradient alone: do it in the model's forward"
                 )
             self._looked_at.add(k)
 

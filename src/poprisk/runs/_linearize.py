@@ -129,7 +129,9 @@ class Linearizer:
         for group in groups:
             fresh = {self.optimizer.state[p].get("momentum_buffer") is None for p in group["params"]}
             if group["momentum"] != 0 and len(fresh) > 1:
-                raise RunError("some parameters of a group have a momentum buffer and others none: start afresh")
+                raise RunError(
+                    "some parameters of a group have a momentum buffer and others do not: start with a new optimizer"
+                )
             self._fresh.append(True in fresh)
 
     def after(self) -> dict[str, Tensor]:

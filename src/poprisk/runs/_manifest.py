@@ -92,7 +92,7 @@ def require_present(version: int, where: object) -> None:
         changed = "; ".join(MIGRATIONS[step].name for step in range(version, FORMAT_VERSION))
         raise RunError(
             f"{where} holds a run of format_version {version}, and poprisk {__version__} writes "
-            f"{FORMAT_VERSION} ({changed}): write it anew by Run.load(path).save(another), and go on with that one"
+            f"{FORMAT_VERSION} ({changed}): write a copy with Run.load(path).save(another), and continue that one"
         )
 
 

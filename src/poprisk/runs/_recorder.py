@@ -238,9 +238,9 @@ class Recorder:
     def enter(self, step: "StepContext") -> None:
         """Called by the block when it begins."""
         if self._closed:
-            raise RunError("the recorder is closed: make another one, with resume=True to go on with the same run")
+            raise RunError("the recorder is closed: make another one, with resume=True to continue the same run")
         if self._broken:
-            raise RunError("a step broke off in the middle of the optimizer's update: resume from the last checkpoint")
+            raise RunError("the optimizer's update was interrupted by an error: resume from the last checkpoint")
         if self._open is not None:
             raise RunError("a step is open already: `with recorder.step(…):` blocks cannot be nested")
         if not self._writer.has_begun:
@@ -299,7 +299,8 @@ class Recorder:
         step = self._open
         if step is None:
             raise RunError(
-                "optimizer.step() outside of `with recorder.step(indices):`, so its batch is not known; close() ends it"
+                "optimizer.step() was called outside of `with recorder.step(indices):`, so its batch is unknown: put it inside "
+                "the block, or call recorder.close() to stop recording"
             )
         if step.state != "open":
             raise RunError("optimizer.step() twice in one recorded step: open a block for each")

@@ -87,7 +87,7 @@ class DirectoryStorage:
         """
         if (self._folder / MANIFEST).exists():
             raise RunError(
-                f"{self._folder} holds a run already: record into another directory, or go on with it by resume=True"
+                f"{self._folder} already holds a run: record into another directory, or continue it with resume=True"
             )
         if self._folder.is_dir():
             strange = next((f for f in self._folder.iterdir() if not any(f.match(p) for p in _LEFTOVERS)), None)
