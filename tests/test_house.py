@@ -123,14 +123,6 @@ def test_moved_names_are_found_with_a_warning(old):
             assert found is getattr(importlib.import_module(place), new)
 
 
-@pytest.mark.parametrize("old", sorted(_moved.RENAMED))
-def test_renamed_names_are_found_with_a_warning(old):
-    module, _, name = old.rpartition(".")
-    place, _, new = _moved.RENAMED[old].rpartition(".")
-    with pytest.warns(DeprecationWarning, match=re.escape(f"{old} is now {place}.{new}")):
-        assert _moved.moved_attribute(module, name) is getattr(importlib.import_module(place), new)
-
-
 @pytest.mark.parametrize("name", sorted(_moved.ROOT_NAMES))
 def test_names_that_left_the_root_are_found_with_a_warning(name):
     with pytest.warns(DeprecationWarning, match=f"poprisk.{name} is now {_moved.ROOT_NAMES[name]}.{name}"):
