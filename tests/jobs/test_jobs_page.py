@@ -18,5 +18,5 @@ def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
         exec(block, names)
     printed = capsys.readouterr().out
     assert "jobs" in printed
-    assert "a learner on 32 of 40 points" in printed
+    assert "a model trained on 32 of the 40 examples" in printed
     assert "bound 9." in printed
