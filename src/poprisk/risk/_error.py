@@ -137,8 +137,8 @@ def nested_error(splits: Sequence[NestedSplit]) -> tuple[float, float]:
     estimates the mean squared error of cross-validation on :math:`n(K-1)/K` points. The naive error is inflated by the
     ratio of its root to the naive error there, kept between 1 and :math:`\sqrt K` as its authors do.
 
-    The inner risk is of models trained on :math:`n(1-2/K)` examples, the outer one on :math:`n(1-1/K)`; a straight line in one
-    over the number of points leads to n:
+    The inner risk is of models trained on :math:`n(1-2/K)` examples, the outer one on :math:`n(1-1/K)`; a straight line
+    in one over the number of examples leads to n:
     :math:`L_n = L_{in} + (1 + \tfrac{K-2}{K})(L_{cv} - L_{in})`.
 
     Differs from the paper of its authors in that the value of K-fold is kept beside the corrected one. They average a
