@@ -299,8 +299,8 @@ class Recorder:
         step = self._open
         if step is None:
             raise RunError(
-                "optimizer.step() was called outside of `with recorder.step(indices):`, so its batch is unknown: put it inside "
-                "the block, or call recorder.close() to stop recording"
+                "optimizer.step() was called outside of `with recorder.step(indices):`, so its batch is unknown: "
+                "put it inside the block, or call recorder.close() to stop recording"
             )
         if step.state != "open":
             raise RunError("optimizer.step() twice in one recorded step: open a block for each")
