@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from poprisk import Problem, train
-from poprisk._core.linalg.spectra import top_eigenpairs
 from poprisk.jobs import DiskMatrix, JobPlan, assemble_matrix, job_status, run_jobs
+from poprisk.operators import top_eigenpairs
 
 INPUTS, CLASSES, STEPS = 20, 3, 40
 MEMORY_LIMIT = 2**26

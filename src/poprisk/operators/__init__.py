@@ -1,5 +1,6 @@
 """See: the operators of a run (signal channel and reservoir, coupling, drift and diffusion) and its tangent kernels."""
 
+from poprisk._core.linalg import top_eigenpairs
 from poprisk.operators._bound import Bound
 from poprisk.operators._channels import DissipationChannels, dissipation_channels
 from poprisk.operators._coupling import Coupling
@@ -60,5 +61,6 @@ __all__ = [
     "rounded_kernel",
     "timescales",
     "top_channels",
+    "top_eigenpairs",
     "train_kernel",
 ]

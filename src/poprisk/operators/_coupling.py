@@ -97,7 +97,7 @@ class Coupling:
 
         Args:
             train_displacement: :math:`\Delta u_S`, as it happened.
-            train_source: What of it is no linear function of the gradient at the start; none if not given.
+            train_source: What of it is no linear function of the gradient at the start; default: none.
             test_source: The same for the test outputs.
 
         Raises:
@@ -189,7 +189,7 @@ def anchored_coupling(
             Jacobians themselves, ``anchored_coupling_of_jacobians`` reaches twice as many digits down.
 
     Raises:
-        DataError: shapes that do not fit, or a kernel that is not positive semidefinite.
+        DataError: shapes do not fit, or a kernel that is not positive semidefinite.
 
     >>> anchored_coupling(torch.tensor([[2.0, 0.0]]), torch.diag(torch.tensor([4.0, 0.0])))
     tensor([[0.5000, 0.0000]])

@@ -164,7 +164,7 @@ def flow_cumulative_error(
     The split holds for the sums themselves, whatever the error of the quadrature: the nodes are a discrete lift.
 
     Args:
-        weights: Of the quadrature, positive.
+        weights: Positive weights of the quadrature.
         train_kernels: K_SS at the nodes.
         cross_kernels: K_QS at the nodes; must vanish where K_SS does, as J_Q J_Sᵀ does.
         propagators: P_g(τ, s) at the nodes.
@@ -173,7 +173,7 @@ def flow_cumulative_error(
             of the path likewise by its square root.
 
     Raises:
-        DataError: shapes that do not fit, weights that are not positive, or a K_SS that is not positive semidefinite.
+        DataError: shapes do not fit, weights that are not positive, or a K_SS that is not positive semidefinite.
         HyperparameterError: a cut-off outside [0, 1).
 
     >>> ones = torch.ones(1, 1, 1)

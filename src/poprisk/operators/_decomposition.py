@@ -167,7 +167,7 @@ def bregman_gap(
         The gap. It is infinite where a target class has lost all probability to rounding.
 
     Raises:
-        DataError: shapes that do not fit, or a gradient that no outputs have under this loss.
+        DataError: shapes do not fit, or a gradient that no outputs have under this loss.
         HyperparameterError: another loss.
 
     >>> bregman_gap(torch.tensor([[0.5], [-1.0]]), torch.zeros(2), "squared")  # residuals 1 and -2

@@ -60,7 +60,7 @@ def predictor_error(
         scales: Root dissipations :math:`\sqrt{h^\top W h}` to try.
         random_probes: Random directions of the signal channel.
         directions: More directions h, for instance the gradient at the start; parts in the reservoir are dropped.
-        generator: Source of the random directions; one with a fixed seed if not given.
+        generator: Source of the random directions; default: one with a fixed seed.
 
     Raises:
         DataError: the signal channel is empty, or the predictor returns another shape.

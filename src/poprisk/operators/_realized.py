@@ -36,7 +36,7 @@ class RealizedWindow:
     test_displacement: Float[Tensor, "M"]
     """Δu_Q."""
     train_source: Float[Tensor, "N"] | None = None
-    """What of Δu_S is not linear in g; none if not given."""
+    """What of Δu_S is not linear in g; default: none."""
     test_source: Float[Tensor, "M"] | None = None
     """What of Δu_Q is not linear in g."""
     loss_drop: float | None = None

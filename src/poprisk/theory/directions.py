@@ -114,7 +114,7 @@ def signal_directions(
         max_products: Most products of the search with C_R.
 
     Raises:
-        DataError: sizes that do not fit, or an operator without ``count``.
+        DataError: sizes do not fit, or an operator without ``count``.
 
     >>> import torch
     >>> from poprisk.theory.metrics import metric_of

@@ -117,13 +117,13 @@ def frozen_problem(
         K_SS: The train kernel, symmetric and positive semidefinite.
         K_QS: The kernel between test and training outputs.
         outputs: p, outputs per example; N = n·p.
-        start_train: U_S(0); 0 if not given.
-        start_test: U_Q(0); 0 if not given.
+        start_train: U_S(0); default: 0.
+        start_test: U_Q(0); default: 0.
         cutoff: Eigenvalues at most this share of the largest one are left out; by default N·eps. The division by σ²
             makes the last directions kept uncertain by eps·σ_1²/σ²: features resolve twice as many digits.
 
     Raises:
-        DataError: shapes that do not fit, a kernel that is not symmetric or has negative eigenvalues, or is zero.
+        DataError: shapes do not fit, a kernel that is not symmetric or has negative eigenvalues, or is zero.
 
     >>> frozen_problem(torch.eye(2), torch.ones(1, 2)).visibility
     tensor([[1., 1.],
@@ -157,12 +157,12 @@ def frozen_problem_of_features(
         features: J_S, one row per training output.
         test_features: J_Q.
         outputs: p, outputs per example; N = n·p.
-        start_train: U_S(0); 0 if not given.
-        start_test: U_Q(0); 0 if not given.
+        start_train: U_S(0); default: 0.
+        start_test: U_Q(0); default: 0.
         cutoff: Singular values at most this share of the largest one are left out; by default max(N, d)·eps.
 
     Raises:
-        DataError: shapes that do not fit, or features that are zero or not finite.
+        DataError: shapes do not fit, or features that are zero or not finite.
 
     >>> frozen_problem_of_features(torch.eye(2), torch.ones(1, 2)).rank
     2
@@ -201,10 +201,10 @@ def frozen_problem_from(
         parameters: Form the Jacobians, so that parameter displacements are known; else the kernels, whatever d.
         preconditioner: The diagonal of M in :math:`K^M = J M J^\top`. With ``parameters`` displacements are then in
             the coordinates :math:`M^{-1/2} w`.
-        cutoff: As of ``frozen_problem`` or ``frozen_problem_of_features``.
+        cutoff: As in ``frozen_problem`` or ``frozen_problem_of_features``.
 
     Raises:
-        DataError: weights or inputs that do not fit.
+        DataError: weights or inputs do not fit.
 
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False).double(), "squared")
     >>> x = torch.eye(2, dtype=torch.float64)

@@ -96,8 +96,8 @@ def graph_metric(
         outputs: p, outputs per example.
         dense: Roots by a decomposition of the n×n matrix, or by polynomials of the sparse one; dense up to n = 2000
             if not given.
-        dtype: Of the operators.
-        accuracy: Of the polynomials.
+        dtype: Data type of the operators.
+        accuracy: Accuracy of the polynomials.
 
     Raises:
         DataError, HyperparameterError: as of ``neighbour_graph``; γ negative.

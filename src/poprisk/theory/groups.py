@@ -136,10 +136,10 @@ def example_groups(
         r: Directions that count as signal, at least 1.
         outputs: p, outputs per example.
         gradient: The output gradient g(s) of the window, to say how much of each example's own lies in the tail.
-        least_share: Share of an example that the r directions must hold; r/N if not given.
+        least_share: Share of an example that the r directions must hold; default: r/N.
 
     Raises:
-        DataError: sizes that do not fit.
+        DataError: sizes do not fit.
         HyperparameterError: r is not between 1 and the number of directions known.
 
     >>> from poprisk.theory import euclidean_metric, signal_directions

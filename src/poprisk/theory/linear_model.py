@@ -46,7 +46,7 @@ def linear_operators(X: Float[Tensor, "n d"], X_test: Float[Tensor, "m d"], T: f
         T: The time, ≥ 0.
 
     Raises:
-        DataError: shapes that do not fit.
+        DataError: shapes do not fit.
         HyperparameterError: a negative time.
 
     >>> ops = linear_operators(torch.eye(1), torch.tensor([[3.0]]), math.log(2))
@@ -91,11 +91,11 @@ def decayed_weights(
         y: Targets.
         decay: λ ≥ 0; 0 is gradient flow.
         t: The time, which may be infinite: ridge regression for λ > 0, the interpolant nearest to the start for λ = 0.
-        w_0: The start; 0 if not given.
+        w_0: The start; default: 0.
         toward_start: Decay by :math:`-\lambda (w - w_0)` instead.
 
     Raises:
-        DataError: shapes that do not fit.
+        DataError: shapes do not fit.
         HyperparameterError: a negative decay or time.
 
     >>> decayed_weights(torch.tensor([[2.0, 0.0]]), torch.tensor([6.0]), 0.0, math.inf, torch.tensor([0.0, 1.0]))

@@ -106,7 +106,7 @@ def lost_motion_path(
         directions: C_R.
         test_transfer: G, a matrix or an operator with few rows (it is transposed and whitened row by row).
         visibility: :math:`\|\Gamma_Q\|`.
-        max_rank: Largest r; as many directions as are known if not given.
+        max_rank: Largest r; default: all known directions.
 
     Raises:
         DataError: G does not act on the same outputs.
@@ -166,7 +166,7 @@ def tail_bound(
         h: An output gradient, for instance that of the window's start.
 
     Raises:
-        DataError: sizes that do not fit.
+        DataError: sizes do not fit.
     """
     require_length(h, directions.metric.size, "h")
     X = _whitened_rows(directions, test_transfer)

@@ -52,7 +52,7 @@ def visibility_bound(channels: DissipationChannels, window: RealizedWindow, form
     In gradient flow without the source, and with the loss drop under the root.
 
     Raises:
-        DataError: lengths that do not fit, W known in part only, or no loss drop in the form of gradient flow.
+        DataError: lengths do not fit, W known in part only, or no loss drop in the form of gradient flow.
     """
     size = channels.complete.visibility_norm**0.5
     return _on_the_run("visibility", "eq:effective_purif_bound", channels, None, size, window, form)

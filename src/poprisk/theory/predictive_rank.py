@@ -82,7 +82,7 @@ def predictive_rank_path(problem: FrozenProblem, signal: Float[Tensor, "N"], noi
     r"""The path of a problem, for targets :math:`\bar y` and a covariance of the noise as in ``risk``.
 
     Raises:
-        DataError: sizes that do not fit.
+        DataError: sizes do not fit.
 
     >>> from poprisk.theory import frozen_problem
     >>> problem = frozen_problem(torch.eye(2), torch.diag(torch.tensor([2.0, 1.0])))

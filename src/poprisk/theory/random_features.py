@@ -48,10 +48,10 @@ def random_feature_task(
     r"""A task drawn from a seed: normal inputs, and the truth a sum of five random waves of unit variance.
 
     Args:
-        seed: Of everything that is random.
+        seed: Seed for all random draws.
         examples: n.
         tests: m.
-        dimension: Of the inputs.
+        dimension: Dimension of the inputs.
         widest: Most features.
         frequency: Standard deviation of the features' frequencies; the truth's are half as high.
 

@@ -91,12 +91,12 @@ def self_influence_metric(
         beta: β ≥ 0, in units of complexity per squared change of loss; 0 gives the base itself.
         dense: Roots by a decomposition of the N×N matrix, or by polynomials of its products; dense up to N = 2000 if
             not given.
-        accuracy: Of the polynomials.
+        accuracy: Accuracy of the polynomials.
         memory: Bytes for the n×N matrix :math:`C_n A_a D`, which polynomials are made of where it fits, at the cost of
             one backward sweep; where it does not, each of their products is a forward and a backward sweep.
 
     Raises:
-        DataError: sizes that do not fit.
+        DataError: sizes do not fit.
         HyperparameterError: β negative, or too large for a polynomial of the products.
 
     >>> import torch

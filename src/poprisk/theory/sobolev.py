@@ -142,16 +142,16 @@ def sobolev_generalization_bound(
         residual: r_T = F(w(T), ·) - y on the grid, ``[*grid]`` or ``[*grid, p]``.
         train_residual: The same at the samples.
         start_residual: F(w(s), ·) - y on the grid.
-        masses: Of the samples' Voronoi cells.
+        masses: Masses of the samples' Voronoi cells.
         fill: h_S.
         order: m, above half the dimension.
         path_norm: :math:`\Lambda_m(s, T)`.
         root_dissipation: Root of the loss drop in gradient flow, of :math:`g^\top W g` in discrete time (where a source
             would have to be added to the displacement).
-        density: Of the population ρ on the grid, in any unit; None is uniform.
+        density: Density of the population ρ on the grid, in any unit; None is uniform.
 
     Raises:
-        DataError: shapes that do not fit.
+        DataError: shapes do not fit.
         HyperparameterError: an order of at most half the dimension.
     """
     _exponent(torus, order)

@@ -89,7 +89,7 @@ def voronoi_masses(
     Args:
         torus: The inputs.
         samples: Training inputs; of equal ones the first has the cell, or, on the circle, they share it.
-        density: Of the population on the grid, not negative, in any unit; None is uniform (exact on the circle).
+        density: Density of the population on the grid, not negative, in any unit; None is uniform (exact on the circle).
 
     Raises:
         DataError: no sample, another dimension, or a density of another shape, negative or without mass.
@@ -181,7 +181,7 @@ def pathwise_sobolev_norm(norms: Float[Tensor, "m"], weights: Float[Tensor, "k"]
 
     Args:
         norms: :math:`\mathfrak a_m` at the nodes of a quadrature, or of each step.
-        weights: Of the quadrature; None for steps.
+        weights: Weights of the quadrature; None for steps.
 
     >>> pathwise_sobolev_norm(torch.tensor([3.0, 4.0]))
     5.0

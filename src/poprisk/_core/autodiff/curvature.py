@@ -37,8 +37,8 @@ class SegmentCurvature(LinearOperator):
         targets: One for each example.
         nodes: How many Gauss–Legendre nodes; None increases them until ``correction`` is at most ``tolerance`` (or at
             the level of rounding), or to ``max_nodes``.
-        tolerance: 1e-12 in float64 and 1e-5 in float32 if not given.
-        max_nodes: 32 in float64 and 8 in float32 if not given.
+        tolerance: Default: 1e-12 in float64, 1e-5 in float32.
+        max_nodes: Default: 32 in float64, 8 in float32.
         secant: Whether to close.
 
     Raises:

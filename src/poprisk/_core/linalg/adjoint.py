@@ -20,7 +20,7 @@ def adjoint_mismatch(A: LinearOperator, probes: int = 8, *, generator: torch.Gen
     Args:
         A: The operator; it must have an adjoint of its own, so a symmetric one is compared with itself.
         probes: Number of random pairs.
-        generator: Source of randomness; one with a fixed seed if not given.
+        generator: Source of randomness; default: one with a fixed seed.
 
     Raises:
         HyperparameterError: no probes.

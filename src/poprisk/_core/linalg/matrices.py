@@ -88,7 +88,7 @@ def from_functions(
         matmat: Takes [columns, k] to [rows, k].
         rmatmat: Takes [rows, k] to [columns, k]; None for a symmetric operator.
         shape: Rows and columns.
-        dtype: Of all tensors that go in and come out.
+        dtype: Data type of all tensors that go in and come out.
         device: Where they live.
         symmetric: Declares the operator to be its own adjoint.
 

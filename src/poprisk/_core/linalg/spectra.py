@@ -109,7 +109,7 @@ def top_eigenpairs(
             the pairs are A's leading ones then rests on the surrogate, to within its distance from A.
         oversampling: Pairs followed beyond k; products come in blocks of up to k + oversampling vectors.
         max_basis: Dimension at which the space is compressed to its leading half; memory is twice as many vectors.
-        generator: Source of the random start; one with a fixed seed if not given.
+        generator: Source of the random start; default: one with a fixed seed.
         progress: Called after every round with the products made and the pairs converged.
 
     Returns:

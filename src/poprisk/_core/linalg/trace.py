@@ -30,7 +30,7 @@ def hutchinson_trace(
         A: A square operator.
         products: m, the number of products with vectors; at least 2.
         generator: Source of randomness.
-        distribution: Of the probes ω.
+        distribution: Distribution of the probes ω.
 
     Returns:
         The trace; its cost is the number of products.
@@ -65,7 +65,7 @@ def hutchpp_trace(
         A: A square operator.
         products: At most so many products with vectors are made; at least 6.
         generator: Source of randomness.
-        distribution: Of the probes ω; the sketch is of random signs.
+        distribution: Distribution of the probes ω; the sketch is of random signs.
 
     Returns:
         The trace; its cost is the number of products.

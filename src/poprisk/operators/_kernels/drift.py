@@ -54,7 +54,7 @@ def kernel_drift(
         weights: Flat weights at the times wanted, the first being time 0 (``run.weights(k)`` for some k).
         inputs: The n examples.
         preconditioner: The diagonal of one M for all times: a number, or a vector like w.
-        dense: Whether kernels are formed; if not given, up to a side of 4000.
+        dense: Whether kernels are formed; default: up to a side of 4000.
         method: The algorithm of dense kernels.
         memory: Limit in bytes for each dense kernel's work.
         tolerance: Residual accepted by the matrix-free search, relative to the norm.

@@ -153,7 +153,7 @@ def make_recipe(structure: Structure, scales: Mapping[str, Tensor], *, row_speed
     """Decides layer by layer: factors where they are cheaper and M allows, Jacobian rows otherwise.
 
     Args:
-        structure: Of the model.
+        structure: Structure of the model.
         scales: The root of M by parameter; empty for none.
         row_speed: How many times faster products of rows are than those of factors, where rows are rounded.
     """

@@ -22,7 +22,7 @@ def kernel_operator(
 
     Args:
         model: The model and its loss; the loss is not used.
-        w: Where the Jacobians are taken, like ``model.weights``.
+        w: Weights at which the Jacobians are taken, like ``model.weights``.
         inputs: The n examples of the rows.
         other_inputs: The n' examples of the columns; without them the kernel is symmetric, :math:`J M J^\top`.
         preconditioner: The diagonal of M: a number, or a vector like w.
@@ -31,7 +31,7 @@ def kernel_operator(
         An operator [n p, n' p]; index i·p + j is output j of example i.
 
     Raises:
-        DataError: weights, inputs or preconditioner that do not fit, or weights of low precision.
+        DataError: weights, inputs or preconditioner do not fit the model, or weights are of low precision.
 
     >>> import torch
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False), "squared")

@@ -59,7 +59,7 @@ def scaled_kernel(K: Float[Tensor, "N N"], output_hessian: Float[Tensor, "n p p"
         output_hessian: One block :math:`\nabla^2\ell_i` per example; the 1/n comes in here.
 
     Raises:
-        DataError: sizes that do not fit, or a block without a real root.
+        DataError: sizes do not fit, or a block without a real root.
 
     >>> K = torch.tensor([[4.0, 2.0], [2.0, 4.0]])
     >>> scaled_kernel(K, torch.ones(2, 1, 1)).round(decimals=3)  # squared loss: K/n
@@ -77,7 +77,7 @@ def scaled_kernel_operator(K: LinearOperator, output_hessian: Float[Tensor, "n p
     r"""The same known by its products; see ``scaled_kernel``.
 
     Raises:
-        DataError: sizes that do not fit, a block without a real root, or a kernel that is not symmetric.
+        DataError: sizes do not fit, a block without a real root, or a kernel that is not symmetric.
 
     >>> from poprisk._core.linalg import identity
     >>> scaled_kernel_operator(identity(2), torch.full((2, 1, 1), 2.0)) @ torch.tensor([1.0, 3.0])
@@ -122,7 +122,7 @@ def timescales(
 
     Args:
         scaled: The scaled kernel, as a matrix or an operator.
-        k: Number of leading rates; needed for an operator, all if not given for a matrix.
+        k: Number of leading rates; needed for an operator, default for a matrix: all.
         cutoff: Eigenvalues up to this share of the largest count as zero; by default what rounding leaves, N·eps for
             a matrix, and the residuals for an operator.
 

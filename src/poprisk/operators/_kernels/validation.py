@@ -1,4 +1,4 @@
-"""The door of the kernels: what model, weights, inputs and preconditioner must be."""
+"""Checks of the model, weights, inputs and preconditioner of a kernel."""
 
 from collections.abc import Mapping
 
@@ -35,7 +35,7 @@ def check_weights(model: FlatModel, w: Tensor) -> None:
     """Refuses weights of another shape, of low precision, or not finite.
 
     Raises:
-        DataError: as said.
+        DataError: the weights do not fit the model.
 
     >>> model = FlatModel(torch.nn.Linear(2, 1), "squared")
     >>> check_weights(model, model.weights)
@@ -54,7 +54,7 @@ def check_same_kind(inputs: Inputs, other: Inputs) -> None:
     """Refuses a second set of examples that has other shapes or dtypes than the first.
 
     Raises:
-        DataError: as said.
+        DataError: shapes or dtypes differ.
 
     >>> check_same_kind(torch.zeros(3, 2), torch.zeros(5, 2))
     """
