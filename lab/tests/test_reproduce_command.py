@@ -4,6 +4,8 @@ import importlib
 import json
 import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -43,6 +45,14 @@ def put_files(files, data, choice=0):
         path = data / files.folder / names[min(choice, len(names) - 1)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+
+
+def test_the_lab_can_be_imported_before_the_command_line():
+    """``poprisk.cli`` takes commands from the lab, whose command takes its options from ``poprisk.cli``."""
+    code = "import poprisk_lab.reproduce; from poprisk import cli; cli.main(['reproduce', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "poprisk reproduce coupling" in done.stdout
 
 
 def test_which_experiments_read_files_is_known():

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from cli_calls import call, start
 from rich.console import Console
 
@@ -124,7 +125,15 @@ def test_every_command_has_examples_and_json(name, capsys):
     assert code == 0
     assert f"Examples: $ poprisk {name}" in words
     assert "--json" in words
-    assert set(COMMANDS) == {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    assert set(COMMANDS) == set(typer.main.get_group(cli.app).commands) - {"jobs"}
+
+
+def test_without_the_lab_reproduce_says_how_to_install_it(capsys, monkeypatch):
+    monkeypatch.setattr("poprisk.cli._lab.entry_points", lambda group: [])
+    code, out, err = call(capsys, "reproduce", "coupling", "--smoke")
+    assert (code, out) == (2, "")
+    assert "pip install ./lab" in err
+    assert "reproduce" in call(capsys, "--help")[1]
 
 
 def test_json_of_a_demo_is_alone_on_stdout(capsys, tmp_path):

@@ -715,7 +715,7 @@ def test_a_gate_is_its_options(gate):
             updates, state = optimizer.update(g * (k + 1), state, w)
         results.append((updates, gate_diagnostics(state, **options)))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, *results))
-    with pytest.raises(HyperparameterError, match="rho=0.5 was given beside gate=Gate"):
+    with pytest.raises(HyperparameterError, match=r"rho=0\.5 was given beside gate=Gate"):
         poprisk_adamw(gate=gate, rho=0.5)
     with pytest.raises(HyperparameterError, match="gated_decay is not an option here"):
         poprisk_adamw(gate=Gate(gated_decay=True))

@@ -7,11 +7,12 @@ import typer
 
 from poprisk._version import __version__
 from poprisk.cli import _analyze, _audit, _bench, _demo, _explore, _jobs, _report, _train
-from poprisk.cli._lab import add_lab_commands
+from poprisk.cli._lab import WithInstalledCommands
 from poprisk.cli._outcome import run
 
 app = typer.Typer(
     name="poprisk",
+    cls=WithInstalledCommands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -44,7 +45,6 @@ app.command(epilog=_audit.EXAMPLES)(_audit.audit)
 app.command(epilog=_explore.EXAMPLES)(_explore.explore)
 app.command(epilog=_bench.EXAMPLES)(_bench.bench)
 app.add_typer(_jobs.app, name="jobs")
-add_lab_commands(app)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -2,8 +2,11 @@
 
 from contextlib import suppress
 from importlib.metadata import entry_points
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
 from poprisk.errors import MissingLabError
 
@@ -11,12 +14,23 @@ GROUP = "poprisk_commands"
 """Group of entry points; each is a function that takes the ``typer.Typer`` app and adds commands to it."""
 
 
-def add_lab_commands(app: typer.Typer) -> None:
-    """Add the commands that are installed; without the lab, ``reproduce`` says how to install it.
+class WithInstalledCommands(TyperGroup):
+    """A group that adds the installed commands when it is made, which is when a command runs.
+
+    Importing ``poprisk.cli`` imports no other project, so those projects can import it.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands.update(get_group(_installed(self.rich_markup_mode)).commands)
+
+
+def _installed(markup: Any) -> typer.Typer:
+    """The commands that are installed; without the lab, ``reproduce`` says how to install it.
 
     An entry point whose package cannot be imported is skipped, so that it does not break the other commands.
     """
-    added = set()
+    app, added = typer.Typer(rich_markup_mode=markup), set()
     for each in entry_points(group=GROUP):
         with suppress(ImportError):
             each.load()(app)
@@ -25,6 +39,7 @@ def add_lab_commands(app: typer.Typer) -> None:
         app.command(name="reproduce", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
             _reproduce
         )
+    return app
 
 
 def _reproduce(context: typer.Context) -> None:
