@@ -89,7 +89,7 @@ def voronoi_masses(
     Args:
         torus: The inputs.
         samples: Training inputs; of equal ones the first has the cell, or, on the circle, they share it.
-        density: Density of the population on the grid, not negative, in any unit; None is uniform (exact on the circle).
+        density: Nonnegative population density on the grid, in any unit; None is uniform (exact on the circle).
 
     Raises:
         DataError: no sample, another dimension, or a density of another shape, negative or without mass.
