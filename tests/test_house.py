@@ -123,6 +123,23 @@ def test_moved_names_are_found_with_a_warning(old):
             assert found is getattr(importlib.import_module(place), new)
 
 
+def test_old_modules_give_every_name_that_left_them():
+    """As a user takes them, from the module; in a process of their own, since old modules stay in ``sys.modules``."""
+    code = """
+import importlib, warnings
+from poprisk import _moved
+warnings.simplefilter("ignore", DeprecationWarning)
+for old, places in _moved.MODULES.items():
+    module = importlib.import_module(old)
+    for place, names in places.items():
+        for name, new in _moved.renamed(names).items():
+            assert getattr(module, name) is getattr(importlib.import_module(place), new), (old, name)
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "done", done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(_moved.ROOT_NAMES))
 def test_names_that_left_the_root_are_found_with_a_warning(name):
     with pytest.warns(DeprecationWarning, match=f"poprisk.{name} is now {_moved.ROOT_NAMES[name]}.{name}"):

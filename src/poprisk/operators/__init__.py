@@ -1,5 +1,8 @@
 """See: the operators of a run (signal channel and reservoir, coupling, drift and diffusion) and its tangent kernels."""
 
+from typing import Any
+
+from poprisk import _moved
 from poprisk._core.linalg import top_eigenpairs
 from poprisk.operators._bound import Bound
 from poprisk.operators._channels import DissipationChannels, dissipation_channels
@@ -64,3 +67,7 @@ __all__ = [
     "top_eigenpairs",
     "train_kernel",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return _moved.moved_attribute(__name__, name)

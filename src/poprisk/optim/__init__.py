@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from poprisk import _moved
 from poprisk._core.autodiff import FlatModel
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.loo import one_step_loo_risk
@@ -67,7 +68,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'poprisk.optim' has no attribute {name!r}")
+        return _moved.moved_attribute(__name__, name)
     from importlib import import_module
 
     return getattr(import_module(_LAZY[name]), name)
