@@ -13,9 +13,9 @@ the clean targets and the noise.
 import matplotlib.pyplot as plt
 import torch
 
-from poprisk.theory.predictive_rank import predictive_rank_path
 from poprisk.theory.random_features import random_feature_task
 from poprisk_lab.theory.double_descent import simulate_predictive_ranks
+from poprisk_lab.theory.predictive_rank import predictive_rank_path
 
 width, sigma = 60, 0.5
 task = random_feature_task(seed=0, dimension=6)

@@ -24,15 +24,6 @@ from poprisk.theory.filters import (
     threshold_filter,
 )
 from poprisk.theory.frozen import frozen_problem, frozen_problem_from, frozen_problem_of_features
-from poprisk.theory.ridge import optimal_ridge, ridge_path
-from poprisk.theory.transfer_mass import (
-    frozen_visibility,
-    grouped_mass,
-    mobility_groups,
-    transfer_mass,
-    transfer_operator,
-    transfer_spectra,
-)
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -226,58 +217,6 @@ def test_correlated_noise():
     assert_close(isotropic, noise_covariance(problem, 0.7), **EXACT)
 
 
-def test_ridge_path_and_its_best_point():
-    problem, signal = frozen_case()[2:4]
-    etas = torch.tensor([0.0, 0.05, 0.4, 3.0], dtype=torch.float64)
-    path = ridge_path(problem, etas, signal, 0.5)
-    for k, eta in enumerate(etas.tolist()):
-        found = risk(problem, ridge_filter(problem, eta), signal, 0.5)
-        assert (path.bias[k].item(), path.variance[k].item()) == pytest.approx((found.bias, found.variance), abs=1e-10)
-    best = optimal_ridge(problem, signal, 0.5)
-    grid = torch.logspace(-6, 6, 400, dtype=torch.float64)
-    assert best.risk <= ridge_path(problem, grid, signal, 0.5).total.min().item() + 1e-12
-    nearby = torch.tensor([0.99, 1.01], dtype=torch.float64) * best.eta
-    assert (ridge_path(problem, nearby, signal, 0.5).total >= best.risk).all()
-    # One mobility: the best share of the fit is b/(b + v) for bias b at rest and variance v of interpolation.
-    plain = frozen_problem(3 * torch.eye(2).double(), torch.tensor([[1.0, 2.0]]).double())
-    y = torch.tensor([1.0, 1.0], dtype=torch.float64)
-    b, v = (plain.test_map @ plain.coordinates(y)).square().sum().item(), interpolation_variance(plain, 0.6)
-    assert optimal_ridge(plain, y, 0.6).eta == pytest.approx(3 * v / (2 * b), rel=1e-5)
-    assert optimal_ridge(plain, y, 0.0).risk == pytest.approx(0, abs=1e-10)
-    assert math.isinf(optimal_ridge(plain, 0 * y, 1.0).eta)
-
-
-def test_transfer_mass_is_that_of_the_operators():
-    case = frozen_case()
-    problem, n = case[2], 5
-    K, H = kernels_of(case)
-    for t in (0.3, 4.0):
-        G = n * H @ oracle.pseudo_inverse(K) @ oracle.gradient_flow(K, n, t)
-        T = problem.left.T @ torch.from_numpy(G.T @ G) @ problem.left
-        assert_close(transfer_operator(problem, t), T, **EXACT)
-        assert_close(transfer_mass(problem, [t])[0], T.diagonal(), **EXACT)
-        values = torch.linalg.eigvalsh(T).flip(0)
-        assert_close(transfer_spectra(problem, [t])[0], values[: min(problem.test_map.shape)], **EXACT)
-        W = torch.from_numpy(n / 2 * oracle.gradient_flow(K, n, 2 * t))
-        whiten = torch.linalg.inv(torch.linalg.cholesky(problem.left.T @ W @ problem.left))
-        assert_close(
-            torch.linalg.eigvalsh(frozen_visibility(problem, t)), torch.linalg.eigvalsh(whiten @ T @ whiten.T), **EXACT
-        )
-    assert_close(frozen_visibility(problem, math.inf), 2 * n * problem.visibility, **EXACT)
-    assert_close(transfer_mass(problem, [math.inf])[0], n**2 * problem.visibility.diagonal(), **EXACT)
-
-
-def test_fast_directions_saturate_first():
-    problem = frozen_problem(torch.diag(torch.tensor([100.0, 1.0])).double(), torch.tensor([[100.0, 10.0]]).double())
-    groups = mobility_groups(problem, [10.0])
-    mass = grouped_mass(problem, [0.1, 1e4], groups)
-    assert mass[0, 0] > 0.9 * mass[1, 0]
-    assert mass[0, 1] < 0.01 * mass[1, 1]
-    assert mass[0, 0] > mass[0, 1]
-    assert mass[1, 1] > mass[1, 0]  # the slow direction is seen more, and overtakes
-    assert_close(mass.sum(dim=1), transfer_mass(problem, [0.1, 1e4]).sum(dim=1))
-
-
 def test_predictive_basis():
     problem = frozen_case()[2]
     values, psi = predictive_basis(problem)
@@ -307,8 +246,6 @@ def test_predictive_basis():
         (lambda p: frozen_problem(torch.zeros(2, 2), torch.ones(1, 2)), DataError, "not zero"),
         (lambda p: frozen_problem(torch.eye(3), torch.ones(1, 3), outputs=2), DataError, "multiple"),
         (lambda p: frozen_problem_of_features(torch.eye(2), torch.eye(3)), DataError, "columns"),
-        (lambda p: mobility_groups(p, [1.0, 2.0]), DataError, "descend"),
-        (lambda p: ridge_path(p, torch.tensor([-1.0]).double(), torch.ones(5).double(), 1.0), DataError, "penalties"),
     ],
 )
 def test_refusals(make, error, says):

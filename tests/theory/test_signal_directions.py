@@ -1,9 +1,9 @@
-"""Signal directions: the minimax theorem by construction and by chance, the bounds on real windows, the relaxation."""
+"""Signal directions: spectrum and projectors, dense and from products alone, and the groups of examples they make."""
 
 import numpy as np
 import pytest
 import torch
-from spectral_cases import EXAMPLES, OUTPUTS, RULES, operators_of, visibility_of, window_of
+from spectral_cases import EXAMPLES, OUTPUTS, operators_of, window_of
 from torch.testing import assert_close
 
 import oracles.signal_directions as oracle
@@ -11,17 +11,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.theory.directions import signal_directions, signal_directions_of
 from poprisk.theory.graph import graph_metric
 from poprisk.theory.groups import direction_energies, example_groups, top_examples
-from poprisk.theory.lost_motion import (
-    admissible_bound,
-    attaining_transfer,
-    lost_motion_path,
-    minimax_lost_motion,
-    tail_bound,
-    worst_lost_motion,
-)
 from poprisk.theory.metrics import euclidean_metric, metric_of
-from poprisk.theory.self_influence import self_influence_metric, start_covectors
-from poprisk.theory.soft_filter import trace_budget_filter
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 N = EXAMPLES * OUTPUTS
@@ -34,14 +24,8 @@ def random_case(n=6):
     return F, A @ A.T + torch.eye(n)
 
 
-def metrics_of(rule):
-    window = window_of(rule)
-    graph = graph_metric(window.inputs, 3.0, neighbours=2, outputs=OUTPUTS)
-    return {
-        "euclidean": euclidean_metric(N),
-        "graph": graph,
-        "self-influence": self_influence_metric(graph, operators_of(rule).train_transfer, start_covectors(window), 0.5),
-    }
+def metric_of_run(rule):
+    return graph_metric(window_of(rule).inputs, 3.0, neighbours=2, outputs=OUTPUTS)
 
 
 def test_spectrum_and_projectors():
@@ -61,123 +45,20 @@ def test_spectrum_and_projectors():
         assert_close(H.T @ R @ H, torch.eye(r).double(), **EXACT)
 
 
-def test_the_minimax_value_is_attained_and_no_random_projector_is_below():
-    F, R = random_case()
-    directions, visibility, r = signal_directions(F, metric_of(R)), 2.5, 2
-    value = minimax_lost_motion(directions, r, visibility)
-    best = directions.projector(r)
-    assert worst_lost_motion(directions, best, visibility) == pytest.approx(value, rel=1e-10)
-    C = directions.operator.to_dense()
-    A, attained = oracle.attained_loss(C.numpy(), best.to_dense().numpy(), visibility)
-    assert attained == pytest.approx(value, rel=1e-10)
-    assert_close(attaining_transfer(directions, best, visibility).to_dense().numpy(), A, **EXACT)
-    bases = torch.linalg.qr(torch.randn(10_000, 6, r, dtype=torch.float64))[0]
-    rest = torch.eye(6).double() - bases @ bases.mT
-    worst = visibility * torch.linalg.eigvalsh(rest @ C @ rest)[:, -1]
-    assert worst.min() >= value * (1 - 1e-10)
-    assert worst_lost_motion(directions, bases[0] @ bases[0].T, visibility) == pytest.approx(worst[0].item(), rel=1e-10)
-
-
-def test_what_attains_the_worst_case_is_admissible():
-    F, R = random_case()
-    directions = signal_directions(F, metric_of(R))
-    C = directions.operator.to_dense()
-    for M in (directions.projector(3).to_dense(), torch.diag(torch.linspace(0, 1, 6, dtype=torch.float64))):
-        A = attaining_transfer(directions, M, 2.0).to_dense()
-        assert torch.linalg.eigvalsh(2.0 * C - A)[0] > -1e-10 * C.norm()
-        rest = torch.eye(6).double() - M
-        lost = torch.linalg.eigvalsh(rest @ A @ rest)[-1].item()
-        assert lost == pytest.approx(worst_lost_motion(directions, M, 2.0), rel=1e-10)
-
-
-def test_the_optimum_is_not_unique():
-    """diag(100, 1): two contractions; diag(3, 2, 1), with a gap: a projector turned from e1 toward e3."""
-    pair = signal_directions(torch.diag(torch.tensor([10.0, 1.0])).double(), euclidean_metric(2))
-    for kept in (1.0, 0.9):
-        assert worst_lost_motion(
-            pair, torch.diag(torch.tensor([kept, 0.0], dtype=torch.float64)), 1.0
-        ) == pytest.approx(1, rel=1e-10)
-    assert worst_lost_motion(pair, torch.diag(torch.tensor([0.8, 0.0])).double(), 1.0) > 3
-    triple = signal_directions(torch.tensor([3.0, 2.0, 1.0]).double().sqrt().diag(), euclidean_metric(3))
-    turned = torch.tensor([np.cos(0.1), 0.0, np.sin(0.1)], dtype=torch.float64)
-    assert worst_lost_motion(triple, torch.outer(turned, turned), 1.0) == pytest.approx(2, rel=1e-10)
-    assert minimax_lost_motion(triple, 1, 1.0) == pytest.approx(2, rel=1e-10)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", ["euclidean", "graph", "self-influence"])
-def test_bounds_hold_on_real_windows(rule, kind):
-    ops, visibility = operators_of(rule), visibility_of(rule)
-    directions = signal_directions(ops.factor, metrics_of(rule)[kind])
-    bound = admissible_bound(directions, ops.test_transfer, visibility)
-    assert bound.holds, bound
-    # A smaller constant does not do: the bound can fail.
-    assert not admissible_bound(directions, ops.test_transfer, 0.9 * visibility).holds
-    for r in range(directions.rank + 1):
-        for h in (ops.output_gradient, *torch.randn(3, N, dtype=torch.float64)):
-            bound = tail_bound(directions, ops.test_transfer, visibility, r, h)
-            assert bound.holds, bound
-    path = lost_motion_path(directions, ops.test_transfer, visibility)
-    slack = 1e-10 * path.realized[0]
-    assert (path.realized <= path.bound + slack).all()
-    assert (path.realized.diff() <= slack).all()
-    assert path.realized[directions.rank] <= slack  # nothing is left to lose
-
-
-def test_realized_lost_motion_is_that_of_the_matrices():
-    ops = operators_of("momentum")
-    directions = signal_directions(ops.factor, metrics_of("momentum")["graph"])
-    path = lost_motion_path(directions, window_of("momentum").test_transfer, 1.0, max_rank=3)
-    X = ops.test_transfer @ directions.metric.inverse_root.to_dense()
-    for r in path.ranks:
-        lost = torch.linalg.matrix_norm(X @ directions.projector(r).complement().to_dense(), 2).square()
-        assert_close(path.realized[r], lost, **EXACT)
-    assert_close(path.tightness * path.bound, path.realized, **EXACT)
-
-
 def test_directions_from_products_alone():
     window = window_of("momentum")
-    metric = metrics_of("momentum")["graph"]
+    metric = metric_of_run("momentum")
     dense, free = signal_directions_of(window, metric), signal_directions_of(window, metric, count=3)
     assert free.converged
     assert_close(free.values, dense.values[:3], rtol=1e-8, atol=0)
     assert_close(free.projector(1).to_dense(), dense.projector(1).to_dense(), rtol=0, atol=1e-5)
     assert free.value_after(3) >= dense.value_after(3)  # what was not computed is bounded, not taken as 0
-    exact = worst_lost_motion(dense, dense.projector(1), 1.0)
-    assert exact <= worst_lost_motion(free, free.projector(1), 1.0) * (1 + 1e-6)
     with pytest.raises(DataError, match="count"):
         signal_directions(window.dissipation_gramian, metric)
-    with pytest.raises(DataError, match="all directions"):
-        admissible_bound(free, window.test_transfer, 1.0)
-
-
-@pytest.mark.parametrize("tau", [0.0, 0.3, 1.0, 2.5, 3.9, 4.0, 7.0])
-def test_trace_budget(tau):
-    values = torch.tensor([50.0, 3.0, 2.0, 0.1], dtype=torch.float64)
-    found = trace_budget_filter(values, tau)
-    assert ((found.weights >= 0) & (found.weights <= 1)).all()
-    assert found.weights.sum().item() == pytest.approx(min(tau, 4), abs=1e-10)
-    assert found.level == pytest.approx(oracle.budget_level(values.numpy(), min(tau, 4)), abs=1e-10)
-    assert ((1 - found.weights).square() * values).max().item() == pytest.approx(found.level, abs=1e-10)
-
-
-def test_no_random_contraction_of_the_same_trace_is_better():
-    values, tau = torch.tensor([50.0, 3.0, 2.0, 0.1], dtype=torch.float64), 1.5
-    level = trace_budget_filter(values, tau).level
-    A = torch.randn(2000, 4, 4, dtype=torch.float64)
-    U = torch.linalg.qr(A)[0]
-    spread = torch.rand(2000, 4, dtype=torch.float64)
-    weights = tau * spread / spread.sum(dim=1, keepdim=True)
-    keep = weights.max(dim=1).values <= 1
-    V = (U * weights[:, None]) @ U.mT
-    worst = torch.linalg.matrix_norm(values.sqrt()[:, None] * (torch.eye(4).double() - V[keep]), 2).square()
-    assert keep.sum() > 500
-    assert worst.min() >= level
-    assert level <= values[1]  # trace 1.5 loses less than the best projector of rank 1
 
 
 def test_energies_groups_and_tables():
-    directions = signal_directions(operators_of("momentum").factor, metrics_of("momentum")["graph"])
+    directions = signal_directions(operators_of("momentum").factor, metric_of_run("momentum"))
     E = direction_energies(directions, 3, OUTPUTS)
     assert_close(E.sum(dim=0), torch.ones(3).double())
     Q = directions.projector(3).to_dense()
@@ -223,18 +104,12 @@ def test_refusals():
         directions.projector(7)
     with pytest.raises(HyperparameterError, match="between 0"):
         directions.value_after(-1)
-    with pytest.raises(DataError, match="summary"):
-        worst_lost_motion(directions, torch.eye(2), 1.0)
     with pytest.raises(DataError, match="multiple"):
         direction_energies(directions, 1, outputs=4)
     with pytest.raises(HyperparameterError, match="at least one"):
         example_groups(directions, 0)
     with pytest.raises(HyperparameterError, match="count"):
         top_examples(directions, 1, count=0)
-    with pytest.raises(HyperparameterError, match="budget"):
-        trace_budget_filter(torch.ones(2), -1.0)
-    with pytest.raises(DataError, match="descending"):
-        trace_budget_filter(torch.tensor([1.0, 2.0]), 1.0)
 
 
 def test_a_label_against_its_neighbours_is_left_in_the_tail():

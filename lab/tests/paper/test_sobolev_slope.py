@@ -5,8 +5,8 @@ import math
 import pytest
 
 from poprisk.errors import HyperparameterError
-from poprisk.theory.sobolev import fill_distance_slope
 from poprisk_lab.paper.sobolev_slope.study import SlopeConfig, circle_problem, measure_point, sobolev_slope
+from poprisk_lab.theory.sobolev import fill_distance_slope
 
 TINY = {"sizes": (4, 6, 8), "grid": 32, "width": 6, "steps": 10}
 

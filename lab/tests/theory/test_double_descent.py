@@ -8,9 +8,9 @@ from torch.testing import assert_close
 from poprisk.errors import HyperparameterError
 from poprisk.theory.bias_variance import interpolation_variance, risk
 from poprisk.theory.filters import rank_filter
-from poprisk.theory.predictive_rank import PredictiveRankPath, predictive_rank_path
 from poprisk.theory.random_features import random_feature_task
 from poprisk_lab.theory.double_descent import double_descent_study, width_sweep
+from poprisk_lab.theory.predictive_rank import PredictiveRankPath, predictive_rank_path
 
 
 def path_of(visibility, signal, noise):

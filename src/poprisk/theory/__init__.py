@@ -1,9 +1,11 @@
-"""The paper's closed forms: filters of a frozen kernel, linear models, signal directions, path and Sobolev bounds."""
+"""The paper's closed forms: filters of a frozen kernel, signal directions, bounds on the path of a run."""
 
+from typing import Any
+
+from poprisk import _moved
 from poprisk.theory.directions import SignalDirections, signal_directions
 from poprisk.theory.frozen import FrozenProblem, frozen_problem
 from poprisk.theory.groups import ExampleGroups, example_groups
-from poprisk.theory.linear_model import linear_operators
 from poprisk.theory.path_bounds import window_bounds
 
 # isort: split
@@ -18,7 +20,10 @@ __all__ = [
     "SignalDirections",
     "example_groups",
     "frozen_problem",
-    "linear_operators",
     "signal_directions",
     "window_bounds",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return _moved.moved_attribute(__name__, name)

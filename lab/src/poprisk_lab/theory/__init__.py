@@ -1,1 +1,1 @@
-"""Statements of the paper that only a study needs: replacement, diffusion rates, double descent."""
+"""Statements of the paper that only a study needs, one module each: bounds, closed forms, rates and their premises."""

@@ -18,8 +18,8 @@ from poprisk.errors import HyperparameterError
 from poprisk.theory.bias_variance import risk
 from poprisk.theory.filters import interpolation_filter, predictive_basis
 from poprisk.theory.frozen import frozen_problem_of_features
-from poprisk.theory.predictive_rank import predictive_rank_path
 from poprisk.theory.random_features import RandomFeatureTask, random_feature_task
+from poprisk_lab.theory.predictive_rank import predictive_rank_path
 
 _DTYPE = torch.float64
 

@@ -21,10 +21,10 @@ from poprisk._core.seeds import stream
 from poprisk._core.store import save_result
 from poprisk.theory.bias_variance import interpolation_variance
 from poprisk.theory.frozen import frozen_problem_of_features
-from poprisk.theory.predictive_rank import predictive_rank_path
 from poprisk.theory.random_features import RandomFeatureTask, random_feature_task
 from poprisk_lab.paper.capacity.task import SMOKE, CapacityConfig
 from poprisk_lab.theory.double_descent import DoubleDescentStudy, PeakTrial, double_descent_study, width_sweep
+from poprisk_lab.theory.predictive_rank import predictive_rank_path
 
 __all__ = [
     "CapacityConfig",

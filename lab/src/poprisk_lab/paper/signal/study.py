@@ -25,11 +25,11 @@ from poprisk.runs import Problem, Run, train
 from poprisk.theory import SignalDirections, example_groups, signal_directions
 from poprisk.theory.effective_rank import effective_rank
 from poprisk.theory.graph import graph_metric
-from poprisk.theory.lost_motion import admissible_bound, attaining_transfer, lost_motion_path, tail_bound
 from poprisk.theory.metrics import euclidean_metric
 from poprisk_lab.paper.mnist_influence.metrics import mislabel_auc
 from poprisk_lab.paper.signal.groups import SCORES, DigitsRun, measure_digits
 from poprisk_lab.paper.signal.task import SMOKE, SignalConfig, moons_problem, tanh_classifier, two_moons
+from poprisk_lab.theory.lost_motion import admissible_bound, attaining_transfer, lost_motion_path, tail_bound
 
 __all__ = [
     "KIND",

@@ -24,14 +24,6 @@ from poprisk.operators import Bound, Coupling, Window, dissipation_channels
 from poprisk.operators._channels import operator_norm
 from poprisk.operators._cumulative import lifted_maps
 from poprisk.operators._realized import RealizedWindow
-from poprisk.theory.sobolev import (
-    SobolevBound,
-    fill_distance_slope,
-    sobolev_operator_bound,
-    sobolev_trajectory_bound,
-    sobolev_transfer_bound,
-)
-from poprisk.theory.torus import Torus, fill_distance, jacobian_sobolev_norm, pathwise_sobolev_norm
 from poprisk_lab.paper.sobolev_slope.task import (
     SlopeConfig,
     _angles,
@@ -40,6 +32,14 @@ from poprisk_lab.paper.sobolev_slope.task import (
     circle_problem,
     record,
 )
+from poprisk_lab.theory.sobolev import (
+    SobolevBound,
+    fill_distance_slope,
+    sobolev_operator_bound,
+    sobolev_trajectory_bound,
+    sobolev_transfer_bound,
+)
+from poprisk_lab.theory.torus import Torus, fill_distance, jacobian_sobolev_norm, pathwise_sobolev_norm
 
 __all__ = [
     "SlopeConfig",

@@ -23,8 +23,8 @@ from poprisk._core.store import save_result
 from poprisk.theory import FrozenProblem
 from poprisk.theory.filters import decayed_flow_filter, gradient_flow_filter
 from poprisk.theory.frozen import frozen_problem_of_features
-from poprisk.theory.transfer_mass import grouped_mass, mobility_groups
 from poprisk_lab.paper.time_axis.task import SMOKE, MemorizingTask, TimeConfig, memorizing_task
+from poprisk_lab.theory.transfer_mass import grouped_mass, mobility_groups
 
 __all__ = [
     "FittedMode",

@@ -14,7 +14,7 @@ from poprisk.operators._coupling import Coupling
 from poprisk.operators._cumulative import LiftedStep, lifted_maps
 from poprisk.operators._realized import RealizedWindow
 from poprisk.runs._step import AffineStep
-from poprisk.theory.sobolev import (
+from poprisk_lab.theory.sobolev import (
     SobolevBound,
     fill_distance_slope,
     sobolev_generalization_bound,
@@ -22,7 +22,7 @@ from poprisk.theory.sobolev import (
     sobolev_trajectory_bound,
     sobolev_transfer_bound,
 )
-from poprisk.theory.torus import (
+from poprisk_lab.theory.torus import (
     Torus,
     fill_distance,
     jacobian_sobolev_norm,

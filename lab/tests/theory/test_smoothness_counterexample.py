@@ -82,7 +82,7 @@ def test_they_differ_at_a_held_out_point_by_the_bump(runs):
 def test_only_the_smoothness_tells_them_apart(runs):
     """What the Sobolev bound looks at: the bumped network's Jacobian is far rougher as a function of the input."""
     (model, plain), (other, _) = runs
-    from poprisk.theory.torus import Torus, jacobian_sobolev_norm
+    from poprisk_lab.theory.torus import Torus, jacobian_sobolev_norm
 
     circle = Torus(dimension=1, size=128)
     # Inputs on a circle, z = 1.3 sin θ: both networks are smooth functions of the angle.

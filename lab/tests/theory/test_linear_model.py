@@ -13,8 +13,8 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._channels import dissipation_channels
 from poprisk.theory.filters import decayed_flow_filter
 from poprisk.theory.frozen import frozen_problem_of_features
-from poprisk.theory.linear_model import decayed_weights, least_norm_weights, linear_operators, ridge_weights
-from poprisk.theory.transfer_mass import frozen_visibility
+from poprisk_lab.theory.linear_model import decayed_weights, least_norm_weights, linear_operators, ridge_weights
+from poprisk_lab.theory.transfer_mass import frozen_visibility
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 

@@ -16,7 +16,7 @@ from poprisk._core.estimate import Estimate
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators import Bound, Coupling, Form, RealizedWindow
 from poprisk.theory.path_bounds import remainder_bound
-from poprisk.theory.torus import Torus, jacobian_sobolev_norm, require_on_grid, sobolev_norm
+from poprisk_lab.theory.torus import Torus, jacobian_sobolev_norm, require_on_grid, sobolev_norm
 
 
 def sobolev_operator_bound(torus: Torus, channel: Float[Tensor, "*channel"], order: float, path_norm: float) -> Bound:
