@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from poprisk.errors import HyperparameterError
-from poprisk.optim.rules._coefficients import Granularity, Signal
+from poprisk.optim.rules._coefficients import Granularity, Hyper, Signal
 from poprisk.optim.rules._gates import GateName
 from poprisk.optim.rules._threshold import Centering
 
@@ -220,17 +220,5 @@ def _caller_level() -> int:
     return level
 
 
-PAPER_GATE = Gate(
-    "soft",
-    strength=1.0,
-    alpha=1.0,
-    rho=0.99,
-    eps=0.0,
-    centering="paper",
-    signal="ema",
-    warmup_steps=0,
-    normalize=False,
-    gated_decay=False,
-    granularity="element",
-)
-"""The gate of Algorithm 1, written out so that it does not follow the defaults."""
+PAPER_GATE = Gate(**{name: getattr(Hyper(), option) for name, option in _FIELDS.items()})
+"""The gate of Algorithm 1, which does not follow the defaults."""

@@ -10,10 +10,9 @@ import torch
 from poprisk.errors import HyperparameterError
 from poprisk.optim._defaults import DEFAULTS
 from poprisk.optim._gate import join_gate
-from poprisk.optim._validation import CHOICES, STATE_DTYPES, check_group
+from poprisk.optim._validation import CHOICES, DTYPE_NAMES, check_group
 
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": None}
-_DTYPES = {str(d).removeprefix("torch."): d for d in STATE_DTYPES}
 
 
 def parse_options(options: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -74,67 +73,50 @@ def _typed(name: str, value: Any) -> Any:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
         raise HyperparameterError(f"PopRiskAdamW has no option {name!r} that can be given as text: {hint}")
-    return _reader(name)(name, value.strip()) if isinstance(value, str) else value
+    return _read(name, value.strip()) if isinstance(value, str) else value
 
 
-def _reader(name: str) -> Callable[[str, str], Any]:
-    if name == "betas":
-        return _pair
-    if name == "state_dtype":
-        return _dtypes
-    if name == "warmup_steps":
-        return _whole
+def _read(name: str, text: str) -> Any:
+    """One value: a word from the option's own list (yes, no and none in all spellings), or what its reader makes of it.
+
+    Raises:
+        HyperparameterError: the text is not of the option's type.
+    """
     if name in CHOICES:
-        return _choice
-    return _number
+        value = text if text in CHOICES[name] else _WORDS.get(text.lower(), text)
+        if value in CHOICES[name]:
+            return value
+        expected = f"one of {', '.join(str(choice).lower() for choice in CHOICES[name])}"
+    else:
+        expected, reader = _READERS.get(name, ("a number", float))
+        try:
+            return reader(text)
+        except (ValueError, KeyError):
+            pass
+    raise HyperparameterError(f"{name} must be {expected}, got {text!r}")
 
 
-def _number(name: str, text: str) -> float | str:
-    if name == "alpha" and text.lower() == "calibrated":
-        return "calibrated"
-    try:
-        return float(text)
-    except ValueError:
-        raise HyperparameterError(
-            f"{name} must be a number{' or calibrated' * (name == 'alpha')}, got {text!r}"
-        ) from None
+def _alpha(text: str) -> float | str:
+    return "calibrated" if text.lower() == "calibrated" else float(text)
 
 
-def _whole(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise HyperparameterError(f"{name} must be a whole number, got {text!r}") from None
+def _betas(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in re.split(r"[,;:\s]+", text.strip("()[] ")))
 
 
-def _pair(name: str, text: str) -> tuple[float, ...]:
-    parts = re.split(r"[,;:\s]+", text.strip("()[] "))
-    try:
-        return tuple(float(part) for part in parts)
-    except ValueError:
-        raise HyperparameterError(f"{name} must be two numbers such as (0.9,0.95), got {text!r}") from None
-
-
-def _choice(name: str, text: str) -> Any:
-    """A word of the option's own, or yes, no and none in the ways people write them."""
-    value = text if text in CHOICES[name] else _WORDS.get(text.lower(), text)
-    if value not in CHOICES[name]:
-        expected = ", ".join(str(choice).lower() for choice in CHOICES[name])
-        raise HyperparameterError(f"{name} must be one of {expected}, got {text!r}")
-    return value
-
-
-def _dtypes(name: str, text: str) -> torch.dtype | dict[str, torch.dtype] | None:
+def _dtypes(text: str) -> torch.dtype | dict[str, torch.dtype] | None:
     if text.lower() == "none":
         return None
-    if text.startswith("{"):
-        entries = [entry.partition(":") for entry in text.strip("{} ").split(",")]
-        return {key.strip(" '\""): _dtype(name, value.strip(), text) for key, _, value in entries}
-    return _dtype(name, text, text)
+    if not text.startswith("{"):
+        return DTYPE_NAMES[text.removeprefix("torch.")]
+    entries = [entry.partition(":") for entry in text.strip("{} ").split(",")]
+    return {key.strip(" '\""): DTYPE_NAMES[value.strip().removeprefix("torch.")] for key, _, value in entries}
 
 
-def _dtype(name: str, word: str, text: str) -> torch.dtype:
-    dtype = _DTYPES.get(word.removeprefix("torch."))
-    if dtype is None:
-        raise HyperparameterError(f"{name} must be one of {', '.join(_DTYPES)}, or {{s:bfloat16}}, got {text!r}")
-    return dtype
+_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "alpha": ("a number or calibrated", _alpha),
+    "betas": ("two numbers such as (0.9,0.95)", _betas),
+    "state_dtype": (f"one of {', '.join(DTYPE_NAMES)}, or {{s:bfloat16}}", _dtypes),
+    "warmup_steps": ("a whole number", int),
+}
+"""What is expected of an option's text, and what reads it; all others are numbers."""

@@ -42,9 +42,8 @@ class Shard:
                 f"a parameter must be sharded or replicated, got the placements {placements}: redistribute "
                 "it before the optimizer is built"
             )
-        self.parameter: Tensor = parameter
         self.mesh, self.placements = parameter.device_mesh, placements
-        self.shape, self.stride = parameter.shape, parameter.stride()
+        self.shape = parameter.shape
         # (axis of the mesh, axis of the tensor) wherever the tensor is cut
         self.cuts = tuple((i, p.dim) for i, p in enumerate(placements) if not p.is_replicate())
         _, begins = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
@@ -74,16 +73,6 @@ class Shard:
         if there is not x:
             x.copy_(there)
 
-    def wrap(self, local: Tensor) -> Tensor:
-        """A tensor laid out like this part, as part of a whole laid out like the parameter."""
-        from torch.distributed.tensor import DTensor
-
-        extra = tuple(local.shape[len(self.shape) :])  # the pair of a complex number
-        shape, stride = self.shape, self.stride
-        if extra:
-            shape, stride = torch.Size((*shape, *extra)), (*(prod(extra) * st for st in stride), 1)
-        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
-
     def local(self, x: Tensor) -> Tensor:
         """This process's part of a tensor of the parameter's shape, in the parameter's own layout."""
         if not is_sharded(x):
@@ -107,6 +96,18 @@ def is_sharded(x: Tensor) -> "TypeGuard[DTensor]":
 def local_part(x: Tensor) -> Tensor:
     """What of x lies in this process: all of it, unless it is a DTensor."""
     return _here(x) if is_sharded(x) else x
+
+
+def as_part_of(parameter: Any, local: Tensor) -> Tensor:
+    """A tensor laid out like the local part of a sharded parameter, as part of a whole laid out like the parameter."""
+    from torch.distributed.tensor import DTensor
+
+    extra = tuple(local.shape[parameter.dim() :])  # the pair of a complex number
+    shape, stride = parameter.shape, parameter.stride()
+    if extra:
+        shape, stride = torch.Size((*shape, *extra)), (*(prod(extra) * st for st in stride), 1)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def coordinates(parameter: Tensor) -> int:

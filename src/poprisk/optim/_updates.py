@@ -12,7 +12,7 @@ from torch import Tensor
 from poprisk._core.types import Scalar, VarianceSource
 from poprisk.errors import GradientError, HyperparameterError
 from poprisk.optim._defaults import DEFAULTS, RULE_OPTIONS
-from poprisk.optim._shards import Shard, is_sharded, local_part
+from poprisk.optim._shards import Shard, as_part_of, is_sharded, local_part
 from poprisk.optim._validation import check_group
 from poprisk.optim.rules._coefficients import Hyper
 from poprisk.optim.rules._population import PopulationState, math_dtype
@@ -51,7 +51,7 @@ class ParamUpdate:
 
     def global_view(self, x: Tensor) -> Tensor:
         """A result with the layout of the local part as one with the layout of the parameter."""
-        return x if self.shard is None else self.shard.wrap(x)
+        return x if self.shard is None else as_part_of(self.parameter, x)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from poprisk.optim._gate import GATE_CHOICES, check_gate_options, checked_number
 from poprisk.optim._shards import is_sharded
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-_DTYPE_NAMES: dict[Any, torch.dtype] = {str(d).removeprefix("torch."): d for d in STATE_DTYPES}  # in state dicts
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in STATE_DTYPES}
+"""Dtypes by their names in state dicts and in options given as text."""
 FUSED_DEVICES = ("cpu", "cuda")
 CHOICES: dict[str, tuple[Any, ...]] = {
     **GATE_CHOICES,
@@ -41,7 +42,7 @@ def check_state_dtype(value: Any) -> dict[str, torch.dtype] | None:
     if value is None:
         return None
     wanted: dict[Any, Any] = dict(value) if isinstance(value, Mapping) else {"v": value, "s": value}
-    wanted = {letter: _DTYPE_NAMES.get(d, d) if isinstance(d, str) else d for letter, d in wanted.items()}
+    wanted = {letter: DTYPE_NAMES.get(d, d) if isinstance(d, str) else d for letter, d in wanted.items()}
     if not set(wanted) <= {"v", "s"} or any(d not in STATE_DTYPES for d in wanted.values()):
         raise HyperparameterError(
             "state_dtype must be a dtype for v and s, or a mapping such as {'s': torch.bfloat16}, with dtypes among "

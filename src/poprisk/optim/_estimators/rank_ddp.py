@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from poprisk.errors import DataError
 from poprisk.optim._estimators.rank_tally import Source, Tally, used_here
-from poprisk.optim._estimators.scale import gradient_norm, work_dtype
+from poprisk.optim._estimators.samples import add_to_spread, gradient_norm, work_dtype
 
 
 class AllReduce:
@@ -140,12 +140,8 @@ class _Unsent:
         n, self.count = self.count, self.count + 1
         if x is None or n == 0:
             return
-        work = work_dtype(grad.dtype)
-        x, total = x.to(work), grad.to(work) if self.before is None else grad.to(work) - self.before
-        deviation = x - (total - x) / n  # Welford's update
-        if self.spread is None:
-            self.spread = torch.zeros_like(deviation)
-        self.spread.addcmul_(deviation, deviation, value=n / (n + 1))
+        total = grad if self.before is None else grad.to(work_dtype(grad.dtype)) - self.before
+        self.spread = add_to_spread(self.spread, total, x, n)
 
 
 def _average_and_squares(post: _Post, bucket: dist.GradBucket) -> Any:
@@ -153,15 +149,14 @@ def _average_and_squares(post: _Post, bucket: dist.GradBucket) -> Any:
     transport, flat, ranks = post.transport, bucket.buffer(), post.ranks
     source = None if transport is None else transport.source()
     if transport is None or source is None or source._closed or flat.layout != torch.strided or flat.is_complex():
-        averaged = _future(dist.all_reduce(flat.div_(ranks), group=post.group, async_op=True))
-        return averaged.then(lambda done: done.value()[0])
+        return _all_reduce(flat.div_(ranks), post).get_future().then(lambda done: done.value()[0])
     message = _Message(transport, bucket)
-    work: Any = dist.all_reduce(flat.div_(ranks), group=post.group, async_op=True)
-    averaged = _future(work)
+    work = _all_reduce(flat.div_(ranks), post)
+    averaged = work.get_future()
     with _aside(flat):
         work.wait()
         deviations = message.deviations(flat, ranks)
-        added = _future(dist.all_reduce(deviations, group=post.group, async_op=True))
+        added = _all_reduce(deviations, post).get_future()
         used_here(flat, *message.tensors())
 
     def keep(_: Any) -> Tensor:
@@ -261,5 +256,5 @@ def _views(like: Tensor, bucket: dist.GradBucket) -> list[Tensor]:
     return [like.as_strided(g.shape, g.stride(), g.storage_offset() - begin) for g in bucket.gradients()]
 
 
-def _future(work: Any) -> Any:
-    return work.get_future()
+def _all_reduce(x: Tensor, post: _Post) -> Any:
+    return dist.all_reduce(x, group=post.group, async_op=True)

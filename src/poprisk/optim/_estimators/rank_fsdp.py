@@ -2,30 +2,30 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from poprisk.errors import GradientError
-from poprisk.optim._estimators.rank_tally import Source, Tally, is_sharded, local_part, used_here
-from poprisk.optim._estimators.scale import gradient_norm, work_dtype
+from poprisk.optim._estimators.rank_tally import Source, Tally, used_here
+from poprisk.optim._estimators.samples import Samples, gradient_norm
+from poprisk.optim._shards import is_sharded, local_part
 
 
 class ReduceScatters:
     """FSDP2: each module's reduce-scatter is followed by an all-to-all; each parameter then takes its part."""
 
-    def __init__(self, source: Source, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, source: Source, modules: Sequence[Any]) -> None:
         self.source = weakref.ref(source)
         self.open: _SamplesToo | None = None
         self.begins = True
         self.last: dict[Tensor, weakref.ref[Tensor]] = {}
         self.handles = []
         for module in modules:
-            _reshard(module)  # a forward without backward leaves the root's parameters whole
+            module.reshard()  # a forward without backward leaves the root's parameters whole
         everything = dict.fromkeys(p for module in modules for p in module.parameters())
         self.parameters = [p for p in everything if not p.is_complex() and is_sharded(p)]
         for p in self.parameters:
@@ -37,7 +37,7 @@ class ReduceScatters:
             left -= own
             if own:
                 self.messengers.append(_SamplesToo(self, module, next(iter(own))))
-                _set_reduce_scatter(module, self.messengers[-1])
+                module.set_custom_reduce_scatter(self.messengers[-1])
         for p in self.parameters:
             self.handles.append(_after_accumulation(p, self._take))
 
@@ -77,14 +77,14 @@ class ReduceScatters:
 class _SamplesToo:
     """A reduce-scatter for FSDP2 (its ``ReduceScatter`` interface), and an all-to-all that brings every rank's part."""
 
-    def __init__(self, owner: ReduceScatters, module: nn.Module, one: Tensor) -> None:
+    def __init__(self, owner: ReduceScatters, module: Any, one: Any) -> None:
         self.owner, self.module = owner, weakref.ref(module)
-        parts = _shard_axis(one)[1]  # all of a module are cut alike
-        self.ranks, self.alone, self.replicas = _mesh_of(one).size(), parts == 1, _mesh_of(one).size() // parts
+        ranks, parts = one.device_mesh.size(), _shard_axis(one)[1]  # all of a module are cut alike
+        self.ranks, self.alone, self.replicas = ranks, parts == 1, ranks // parts
         self.reset()
 
     def reset(self) -> None:
-        self.flat: _Group | None = None
+        self.flat: Samples | None = None
         self.given: Tensor | None = None
         self.taken = 0
         self.claimed = False
@@ -120,7 +120,7 @@ class _SamplesToo:
         used_here(self.flat.spread, self.flat.total, tally.spread, tally.total)
         part = self.flat.part(slice(begin, begin + prod(shape)), shape)
         if tally.spread is not None and tally.total is not None:
-            part = part.merged(_Group(tally.spread, tally.total, tally.samples // self.replicas))
+            part = part.merged(Samples(tally.spread, tally.total, tally.samples // self.replicas))
         tally.spread, tally.total = part.spread, part.total
         tally.samples = tally.present = part.count * self.replicas
 
@@ -132,7 +132,7 @@ class _SamplesToo:
         return True
 
     def _keep(self, samples: Tensor, divisor: float) -> None:
-        group = _Group.of(samples, divisor)
+        group = Samples.of(samples, divisor, torch.float64)  # differences of totals are small
         if self.flat is not None and not self.claimed and self.flat.total.shape == group.total.shape:
             group = group.merged(self.flat)  # replicas have not been added up yet (set_requires_all_reduce)
         self.flat, self.taken, self.claimed, self.owner.open = group, 0, False, self
@@ -142,32 +142,6 @@ class _SamplesToo:
         module: Any = self.module()
         state = module._get_fsdp_state()
         return state._fsdp_param_group.gradient_divide_factor or float(self.ranks)
-
-
-@dataclass
-class _Group:
-    """Samples of some ranks: Σ (y - their mean)², Σ y in float64 (differences of it are small), and their number."""
-
-    spread: Tensor
-    total: Tensor
-    count: int
-
-    @classmethod
-    def of(cls, x: Tensor, divisor: float) -> "_Group":
-        """From the rows of x, each a sample times the divisor."""
-        y = x.to(work_dtype(x.dtype), copy=True).div_(divisor)
-        total = y.sum(0, dtype=torch.float64)
-        return cls(y.sub_((total / len(y)).to(y.dtype)).square_().sum(0), total, len(y))
-
-    def part(self, where: slice, shape: tuple[int, ...]) -> "_Group":
-        return _Group(self.spread[where].view(shape), self.total[where].view(shape), self.count)
-
-    def merged(self, other: "_Group") -> "_Group":
-        """Both together."""
-        apart = (self.total / self.count - other.total / other.count).to(self.spread.dtype)
-        weight = self.count * other.count / (self.count + other.count)
-        spread = (self.spread + other.spread).addcmul_(apart, apart, value=weight)
-        return _Group(spread, self.total + other.total, self.count + other.count)
 
 
 def _divided_before(dtype: torch.dtype, divisor: float) -> float:
@@ -187,14 +161,6 @@ def _after_accumulation(p: Tensor, hook: Any) -> Any:
     if frozen:
         p.requires_grad_(False)
     return handle
-
-
-def _reshard(module: Any) -> None:
-    module.reshard()
-
-
-def _set_reduce_scatter(module: Any, reduce_scatter: _SamplesToo) -> None:
-    module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def _reduce_scatter(output: Tensor, given: Tensor, **options: Any) -> Any:
@@ -230,7 +196,3 @@ def over_replicas(p: Any, tally: Tally, spread: Tensor, G: Tensor) -> Tensor:
     for axis in axes:
         dist.all_reduce(there, group=p.device_mesh.get_group(axis))
     return there.to(spread.device)
-
-
-def _mesh_of(p: Any) -> Any:
-    return p.device_mesh

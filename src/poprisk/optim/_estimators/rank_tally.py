@@ -41,13 +41,3 @@ def used_here(*tensors: Tensor | None) -> None:
     for x in tensors:
         if x is not None and x.is_cuda:
             x.record_stream(torch.cuda.current_stream(x.device))
-
-
-def local_part(x: Any) -> Tensor:
-    """What this process holds of it."""
-    return x._local_tensor if is_sharded(x) else x
-
-
-def is_sharded(x: Any) -> bool:
-    """Whether it is a DTensor."""
-    return hasattr(x, "device_mesh")

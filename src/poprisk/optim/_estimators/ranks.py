@@ -6,25 +6,20 @@ ranks differ by; the gradient itself is reduced exactly as without a source.
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from poprisk.errors import DataError, GradientError
+from poprisk.errors import DataError
 from poprisk.optim._estimators.rank_ddp import AllReduce
 from poprisk.optim._estimators.rank_fsdp import ReduceScatters, over_replicas
-from poprisk.optim._estimators.rank_tally import Tally, local_part, used_here
-from poprisk.optim._estimators.scale import gradient_ratio, rescale
-
-NOT_CLEARED = (
-    "gradients must be clear before the first micro-batch of a step, got some that were not: call "
-    "optimizer.zero_grad() after every step, and make the source before the first backward"
-)
+from poprisk.optim._estimators.rank_tally import Tally, used_here
+from poprisk.optim._estimators.samples import HookedSource, check_cleared, gradient_ratio, rescale
+from poprisk.optim._shards import as_part_of, local_part
 
 
-class RankVariance:
+class RankVariance(HookedSource):
     r"""The variance of the global mean gradient, each rank's gradient being a sample (of ranks and micro-batches).
 
     Let :math:`x_{rj}` be the gradient of micro-batch j on rank r. ``.grad`` ends as the mean over ranks of the sum over
@@ -91,17 +86,11 @@ class RankVariance:
             )
         _refuse_a_second(model)
         if isinstance(model, DistributedDataParallel):
-            self._transport: _Transport = AllReduce(self, model)
+            self._transport: AllReduce | ReduceScatters = AllReduce(self, model)
         else:
             self._transport = ReduceScatters(self, sharded)
         self._known = set(model.parameters())
         _SOURCES.update(dict.fromkeys([model, *sharded], weakref.ref(self)))
-
-    def __reduce__(self) -> NoReturn:
-        raise DataError(
-            "RankVariance cannot be copied or pickled, because it is hooked to its model: copy or save the optimizer's "
-            "state_dict() instead, and give the new optimizer a source of its own"
-        )
 
     def variances(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """The variance of each averaged gradient, once; None for what was not averaged, or from one sample only."""
@@ -111,10 +100,8 @@ class RankVariance:
                 "the optimizer the parameters of the model that the source was made of, after that model was wrapped"
             )
         tallies = {p: tally for p, tally in self._tallies.items() if p.grad is not None}
-        leftovers = [tally.leftover for tally in tallies.values() if tally.leftover is not None]
         self.reset()
-        if leftovers and any(norm > 0 for norm in leftovers):
-            raise GradientError(NOT_CLEARED)
+        check_cleared(tally.leftover for tally in tallies.values())
         samples = max((tally.samples for tally in tallies.values()), default=0)
         if samples < 2:
             return [None] * len(parameters)
@@ -132,13 +119,7 @@ class RankVariance:
         self._transport.close()
         self.reset()
 
-    def __enter__(self) -> "RankVariance":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _tally_of(self, p: Tensor) -> "Tally":
+    def _tally_of(self, p: Tensor) -> Tally:
         return self._tallies.setdefault(p, Tally())
 
 
@@ -155,12 +136,6 @@ def _refuse_a_second(model: nn.Module) -> None:
                 f"this {type(module).__name__} has a RankVariance already, and there can be one at a time: share it, "
                 "or close() it first (a with block does)"
             )
-
-
-class _Transport(Protocol):
-    def reset(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _variance(p: Tensor, tally: Tally, samples: int) -> Tensor | None:
@@ -184,10 +159,4 @@ def _variance(p: Tensor, tally: Tally, samples: int) -> Tensor | None:
     if isinstance(zeros, Tensor):
         zeros = zeros.to(grad.device, spread.dtype)
     variance = (rescale(spread, ratio) + zeros * G * G).mul_(samples / (samples - 1)).clamp_(min=0)
-    return variance if p.grad is grad else _like(p, variance)
-
-
-def _like(p: Any, local: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return variance if p.grad is grad else as_part_of(p, variance)

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
 import torch
 from jaxtyping import Float
@@ -15,7 +14,17 @@ from torch import Tensor, nn
 
 from poprisk._core.autodiff import ExampleLoss, FlatModel, Inputs, take_examples
 from poprisk.errors import DataError, GradientError, HyperparameterError
-from poprisk.optim._estimators.scale import gradient_norm, gradient_ratio, rescale, work_dtype
+from poprisk.optim._estimators.samples import (
+    HookedSource,
+    Samples,
+    add_to_spread,
+    check_cleared,
+    gradient_norm,
+    gradient_ratio,
+    rescale,
+    work_dtype,
+)
+from poprisk.optim._shards import is_sharded
 
 
 class PerExampleVariance:
@@ -65,8 +74,8 @@ class PerExampleVariance:
         if b < 2:
             raise DataError(f"a variance needs at least 2 examples, got {b}: pass a larger batch")
         loss, moments = self._accumulate(inputs, targets)
-        means = self._model.unflatten(moments.mean)
-        variances = moments.sum_sq.split([p.numel() for p in self._model.parameters.values()])
+        means = self._model.unflatten(moments.total / b)
+        variances = moments.spread.split([p.numel() for p in self._model.parameters.values()])
         self._observed = {}
         for (name, p), variance in zip(self._model.parameters.items(), variances, strict=True):
             self._observed[p] = ((variance / (b * (b - 1))).view(p.shape), gradient_norm(means[name]))
@@ -83,41 +92,19 @@ class PerExampleVariance:
             for p, each in zip(parameters, found, strict=True)
         ]
 
-    def _accumulate(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, "_Moments"]:
+    def _accumulate(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Samples]:
         w = self._model.weights
         moments, loss = None, torch.zeros((), device=w.device)
         for start in range(0, targets.shape[0], self._chunk_size):
             rows = slice(start, start + self._chunk_size)
             losses, G = self._model.losses_and_gradients(w, take_examples(inputs, rows), targets[rows])
-            moments = _Moments.of(G) if moments is None else moments.merge(_Moments.of(G))
+            moments = Samples.of(G) if moments is None else moments.merged(Samples.of(G))
             loss = loss + losses.detach().sum()
         assert moments is not None
         return loss, moments
 
 
-@dataclass(frozen=True)
-class _Moments:
-    """Count, mean and sum of squared deviations of a set of rows; merging two sets is exact in exact arithmetic."""
-
-    count: int
-    mean: Tensor
-    sum_sq: Tensor
-
-    @classmethod
-    def of(cls, G: Tensor) -> "_Moments":
-        G = G.detach().to(work_dtype(G.dtype))
-        mean = G.mean(dim=0)
-        return cls(G.shape[0], mean, (G - mean).square_().sum(dim=0))
-
-    def merge(self, other: "_Moments") -> "_Moments":
-        count = self.count + other.count
-        delta = other.mean - self.mean
-        mean = self.mean + delta * (other.count / count)
-        sum_sq = self.sum_sq + other.sum_sq + delta.square() * (self.count * other.count / count)
-        return _Moments(count, mean, sum_sq)
-
-
-class MicrobatchVariance:
+class MicrobatchVariance(HookedSource):
     r"""The variance of an accumulated gradient, from the micro-batches it was accumulated over.
 
     Every ``backward`` call between two steps is one micro-batch with gradient :math:`x_j`, and ``.grad`` ends as their
@@ -164,27 +151,20 @@ class MicrobatchVariance:
             raise DataError(
                 f"MicrobatchVariance needs a real parameter that requires a gradient, got {len(unique)} without"
             )
-        if any(hasattr(p, "device_mesh") for p in self._parameters):
+        if any(is_sharded(p) for p in self._parameters):
             raise DataError(
                 "MicrobatchVariance works in one process, got sharded parameters: use poprisk.RankVariance, "
                 "which takes every rank's micro-batches as samples"
             )
         self._tallies: dict[Tensor, _Tally] = {}
         self._arriving: dict[Tensor, Tensor] = {}
-        me: weakref.ref[MicrobatchVariance] = weakref.ref(
-            self
-        )  # a strong reference from the hooks would keep the source and its buffers alive for ever
+        # A strong reference from the hooks would keep the source and its buffers alive for ever.
+        me: weakref.ref[MicrobatchVariance] = weakref.ref(self)
         self._handles = []
         for p in self._parameters:
             here = weakref.ref(p)
             self._handles.append(p.register_hook(partial(_on_arrival, me, here)))
             self._handles.append(p.register_post_accumulate_grad_hook(partial(_on_accumulated, me)))
-
-    def __reduce__(self) -> NoReturn:
-        raise DataError(
-            "MicrobatchVariance cannot be copied or pickled, because it is hooked to its parameters: copy or save the "
-            "optimizer's state_dict() instead, and give the new optimizer a source of its own"
-        )
 
     def variances(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """The variance of each accumulated gradient, once; None for all if there were fewer than two micro-batches."""
@@ -193,7 +173,7 @@ class MicrobatchVariance:
         k = max((tally.count for tally in tallies.values()), default=0)
         if k < 2:
             return [None] * len(parameters)
-        _check_leftovers(tallies)
+        check_cleared(tally.leftover for tally in tallies.values())
         return [None if p not in tallies else _sum_variance(p, tallies[p], k) for p in parameters]
 
     def reset(self) -> None:
@@ -206,12 +186,6 @@ class MicrobatchVariance:
             handle.remove()
         self._handles = []
         self.reset()
-
-    def __enter__(self) -> "MicrobatchVariance":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _arrive(self, p: Tensor, x: Tensor) -> None:
         """Before accumulation: notices cleared gradients, and keeps a reference to x from the second micro-batch on.
@@ -241,7 +215,7 @@ class MicrobatchVariance:
         tally = self._tallies.setdefault(p, _Tally())
         x = self._arriving.pop(p, None)
         if tally.count > 0 and x is not None:
-            tally.add_deviation(p.grad.detach(), x)
+            tally.sum_sq = add_to_spread(tally.sum_sq, p.grad.detach(), x, tally.count)
         tally.count += 1
         tally.norm = gradient_norm(p.grad)
         tally.mark = _mark(p.grad)
@@ -256,16 +230,6 @@ class _Tally:
     norm: Tensor | None = None
     mark: tuple[int, int] | None = None
     leftover: Tensor | None = None
-
-    def add_deviation(self, total: Tensor, x: Tensor) -> None:
-        """Welford's update; ``total`` is the sum including x."""
-        n = self.count
-        work = work_dtype(total.dtype)
-        x = x.to(work)
-        deviation = x - (total.to(work) - x) / n  # from the mean of the n micro-batches before
-        if self.sum_sq is None:
-            self.sum_sq = torch.zeros_like(deviation)
-        self.sum_sq.addcmul_(deviation, deviation, value=n / (n + 1))
 
     def touched(self, grad: Tensor | None) -> bool:
         """Whether someone replaced or wrote the gradient since the last micro-batch; no device is waited for."""
@@ -292,15 +256,6 @@ def _on_accumulated(me: weakref.ref[MicrobatchVariance], p: Tensor) -> None:
     if source is not None:
         with torch.no_grad():
             source._accumulate(p)
-
-
-def _check_leftovers(tallies: dict[Tensor, _Tally]) -> None:
-    norms = [tally.leftover for tally in tallies.values() if tally.leftover is not None]
-    if norms and any(norm > 0 for norm in norms):
-        raise GradientError(
-            "gradients must be zero before the first micro-batch of a step, got some that were not: call "
-            "optimizer.zero_grad() after every step, and make the source before the first backward"
-        )
 
 
 @torch.no_grad()

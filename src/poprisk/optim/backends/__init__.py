@@ -45,6 +45,7 @@ def _run_fused(update: GroupUpdate) -> None:
     from poprisk.optim.backends import _cpu as cpu  # a third of the package's import time, for those who ask for it
     from poprisk.optim.backends import _cuda as cuda
     from poprisk.optim.backends._compiler import BuildError
+    from poprisk.optim.backends._launch import LaunchCache, one_pass
 
     device = update.params[0].local.device.type
     backend = cpu if device == "cpu" else cuda
@@ -52,9 +53,11 @@ def _run_fused(update: GroupUpdate) -> None:
         fall_back("the fused CUDA kernel needs Triton, which is not installed")
         foreach.step(update)
         return
-    if backend.repeat(update):
+    last = LaunchCache.of(update)
+    if last is not None:
+        backend.repeat(update, last)
         return
-    served = [w for w in update.params if backend.can_serve(update, w)]
+    served = [w for w in update.params if one_pass(update, w, backend.WEIGHTS)]
     if len(served) < len(update.params):
         fall_back(f"the fused kernel does not support {describe(update)}")
         chosen = {id(w) for w in served}

@@ -11,18 +11,12 @@ import torch
 
 from poprisk.optim._updates import GroupUpdate, ParamUpdate, counts, set_counts
 from poprisk.optim.backends import _compiler as compiler
-from poprisk.optim.backends._launch import LaunchCache, one_pass
+from poprisk.optim.backends._launch import GATES, LaunchCache, columns, pointers
 from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
 from poprisk.optim.rules._rounding import rounding_seed
 
 Variant = tuple[Any, ...]
-GATES = {None: 0, "soft": 1, "hard": 2, "snr": 3}
 WEIGHTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-
-
-def can_serve(update: GroupUpdate, param: ParamUpdate) -> bool:
-    """Element-wise gates, dense tensors laid out alike, and the dtypes the kernel knows."""
-    return one_pass(update, param, WEIGHTS)
 
 
 def step(update: GroupUpdate, params: list[ParamUpdate]) -> None:
@@ -43,14 +37,11 @@ def step(update: GroupUpdate, params: list[ParamUpdate]) -> None:
         LaunchCache.keep(update, params, libraries[0])
 
 
-def repeat(update: GroupUpdate) -> bool:
-    """Repeats the last step's call, if the same tensors come again; False if it has to be looked at anew."""
-    last = LaunchCache.of(update)
-    if last is not None:
-        c = advance(update.hyper, *counts(update.params[0].state, update.hyper))
-        last.count({"step": c.step, "var_step": c.var_step, "var_gain": c.gain})
-        _call(update, last.payload, update.params, [c], [0] * len(update.params))
-    return last is not None
+def repeat(update: GroupUpdate, last: LaunchCache) -> None:
+    """Repeats the last step's call, for the same tensors."""
+    c = advance(update.hyper, *counts(update.params[0].state, update.hyper))
+    last.count({"step": c.step, "var_step": c.var_step, "var_gain": c.gain})
+    _call(update, last.payload, update.params, [c], [0] * len(update.params))
 
 
 def _step_batch(update: GroupUpdate, library: CDLL, params: list[ParamUpdate]) -> None:
@@ -74,51 +65,16 @@ def _call(
 ) -> None:
     """Into C, with the structs ``item`` and ``coefficients`` of the C file, field by field."""
     scale = update.sign / (1.0 if update.grad_scale is None else update.grad_scale.item())
-    table = array("d", chain.from_iterable(_row(update.hyper, c, scale) for c in done))
-    own = update.hyper.tracks_variance
+    table = array("d", map(float, chain.from_iterable(columns(update.hyper, c, scale) for c in done)))
     flat: list[int] = []
     for param, place in zip(params, places, strict=True):
-        local, state = param.local, param.state
-        flat += (
-            local.data_ptr(),
-            param.grad.data_ptr(),
-            state["exp_avg"].data_ptr(),
-            state["exp_avg_sq"].data_ptr(),
-            state["exp_var"].data_ptr() if own else 0,
-            0 if param.variance is None else param.variance.data_ptr(),
-            local.numel() * (2 if local.is_complex() else 1),
-            place,
-            int(rounding_seed(int(done[place].step), param.key)) + param.offset,
-        )
+        seed = int(rounding_seed(int(done[place].step), param.key)) + param.offset
+        flat += (*pointers(param, update.hyper.tracks_variance), place, seed)
     items = array("q", flat)
     args = (len(params), items.buffer_info()[0], table.buffer_info()[0], torch.get_num_threads())
     left_out = library.poprisk_step(*args)
     if left_out:
         update.left_out.add_(left_out)
-
-
-def _row(hyper: Hyper, c: Coefficients, scale: float) -> tuple[float, ...]:
-    """The struct ``coefficients`` of the C file, field by field."""
-    given = c.open_gate == c.open_gate
-    values = (
-        scale,
-        c.center,
-        c.s_keep,
-        c.s_new,
-        *hyper.betas,
-        c.m_debias,
-        c.v_debias,
-        c.s_debias,
-        c.alpha,
-        hyper.strength,
-        hyper.gate_eps,
-        1.0 if given else 0.0,
-        c.open_gate if given else 0.0,
-        hyper.lr,
-        hyper.eps,
-        hyper.weight_decay,
-    )
-    return tuple(float(x) for x in values)
 
 
 def _variant(hyper: Hyper, param: ParamUpdate) -> Variant:

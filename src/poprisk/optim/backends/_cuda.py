@@ -9,16 +9,16 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from poprisk.optim._updates import COUNTERS, GroupUpdate, ParamUpdate, real
+from poprisk.optim._updates import COUNTERS, GroupUpdate, ParamUpdate, counts, real
 from poprisk.optim.backends import _forloop as forloop
-from poprisk.optim.backends._cpu import GATES
-from poprisk.optim.backends._launch import LaunchCache, one_pass
-from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
+from poprisk.optim.backends._launch import GATES, LaunchCache, columns, pointers
+from poprisk.optim.rules._coefficients import advance
 from poprisk.optim.rules._population import usable_limit
 from poprisk.optim.rules._rounding import tensor_key
 
@@ -30,11 +30,6 @@ WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def available() -> bool:
     """Whether Triton is installed."""
     return find_spec("triton") is not None
-
-
-def can_serve(update: GroupUpdate, param: ParamUpdate) -> bool:
-    """Element-wise gates, dense tensors laid out alike, and the dtypes the kernel knows."""
-    return one_pass(update, param, WEIGHTS)
 
 
 def step(update: GroupUpdate, params: list[ParamUpdate]) -> None:
@@ -63,12 +58,9 @@ def step(update: GroupUpdate, params: list[ParamUpdate]) -> None:
         LaunchCache.keep(update, params, dtypes)
 
 
-def repeat(update: GroupUpdate) -> bool:
-    """Repeats the last step's launch, if the same tensors come again; False if it has to be looked at anew."""
-    last = LaunchCache.of(update)
-    if last is not None:
-        _launch(update, update.params, last.payload, False, on_host=True, last=last)
-    return last is not None
+def repeat(update: GroupUpdate, last: LaunchCache) -> None:
+    """Repeats the last step's launch, for the same tensors."""
+    _launch(update, update.params, last.payload, False, on_host=True, last=last)
 
 
 def _move_counters(param: ParamUpdate) -> None:
@@ -89,33 +81,24 @@ def _launch(
 
     from poprisk.optim.backends._cuda_kernel import COLUMNS, RECORD, fused_step_kernel
 
-    names = {
-        torch.float32: tl.float32,
-        torch.float64: tl.float64,
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-    }
+    names = {dtype: getattr(tl, str(dtype).removeprefix("torch.")) for dtype in WEIGHTS}
     w, v, s = dtypes
     hyper, device = update.hyper, params[0].local.device
     math = torch.float64 if w == torch.float64 else torch.float32
     rows_needed = not on_host or math == torch.float64  # kernel arguments are rounded to float32
     numbers, rows = _coefficients(update, params, observed, on_host, rows_needed, math, last)
     plain = hyper.centering == "paper" and update.grad_scale is None and not update.group["maximize"]
-    sizes = tuple(real(x.local).numel() for x in params)
-    pointers = _pointers(params, sizes, s is not None)
+    table = tuple(chain.from_iterable((*pointers(x, s is not None), _rounding_place(x)) for x in params))
+    sizes = table[6::RECORD]
     single = len(params) == 1 and not params[0].offset
     empty = update.left_out
     records, count = empty, -(-sizes[0] // BLOCK)
     if not single:
         widths = tuple(x.itemsize for x in (w, w, math, v, s or math, math))
-        records = _records(pointers, sizes, widths, device)
+        records = _records(table, sizes, widths, device)
         count = len(records)
     first = params[0]
-    moments = [
-        first.state["exp_avg"],
-        first.state["exp_avg_sq"],
-        first.state["exp_var"] if s is not None else first.grad,
-    ]
+    moments = [first.state["exp_avg"], first.state["exp_avg_sq"], first.state["exp_var"] if s else first.grad]
     given = first.grad if first.variance is None else first.variance
     limits = torch.finfo(math)
     kernel: Any = fused_step_kernel  # what Triton makes of it has another signature
@@ -129,23 +112,11 @@ def _launch(
             MAY_BE_GIVEN=rows is not None or numbers[12] != 0.0,
             GATED_DECAY=hyper.gated_decay and hyper.gate is not None,
             SKIP=hyper.skip_nonfinite and hyper.gate is not None, SINGLE=single, ROWS=rows is not None,
-            ALIGNED=all(p % 16 == 0 for i, p in enumerate(pointers) if i % RECORD < 6),
+            ALIGNED=all(p % 16 == 0 for i, p in enumerate(table) if i % RECORD < 6),
             EVEN=all(n % 16 == 0 for n in sizes), SCALED=update.found_inf is not None,
             TINY=limits.tiny, LARGEST=usable_limit(math), BLOCK=BLOCK, COLUMNS_=COLUMNS, RECORD_=RECORD,
             num_warps=WARPS,
         )  # fmt: skip
-
-
-def columns(hyper: Hyper, c: Coefficients, scale: Any) -> list[Any]:
-    """What the kernel multiplies with, in its order: numbers, or vectors with an entry per tensor."""
-    given = (
-        (~torch.isnan(c.open_gate)).double() if isinstance(c.open_gate, Tensor) else float(c.open_gate == c.open_gate)
-    )
-    value = torch.nan_to_num(c.open_gate) if isinstance(c.open_gate, Tensor) else (c.open_gate if given else 0.0)
-    beta1, beta2 = hyper.betas
-    out = [scale, c.center, c.s_new, 1 - beta1, 1 - beta2, 1 / beta1 if beta1 else 0.0]
-    out += [c.m_debias, c.v_debias, c.s_debias, c.alpha, hyper.strength, hyper.gate_eps, given, value]
-    return [*out, hyper.lr, hyper.eps, hyper.weight_decay, c.step]
 
 
 def _coefficients(
@@ -159,14 +130,9 @@ def _coefficients(
 ) -> tuple[list[float], Tensor | None]:
     """The kernel's numbers, and the table of rows where they are on the device or too fine for arguments; counts on."""
     hyper, state = update.hyper, params[0].state
-    has_gain = "var_gain" in state
-    if on_host:
-        read = {name: state[name].item() if name in state else 0.0 for name in COUNTERS}
-    else:
-        read = {n: torch.stack([w.state[n] for w in params]).double() if n in state else 0.0 for n in COUNTERS}
-    own = "var_step" in state and not hyper.shared_state
-    var_step = read["var_step"] if own else read["step"]
-    c = advance(hyper, read["step"], var_step, read["var_gain"], observed=observed)
+    if not on_host:
+        state = {n: torch.stack([w.state[n] for w in params]).double() for n in COUNTERS if n in state}
+    c = advance(hyper, *counts(state, hyper), observed=observed)
     scale: Any = update.sign
     if update.grad_scale is not None:
         scale = update.sign / update.grad_scale.double().reshape(())
@@ -179,11 +145,11 @@ def _coefficients(
         for index, x in enumerate(values):
             if isinstance(x, Tensor) and x.is_cuda:
                 rows[:, index] = x
-    after = {"step": c.step, "var_step": c.var_step, **({"var_gain": c.gain} if has_gain else {})}
+    after = {"step": c.step, "var_step": c.var_step, "var_gain": c.gain}
     if last is not None:
         last.count(after)
     else:
-        _count(update, params, read, {n: x for n, x in after.items() if n in state})
+        _count(update, params, state, {n: x for n, x in after.items() if n in state})
     return numbers, rows
 
 
@@ -199,23 +165,6 @@ def _count(update: GroupUpdate, params: list[ParamUpdate], before: dict[str, Any
         else:
             torch._foreach_zero_(counters)
             torch._foreach_add_(counters, value)
-
-
-def _pointers(params: list[ParamUpdate], sizes: tuple[int, ...], has_variance: bool) -> tuple[int, ...]:
-    flat: list[int] = []
-    for param, size in zip(params, sizes, strict=True):
-        state = param.state
-        flat += (
-            param.local.data_ptr(),
-            param.grad.data_ptr(),
-            state["exp_avg"].data_ptr(),
-            state["exp_avg_sq"].data_ptr(),
-            state["exp_var"].data_ptr() if has_variance else 0,
-            0 if param.variance is None else param.variance.data_ptr(),
-            size,
-            _rounding_place(param),
-        )
-    return tuple(flat)
 
 
 def _rounding_place(param: ParamUpdate) -> int:
@@ -264,14 +213,12 @@ def _constant_row(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.
     return _cache.get(("row", numbers, dtype, device), device, lambda: (torch.tensor([numbers], dtype=dtype),))[0]
 
 
-def _records(
-    pointers: tuple[int, ...], sizes: tuple[int, ...], widths: tuple[int, ...], device: torch.device
-) -> Tensor:
+def _records(places: tuple[int, ...], sizes: tuple[int, ...], widths: tuple[int, ...], device: torch.device) -> Tensor:
     """For each block of each tensor, 64 bytes: where its parts lie, how many elements it has, and its rounding seed.
 
     Computed on the device from one small table, and again only when a pointer changes.
     """
-    key = ("records", pointers, BLOCK, device)
+    key = ("records", places, BLOCK, device)
     if key in _record_cache.recent and not torch.cuda.is_current_stream_capturing():
         return _record_cache.recent[key][0]
 
@@ -282,8 +229,8 @@ def _records(
         return tensor, start
 
     tensor, start = _cache.get(("blocks", sizes, BLOCK, device), device, make)
-    small = torch.tensor(pointers, dtype=torch.int64).view(-1, 8), torch.tensor([*widths, 0, 0])
-    table, width = _cache.get(("table", pointers, device), device, lambda: small)
+    small = torch.tensor(places, dtype=torch.int64).view(-1, 8), torch.tensor([*widths, 0, 0])
+    table, width = _cache.get(("table", places, device), device, lambda: small)
     records = table[tensor].addcmul_(start[:, None], width)
     records[:, 6] = (tensor << 32) | (records[:, 6] - start).clamp_(max=BLOCK)
     seed, offset = records[:, 7] & 0xFFFFFFFF, records[:, 7] >> 32

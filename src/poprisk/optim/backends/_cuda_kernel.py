@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 RECORD = 8  # six pointers, then tensor and number of elements, then key and place, packed: see `cuda._records`
-COLUMNS = 18  # the coefficients, in the order of `poprisk.optim.backends._cuda.columns`
+COLUMNS = 18  # the coefficients, in the order of `poprisk.optim.backends._launch.columns`
 
 
 @triton.jit

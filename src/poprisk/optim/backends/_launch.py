@@ -1,13 +1,43 @@
-"""Launches of the single-pass kernels: which parameters they can take, and what need not be checked at every step."""
+"""Launches of the single-pass kernels: what they are given, what they can take, and what need not be checked again."""
 
 from collections.abc import Container, Mapping
+from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from poprisk.optim._updates import COUNTERS, GroupUpdate, ParamUpdate, real
+from poprisk.optim.rules._coefficients import Coefficients, Hyper
 from poprisk.optim.rules._population import math_dtype
+
+GATES = {None: 0, "soft": 1, "hard": 2, "snr": 3}
+
+
+def columns(hyper: Hyper, c: Coefficients, scale: Any) -> list[Any]:
+    """What both kernels multiply with, in their order: numbers, or on a device vectors with an entry per tensor."""
+    value, beta1, beta2 = c.open_gate, *hyper.betas
+    if isinstance(value, Tensor):
+        given, value = (~torch.isnan(value)).double(), torch.nan_to_num(value)
+    else:
+        given, value = (0.0, 0.0) if isnan(value) else (1.0, value)
+    out = [scale, c.center, c.s_new, 1 - beta1, 1 - beta2, 1 / beta1 if beta1 else 0.0]
+    out += [c.m_debias, c.v_debias, c.s_debias, c.alpha, hyper.strength, hyper.gate_eps, given, value]
+    return [*out, hyper.lr, hyper.eps, hyper.weight_decay, c.step]
+
+
+def pointers(p: ParamUpdate, tracks_variance: bool) -> tuple[int, ...]:
+    """Addresses of w, g, m, v, s and the given variance (0 where there is none), and the number of elements."""
+    state = p.state
+    return (
+        p.local.data_ptr(),
+        p.grad.data_ptr(),
+        state["exp_avg"].data_ptr(),
+        state["exp_avg_sq"].data_ptr(),
+        state["exp_var"].data_ptr() if tracks_variance else 0,
+        0 if p.variance is None else p.variance.data_ptr(),
+        p.local.numel() * (2 if p.local.is_complex() else 1),
+    )
 
 
 class LaunchCache:

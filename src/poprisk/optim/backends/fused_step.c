@@ -11,7 +11,7 @@
 
 #if W_TYPE == 1
 typedef double real;
-#define LARGEST 0x1p510 /* usable_limit of poprisk.rules.population */
+#define LARGEST 0x1p510 /* usable_limit of optim/rules/_population.py */
 #define SMALLEST DBL_MIN
 #define SQRT sqrt
 #define FABS fabs
@@ -40,9 +40,9 @@ typedef real smoment;
 
 typedef struct { int64_t w, g, m, v, s, x, n, coefficients, seed; } item;
 typedef struct {
-    double g_scale, center, s_keep, s_new, beta1, beta2, m_debias, v_debias, s_debias, alpha, strength, gate_eps,
-        gate_given, gate_value, lr, eps, weight_decay;
-} coefficients;
+    double g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength, gate_eps,
+        gate_given, gate_value, lr, eps, weight_decay, step;
+} coefficients; /* `columns` of optim/backends/_launch.py */
 
 static inline float widen(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;
@@ -120,8 +120,8 @@ static int64_t span(const item *it, const coefficients *k, int64_t lo, int64_t h
 #if OBSERVED
     const real *restrict X = (const real *)it->x;
 #endif
-    const real g_scale = k->g_scale, center = k->center, s_keep = k->s_keep, s_new = k->s_new;
-    const real take_m = 1.0 - k->beta1, beta2 = k->beta2, take_v = 1.0 - k->beta2, over_beta = 1.0 / k->beta1;
+    const real g_scale = k->g_scale, center = k->center, s_keep = 1.0 - k->s_new, s_new = k->s_new;
+    const real take_m = k->take_m, beta2 = 1.0 - k->take_v, take_v = k->take_v, over_beta = k->over_beta;
     const real m_debias = k->m_debias, v_debias = k->v_debias, s_debias = k->s_debias;
     const real alpha = k->alpha, strength = k->strength, gate_eps = k->gate_eps;
     const real gate_value = k->gate_value, lr = k->lr, eps = k->eps, weight_decay = k->weight_decay;
