@@ -11,7 +11,7 @@ from scale_recorder import Recorder, parts, synchronize, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from poprisk.risk._influence import sensitivity
+from poprisk.risk._influence import linearized_run
 from poprisk.risk._influence.matrix import influence_on
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._k_fold import k_fold
@@ -102,13 +102,13 @@ def adjoint(r: Recorder) -> None:
     def before(name: str) -> None:
         run = runs[name]
         steps = min(24, run.num_steps - 1)
-        usual, sensitivity._GPU_BYTES = sensitivity._GPU_BYTES, sensitivity._CACHE_BYTES
+        usual, linearized_run._GPU_BYTES = linearized_run._GPU_BYTES, linearized_run._CACHE_BYTES
         try:
             window = Unrolled(run, graphs=False, start=run.num_steps - steps)
             window.step(run.num_steps - 1)
             seconds, _ = timed(lambda: influence_on(window, x, y), r.device)
         finally:
-            sensitivity._GPU_BYTES = usual
+            linearized_run._GPU_BYTES = usual
         r.reached(f"{name}: {steps} steps as before in {seconds:.2f} s")
         note(name, before_seconds=seconds * run.num_steps / steps, before_steps=steps)
 
