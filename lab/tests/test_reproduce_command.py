@@ -114,7 +114,7 @@ def test_the_files_looked_for_are_those_the_readers_open(choice, tmp_path):
         (lambda folder: load_preferences(folder / "preferences.safetensors"), "smollm2"),
     )
     for read, folder in readers:
-        with pytest.raises(DataError, match=r"damaged|cannot be read|should be JSON|no whole"):
+        with pytest.raises(DataError, match=r"damaged|cannot be read|should be JSON|not a whole"):
             read(tmp_path / folder)
     (tmp_path / "smollm2" / "model.safetensors").unlink()
     assert "no model.safetensors" in str(reproduction("sft").files.missing(tmp_path))  # type: ignore[union-attr]

@@ -68,8 +68,8 @@ def test_files_are_read_in_order_and_equal_answers_left_out(tmp_path):
     [
         ("{not json", "line 2: expected a JSON object, got '{not json'"),
         ("[1]", "line 2: expected a JSON object, got a list"),
-        ({"prompt": "p", "chosen": "c"}, "line 2: 'rejected' must be a text, got nothing"),
-        ({"prompt": "p", "chosen": ["c"], "rejected": "r"}, "line 2: 'chosen' must be a text, got a list"),
+        ({"prompt": "p", "chosen": "c"}, "line 2: 'rejected' must be a string, got nothing"),
+        ({"prompt": "p", "chosen": ["c"], "rejected": "r"}, "line 2: 'chosen' must be a string, got a list"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, words):
@@ -160,10 +160,10 @@ def test_files_that_are_something_else_are_named(tmp_path):
     with pytest.raises(DataError, match="missing"):
         load_preferences(path)
     save_file({"x": torch.zeros(2)}, path)
-    with pytest.raises(DataError, match="should hold preferences of format 1, got None"):
+    with pytest.raises(DataError, match="should contain preferences of format 1, got None"):
         load_preferences(path)
     path.write_bytes(save_preferences(path, synthetic_preferences(4, 4)).read_bytes()[:-5])
-    with pytest.raises(DataError, match="no whole safetensors file"):
+    with pytest.raises(DataError, match="not a whole safetensors file"):
         load_preferences(path)
 
 

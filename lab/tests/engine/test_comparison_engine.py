@@ -284,9 +284,9 @@ def test_a_broken_member_leaves_the_others_alone():
 def test_stacks_that_cannot_be_are_refused():
     with pytest.raises(HyperparameterError, match="at least one member"):
         Stack(Regression(), [], CPU)
-    with pytest.raises(HyperparameterError, match="stand together"):
+    with pytest.raises(HyperparameterError, match="grouped by arm"):
         Stack(Regression(), [member("adamw"), member("soft"), member("adamw", 1)], CPU)
-    with pytest.raises(HyperparameterError, match="no member for seeds"):
+    with pytest.raises(HyperparameterError, match="no such member for seeds"):
         Stack(Regression(), [member("defaults", 0), member("random_mask", 1)], CPU)
     with pytest.raises(HyperparameterError, match="come first"):
         Stack(Regression(), [member("random_mask", 1)], CPU)
@@ -305,7 +305,7 @@ def test_layouts_keep_every_number():
     assert large.views(torch.zeros(2, 1092))["b"].storage_offset() % 4 == 0
     for name, value in layout.member(row).items():
         assert torch.equal(value, tensors[name])
-    with pytest.raises(DataError, match="equal tensors"):
+    with pytest.raises(DataError, match="the same tensors"):
         layout.row({"a": torch.zeros(2)})
 
 
@@ -416,11 +416,11 @@ def test_small_stacks_give_what_one_large_stack_gives():
 def test_unfair_studies_are_refused():
     with pytest.raises(HyperparameterError, match="choose fresh ones"):
         study(arms=("adamw",), tuning_seeds=(0,), report_seeds=(0, 1))
-    with pytest.raises(HyperparameterError, match="no arm is called 'adam'"):
+    with pytest.raises(HyperparameterError, match="there is no arm 'adam'"):
         study(arms=("adam",))
     with pytest.raises(HyperparameterError, match="labels of their own"):
         study(settings=(Setting("a", "adamw"), Setting("a", "soft")))
-    with pytest.raises(HyperparameterError, match="names of their own"):
+    with pytest.raises(HyperparameterError, match="a different task name"):
         run_comparison("r", Config(), [study(), study()])
 
 

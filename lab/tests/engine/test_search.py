@@ -74,11 +74,11 @@ def test_nothing_to_search_is_one_trial():
     [
         (
             lambda: trials({"momentum": Range(0.1, 1.0)}, 4),
-            "cannot search momentum; knobs with a column: lr, weight_decay",
+            "cannot search momentum; choose from lr, weight_decay",
         ),
         (lambda: trials(ADAM, 0), "at least one trial, got 0"),
         (lambda: Range(1.0, 1.0), "low < high, got 1.0 and 1.0"),
-        (lambda: Range(0.1, math.inf), "finite low < high"),
+        (lambda: Range(0.1, math.inf), "finite bounds low < high"),
         (lambda: Range(0.0, 1.0), "low > 0, got 0.0"),
     ],
 )

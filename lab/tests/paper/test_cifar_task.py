@@ -183,7 +183,7 @@ def test_files_are_used_with_the_labels_people_gave(tmp_path):
     data = cifar_data(task)
     assert data.wrong.tolist() == [True] * 5 + [False] * 11
     assert torch.equal(data.test_images, torch.from_numpy(images[20:]).permute(0, 3, 1, 2))
-    with pytest.raises(DataError, match="there are 20 training images, train_size=50000"):
+    with pytest.raises(DataError, match="train_size must be at most 20, the number of training images, got 50000"):
         CifarTask(str(tmp_path)).require_data()
     with pytest.raises(DataError, match="has no CIFAR-10: put the unpacked"):
         CifarTask(str(tmp_path / "nowhere")).require_data()

@@ -152,7 +152,7 @@ def test_a_swapped_pair_is_one_whose_answers_changed_places(trainer):
 
 
 def example():
-    path = Path(__file__).parents[2] / "examples" / "dpo_paper" / "noisy_dpo.py"
+    path = Path(__file__).parents[3] / "examples" / "dpo_paper" / "noisy_dpo.py"
     spec = importlib.util.spec_from_file_location("noisy_dpo_example", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -130,7 +130,7 @@ def test_images_are_asked_for_and_counted(tmp_path):
     few = ImageSplit(torch.zeros(3, 4), torch.zeros(3).long(), torch.zeros(2, 4), torch.zeros(2).long())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mnist_task, "idx_split", lambda _: few)
-        with pytest.raises(DataError, match="5000 training images are needed, got 3"):
+        with pytest.raises(DataError, match="at least 5000 training images, got 3"):
             experiment.images(MnistConfig(), tmp_path)
 
 

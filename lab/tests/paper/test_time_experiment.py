@@ -105,7 +105,7 @@ def test_figure_shows_the_stored_numbers(saved):
     [
         ({"steps": 0}, "steps must be at least 1"),
         ({"memorizing": 299}, "leave the signal something"),
-        ({"lr": 100.0}, "stay below 100"),
+        ({"lr": 100.0}, "must be below 100"),
         ({"shown": (283,)}, "shown must name directions"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A character-level language model on English text that every CPython carries: the topics of its ``help()``."""
+"""A character-level language model on English text that comes with every CPython: the topics of its ``help()``."""
 
 import hashlib
 import math
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class CharText:
-    """A text as character numbers, its last tenth held out."""
+    """A text as character codes, with its last tenth held out."""
 
     train: Int[Tensor, "train"]
     held_out: Int[Tensor, "held_out"]
@@ -34,13 +34,13 @@ def help_topics(held_out_share: float = 0.1) -> CharText:
 
 
 def random_windows(codes: Int[Tensor, "n"], count: int, length: int, generator: Generator) -> Int[Tensor, "count len"]:
-    """Stretches of the text from random places, one character longer than the context, so that each has its next."""
+    """Windows of the text at random positions, one character longer than the context."""
     starts = torch.randint(len(codes) - length, (count, 1), generator=generator)
     return codes[starts + torch.arange(length + 1)]
 
 
 def all_windows(codes: Int[Tensor, "n"], length: int) -> Int[Tensor, "count len"]:
-    """The text cut into consecutive stretches, each starting with the last character of the one before."""
+    """The text cut into consecutive windows, each starting with the last character of the previous one."""
     count = (len(codes) - 1) // length
     return codes[torch.arange(count).unsqueeze(1) * length + torch.arange(length + 1)]
 
@@ -62,7 +62,7 @@ class CharTransformer(nn.Module):
                 nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, codes: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time vocabulary"]:
-        """Logits of each next character."""
+        """Logits of the next character at each position."""
         place = torch.arange(codes.shape[1], device=codes.device)
         hidden = self.characters(codes) + self.positions(place)
         for block in self.blocks:
@@ -71,7 +71,7 @@ class CharTransformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """Causal attention, then a GELU layer four times as wide, each beside a residual path."""
+    """Causal attention, then a GELU layer four times as wide, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-r"""CIFAR-10 from a local folder, and the labels that people gave its training images (CIFAR-10N).
+r"""CIFAR-10 from a local folder, and human labels of its training images (CIFAR-10N).
 
-Nothing is fetched. Two layouts of the images are read, and two of the labels; a pickle is never trusted: only numpy
-arrays, bytes, text, numbers and containers of them are built from one, and anything else in it is refused.
+Nothing is downloaded. Two layouts of the images are supported, and two of the labels. Pickles are read safely: only
+numpy arrays, bytes, text, numbers and containers of them are built, and anything else in a file raises an error.
 """
 
 import pickle
@@ -32,9 +32,9 @@ _KEYS = {
     "worse": "worse_label",
 }
 HUMAN_LABELS = tuple(_KEYS)
-"""Names of the label sets: the true ones, the majority of three people, each of them, and a wrong one if any was."""
+"""Names of the label sets: the true labels, the majority of three people, each person, and a wrong label if any."""
 WRONG_SHARES = {"clean": 0.0, "aggre": 0.0901, "random1": 0.1723, "random2": 0.1812, "random3": 0.1764, "worse": 0.4021}
-"""How many of the 50 000 labels of each set are wrong."""
+"""Number of wrong labels among the 50 000 of each set."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class CifarImages:
 
 
 def cifar10(folder: str | Path) -> CifarImages:
-    """CIFAR-10 as it lies in a folder.
+    """Read CIFAR-10 from a folder.
 
     Either the official python version, ``data_batch_1`` … ``data_batch_5`` and ``test_batch``, there or in
     ``cifar-10-batches-py``; or one file ``cifar10.npz`` with ``train_images`` (bytes [n, 32, 32, 3]), ``train_labels``,
     ``test_images`` and ``test_labels``.
 
     Raises:
-        DataError: neither is there, a file is damaged or holds anything but arrays; the message has its name.
+        DataError: neither exists, or a file is damaged or contains anything but arrays; the message names the file.
     """
     folder = Path(folder)
     if (folder / _ARRAYS).exists():
@@ -71,11 +71,11 @@ def human_labels(folder: str | Path, clean: Int[Tensor, "train"]) -> dict[str, I
     """The label sets of CIFAR-10N, by the names of :data:`HUMAN_LABELS`.
 
     Args:
-        folder: Has the published ``CIFAR-10_human.pt``, or the same arrays as ``cifar10n_labels.npz``.
-        clean: The true labels of the training images, which the file must repeat: else its order is another one.
+        folder: Folder with the published ``CIFAR-10_human.pt``, or with the same arrays as ``cifar10n_labels.npz``.
+        clean: The true labels of the training images; the file must contain the same ones, in the same order.
 
     Raises:
-        DataError: no such file, a damaged one, or one for other images.
+        DataError: there is no such file, or it is damaged or belongs to other images.
     """
     folder = Path(folder)
     if (path := folder / _HUMAN_ARRAYS).exists():
@@ -96,7 +96,7 @@ def human_labels(folder: str | Path, clean: Int[Tensor, "train"]) -> dict[str, I
 
 
 class ArraysOnly(pickle.Unpickler):
-    """An unpickler that builds numpy arrays and plain values, and refuses to look up anything else.
+    """An unpickler that builds only numpy arrays and plain values.
 
     >>> import io
     >>> ArraysOnly(io.BytesIO(pickle.dumps({"data": np.arange(3)})), "here").load()
@@ -111,7 +111,7 @@ class ArraysOnly(pickle.Unpickler):
         self._name = name
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """The few functions that rebuild an array; by both names that numpy has had for its core."""
+        """Look up a function that rebuilds an array, by either of the two names of numpy's core."""
         found = _ALLOWED.get((module_name.replace("numpy._core", "numpy.core"), global_name))
         if found is None:
             asked = f"{module_name}.{global_name}"
@@ -120,7 +120,7 @@ class ArraysOnly(pickle.Unpickler):
 
 
 def _latin(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes in an old pickle; no other encoding is needed."""
+    """Decode bytes as Python 3 writes them in an old pickle; no other encoding is needed."""
     if encoding not in ("latin1", b"latin1"):
         raise DataError(f"a pickle of arrays encodes bytes as latin1, got {encoding!r}: do not trust it")
     return text.encode("latin1")
@@ -181,7 +181,7 @@ def _read_arrays(path: Path, names: list[str]) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in names if name in arrays.files}
-    except Exception as error:  # zip, zlib, header: numpy raises whatever its parts raise
+    except Exception as error:  # numpy raises whatever zip, zlib or the header raise
         raise DataError(f"{path} cannot be read as arrays ({_first_line(error)}): make it again") from None
     for name in names:
         _entry(path, found, name)

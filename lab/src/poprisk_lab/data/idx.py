@@ -1,4 +1,4 @@
-"""Images and labels in the idx format that MNIST and its relatives come in, packed with gzip or not."""
+"""Read images and labels in the idx format of MNIST and its relatives, with or without gzip."""
 
 import gzip
 import zlib
@@ -14,7 +14,7 @@ from torch import Tensor
 from poprisk.errors import DataError
 
 _UNSIGNED_BYTE = 8
-"""The format's code for the one type of number that these data sets use."""
+"""The code of the format for unsigned bytes, the only type of number in these data sets."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ImageSplit:
 
 
 def idx_split(folder: str | Path) -> ImageSplit:
-    """The four files ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-…``, each as it is or ``.gz``.
+    """Read the four files ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-…``, each plain or ``.gz``.
 
     Raises:
-        DataError: a file is missing, damaged, or has not as many entries as its partner; the message has its name.
+        DataError: a file is missing or damaged, or images and labels differ in number; the message names the file.
     """
     train, test = (_pair(Path(folder), which) for which in ("train", "t10k"))
     if train[0].shape[1] != test[0].shape[1]:
@@ -43,10 +43,10 @@ def idx_split(folder: str | Path) -> ImageSplit:
 
 
 def read_idx(path: str | Path) -> UInt8[Tensor, "*shape"]:
-    """One idx file of unsigned bytes: two zero bytes, type, number of axes, their sizes (big-endian), the numbers.
+    """Read an idx file of unsigned bytes: two zero bytes, type, number of axes, their sizes (big-endian), the numbers.
 
     Raises:
-        DataError: it is missing, no idx file of bytes, or shorter or longer than its header says.
+        DataError: the file is missing, is not an idx file of bytes, or does not have the length its header says.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -5,8 +5,8 @@ The base weights :math:`W` are shared, the adapters are stacked: member :math:`i
 .. math:: y_i = x_i W^\top + \tfrac{\alpha}{r}\, x_i A_i^\top B_i^\top
 
 with :math:`A_i` [r, in] and :math:`B_i` [out, r], so that the large product runs once over the tokens of all members,
-and only the adapters have gradients. Sequences are padded on the right: with causal attention nothing before the
-padding sees it, and no mask is needed.
+and only the adapters have gradients. Sequences are padded on the right: causal attention never sees the padding from an
+earlier token, so that no mask is needed.
 """
 
 import math
@@ -30,10 +30,10 @@ StackedAdapters = Mapping[str, Float[Tensor, "members rows columns"]]
 
 @dataclass(frozen=True)
 class Lora:
-    """Which projections are adapted, and how.
+    """Configuration of the adapters.
 
     Attributes:
-        rank: r, columns of B.
+        rank: Rank r, the number of columns of B.
         alpha: The product of the two matrices is multiplied by alpha / rank.
         targets: Some of :data:`TARGETS`.
     """
@@ -51,13 +51,13 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied by."""
+        """The factor of the product of A and B."""
         return self.alpha / self.rank
 
     def initial(self, shape: LlamaShape, generator: Generator) -> dict[str, Float[Tensor, "rows columns"]]:
-        r"""Adapters at the start, as peft draws them: A uniform in :math:`\pm 1/\sqrt{in}`, B zero.
+        r"""Initial adapters, as peft draws them: A uniform in :math:`\pm 1/\sqrt{in}`, B zero.
 
-        The model with these adapters is the model without.
+        With these adapters, the model is unchanged.
 
         >>> shape = LlamaShape(64, 32, 48, layers=2, heads=4, key_heads=2, head_width=8)
         >>> start = Lora(rank=4, targets=("q", "v")).initial(shape, torch.Generator().manual_seed(0))
@@ -75,15 +75,15 @@ class Lora:
 
 
 class StackedLlama:
-    """R members: one frozen Llama, R sets of adapters.
+    """R members: one frozen Llama with R sets of adapters.
 
     Args:
         llama: Weights on the device and in the dtype to compute in: bfloat16 on a GPU, float32 on a CPU. The adapters
             stay float32 and are cast where they are used.
         lora: The adapters.
-        recompute: Keep nothing of a layer but its input, and compute it again for the gradient: a third more time, a
-            tenth of the memory.
-        compiled: Let ``torch.compile`` fuse what lies between the matrix products of a layer.
+        recompute: Whether to keep only the input of a layer and compute the rest again for the gradient, which takes a
+            third more time and a tenth of the memory.
+        compiled: Whether ``torch.compile`` fuses the operations between the matrix products of a layer.
 
     Without recomputation a training step keeps about 21 kB per token and layer at the widths of SmolLM2-135M in
     bfloat16: 3.2 GB a member for 16 sequences of 320 tokens.
@@ -96,7 +96,7 @@ class StackedLlama:
     def hidden(
         self, adapters: StackedAdapters | None, tokens: Int[Tensor, "members batch time"]
     ) -> Float[Tensor, "members batch time width"]:
-        """What the head sees of every token, after the last norm; without adapters, that of the model alone."""
+        """The input of the head for every token, after the last norm; without adapters, that of the base model."""
         shape, (members, batch, time) = self.llama.shape, tokens.shape
         x = F.embedding(tokens, self.llama.embedding).reshape(members, batch * time, shape.width)
         turn = rotations(shape, time, x.device, x.dtype)
@@ -118,10 +118,10 @@ class StackedLlama:
         """Sum of the log-probabilities of each sequence's masked tokens, given those before them.
 
         Args:
-            adapters: The members' adapters; None is the model alone.
-            tokens: What the model reads.
-            mask: Which tokens count.
-            targets: What it should have said, in the places of ``tokens``; by default those.
+            adapters: Adapters of the members; ``None`` for the base model.
+            tokens: Input tokens.
+            mask: Mask of the tokens that count.
+            targets: Target tokens, at the positions of ``tokens``; by default ``tokens``.
         """
         hidden = self.hidden(adapters, tokens)
         said = tokens if targets is None else targets
@@ -149,7 +149,7 @@ def completion_log_probability(
 
     Logits exist for ``chunk`` tokens at a time. With a frozen head the derivative of a token's log-probability,
     :math:`W_{y} - \sum_v p_v W_v`, is known as soon as its logits are: it is kept in their place, and nothing is
-    computed twice. The first token has nothing before it and never counts.
+    computed twice. The first token has no predecessor and never counts.
     """
     before, said, counts = hidden[:, :, :-1], tokens[:, :, 1:], mask[:, :, 1:]
     flat = _TokenLogProbability.apply(before.flatten(0, 2), said.flatten(), head, chunk)
@@ -157,9 +157,9 @@ def completion_log_probability(
 
 
 def _of_selected(hidden: Tensor, tokens: Tensor, mask: Tensor, head: Tensor, chunk: int = 4096) -> Tensor:
-    """The same number from the logits of the masked tokens alone: less work, but their count is not known beforehand.
+    """The same value from the logits of the masked tokens alone: less work, but their number is not known in advance.
 
-    Where gradients are taken a step may be captured in a CUDA graph, whose shapes must be.
+    Not for training steps, which may be captured in a CUDA graph and need fixed shapes.
     """
     counts = mask[:, :, 1:]
     where = counts.flatten().nonzero().squeeze(1)
@@ -189,7 +189,7 @@ def _layer(
     turn: tuple[Tensor, Tensor],
     scale: float,
 ) -> Float[Tensor, "members tokens width"]:
-    """Attention, then the gated layer, each beside a residual path."""
+    """Attention, then the gated layer, each with a residual connection."""
 
     def linear(y: Tensor, target: str) -> Tensor:
         out = F.linear(y, getattr(layer, target))
@@ -217,7 +217,7 @@ def _turned(x: Float[Tensor, "sequences heads time wide"], cosine: Tensor, sine:
 
 
 class _TokenLogProbability(torch.autograd.Function):
-    """Log-probability of one token after each hidden state, and its derivative, chunk by chunk."""
+    """Log-probability of one token after each hidden state, with its derivative, in chunks."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, tokens: Tensor, head: Tensor, chunk: int) -> Tensor:  # type: ignore[override]
@@ -242,7 +242,7 @@ class _TokenLogProbability(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """In float32 where the product is of bfloat16: its sums are float32 anyway, and rounding them costs digits."""
+    """In float32 for a product of bfloat16: its sums are float32 anyway, and rounding them would lose digits."""
     if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
         return torch.mm(hidden, head.T, out_dtype=torch.float32)
     logits = hidden @ head.T

@@ -1,4 +1,4 @@
-"""The weights of a Llama: their sizes, their reading from a Hugging Face folder, and a tiny one made by code."""
+"""The weights of a Llama: their sizes, read from a Hugging Face folder or drawn at random."""
 
 import json
 import math
@@ -12,12 +12,12 @@ from torch import Tensor
 from poprisk.errors import DataError
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-"""The projections of a layer that can have an adapter: all that multiply by a matrix."""
+"""The projections of a layer that can have an adapter: all matrix products."""
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama, and the two constants that its weights do not tell."""
+    """Sizes of a Llama, and the two constants that do not follow from its weights."""
 
     vocabulary: int
     width: int
@@ -64,17 +64,17 @@ class LlamaLayer:
 
 @dataclass(frozen=True)
 class Llama:
-    """Weights of a Llama, none of them to be trained."""
+    """Frozen weights of a Llama."""
 
     shape: LlamaShape
     embedding: Float[Tensor, "vocabulary width"]
     layers: tuple[LlamaLayer, ...]
     norm: Float[Tensor, "width"]
     head: Float[Tensor, "vocabulary width"]
-    """The embedding itself where the two are tied."""
+    """The embedding itself if the two are tied."""
 
     def to(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> "Llama":
-        """The same weights elsewhere; everything is computed in their dtype."""
+        """The same weights on another device or in another dtype; computations use their dtype."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype)
@@ -86,10 +86,10 @@ class Llama:
 
 
 def read_shape(folder: str | Path) -> LlamaShape:
-    """The sizes in the ``config.json`` of a Hugging Face folder.
+    """Read the sizes from the ``config.json`` of a Hugging Face folder.
 
     Raises:
-        DataError: there is no such file, or it describes a network other than the one written here.
+        DataError: there is no such file, or it describes a network that this module does not implement.
     """
     path = Path(folder) / "config.json"
     try:
@@ -135,10 +135,10 @@ _NAMES = {
 
 
 def load_llama(folder: str | Path) -> Llama:
-    """The weights of a Hugging Face folder with ``config.json`` and one ``model.safetensors``, in their own dtype.
+    """Read the weights of a Hugging Face folder with ``config.json`` and one ``model.safetensors``, in their own dtype.
 
     Raises:
-        DataError: a file or a tensor is missing, or has another shape than the configuration says.
+        DataError: a file or a tensor is missing, or a shape does not match the configuration.
     """
     from safetensors.torch import load_file
 
@@ -167,7 +167,7 @@ def load_llama(folder: str | Path) -> Llama:
 
 
 def random_llama(shape: LlamaShape, seed: int) -> Llama:
-    r"""A Llama that has learned nothing: normal weights of deviation :math:`1/\sqrt{in}`, norms 1, tied embedding.
+    r"""An untrained Llama: normal weights of standard deviation :math:`1/\sqrt{in}`, norms 1, tied embedding.
 
     >>> tiny = random_llama(LlamaShape(64, 32, 48, layers=2, heads=4, key_heads=2, head_width=8), seed=0)
     >>> len(tiny.layers), tiny.head is tiny.embedding

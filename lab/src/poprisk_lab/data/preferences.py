@@ -1,4 +1,4 @@
-"""Pairs of answers, one preferred to the other, as padded tokens: what DPO trains on, and how a share is swapped."""
+"""Preference pairs as padded tokens, the training data of DPO, of which a share can be swapped."""
 
 import hashlib
 import json
@@ -34,16 +34,16 @@ class PairTokens:
 
     tokens: Int[Tensor, "pairs 2 time"]
     prompts: Int[Tensor, "pairs"]
-    """So many tokens at the start are the prompt."""
+    """Number of tokens of the prompt."""
     lengths: Int[Tensor, "pairs 2"]
-    """So many tokens are prompt and answer; the rest is padding."""
+    """Number of tokens of prompt and answer together; the rest is padding."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def mask(self) -> Bool[Tensor, "pairs 2 time"]:
-        """Which tokens are the answer.
+        """Mask of the tokens of the answer.
 
         >>> one = PairTokens(torch.zeros(1, 2, 4, dtype=torch.int32), torch.tensor([1]), torch.tensor([[3, 2]]))
         >>> one.mask.int().tolist()
@@ -55,36 +55,36 @@ class PairTokens:
 
 @dataclass(frozen=True)
 class Preferences:
-    """Pairs to train on and pairs to evaluate on, with no prompt in both."""
+    """Training and evaluation pairs, without a prompt in common."""
 
     train: PairTokens
     evaluation: PairTokens
     vocabulary: int
-    """Tokens are below this number."""
+    """Size of the vocabulary; tokens are below this number."""
 
 
 @runtime_checkable
 class ChatTokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers with a chat template have it."""
+    """The required methods of a tokenizer; those of transformers with a chat template have them."""
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
-        """A conversation as text."""
+        """Format a conversation as text."""
         ...
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
-        """Text as ``{"input_ids": [...]}``."""
+        """Tokenize text into ``{"input_ids": [...]}``."""
         ...
 
     def __len__(self) -> int: ...
 
 
 def read_pairs(*paths: str | Path) -> list[Pair]:
-    """Pairs from files with one JSON object a line, ``prompt``, ``chosen`` and ``rejected`` in each.
+    """Read pairs from files with one JSON object per line, with the keys ``prompt``, ``chosen`` and ``rejected``.
 
-    Pairs of two equal answers are left out: they prefer nothing.
+    Pairs of two equal answers are left out.
 
     Raises:
-        DataError: a file is missing, a line is no such object, or nothing is left; the message has file and line.
+        DataError: a file is missing, a line is not such an object, or no pair is left; the message has file and line.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -103,9 +103,9 @@ def read_pairs(*paths: str | Path) -> list[Pair]:
 
 def _read_file(path: Path) -> Iterable[Pair]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: text may hold rarer ends of lines
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: text may contain rarer line ends
     except OSError:
-        raise DataError(f"{path} is missing: give a file with one preference pair (JSON) a line") from None
+        raise DataError(f"{path} is missing: give a file with one preference pair (JSON) per line") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -118,12 +118,12 @@ def _read_file(path: Path) -> Iterable[Pair]:
         for name in _FIELDS:
             if not isinstance(row.get(name), str):
                 got = "nothing" if name not in row else f"a {type(row[name]).__name__}"
-                raise DataError(f"{path}, line {number}: {name!r} must be a text, got {got}")
+                raise DataError(f"{path}, line {number}: {name!r} must be a string, got {got}")
         yield Pair(*(row[name] for name in _FIELDS))
 
 
 def is_held_out(prompt: str, share: float) -> bool:
-    """Whether pairs with this prompt evaluate: a function of the prompt alone, true for about this share of them.
+    """Whether pairs with this prompt are for evaluation: depends on the prompt alone, true for about this share.
 
     >>> sum(is_held_out(f"prompt {i}", 0.4) for i in range(1000))
     398
@@ -133,7 +133,7 @@ def is_held_out(prompt: str, share: float) -> bool:
 
 
 def load_tokenizer(name: str | Path) -> ChatTokenizer:
-    """A tokenizer with a chat template, by hub name or folder.
+    """Load a tokenizer with a chat template, by hub name or folder.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -157,14 +157,15 @@ def encode_preferences(
     max_length: int = 256,
     evaluation_share: float = 0.42,
 ) -> Preferences:
-    """Format as chat, turn into tokens, cut, split by prompt, pad.
+    """Format pairs as chat, tokenize, truncate, split by prompt, and pad.
 
     Args:
-        pairs: As :func:`read_pairs` gives them.
-        tokenizer: As :func:`load_tokenizer` gives it.
-        max_prompt: Longer prompts lose tokens at their start.
-        max_length: Longer sequences lose tokens at their end. Pairs whose answers no longer differ are left out.
-        evaluation_share: Share of the prompts that evaluate, see :func:`is_held_out`.
+        pairs: Pairs, as returned by :func:`read_pairs`.
+        tokenizer: Tokenizer, as returned by :func:`load_tokenizer`.
+        max_prompt: Maximum number of prompt tokens; longer prompts are truncated at the start.
+        max_length: Maximum number of tokens; longer sequences are truncated at the end. Pairs whose answers no longer
+            differ are left out.
+        evaluation_share: Share of the prompts for evaluation, see :func:`is_held_out`.
 
     Raises:
         HyperparameterError: the limits leave no room for an answer, or the share is not between 0 and 1.
@@ -190,7 +191,7 @@ def encode_preferences(
 
 
 def _encode(pair: Pair, tokenizer: ChatTokenizer) -> tuple[list[int], list[list[int]]]:
-    """Prompt and answers are cut apart as text: a token could span the two."""
+    """Tokens of prompt and answers, which are separated as text because a token could span the two."""
     asked = [{"role": "user", "content": pair.prompt}]
     before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     answers = []
@@ -199,7 +200,7 @@ def _encode(pair: Pair, tokenizer: ChatTokenizer) -> tuple[list[int], list[list[
         text = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=False)
         if not text.startswith(before):
             raise DataError(
-                f"the chat template must put an answer after the prompt it is given, but wrote {text[:40]!r} after "
+                f"the chat template must append the answer to the prompt, got {text[:40]!r} for the prompt "
                 f"{before[-40:]!r}; use a tokenizer whose template only appends"
             )
         answers.append(_ids(tokenizer, text[len(before) :]))
@@ -221,7 +222,7 @@ def _padded(rows: Sequence[tuple[list[int], list[list[int]]]], max_length: int) 
 
 
 def save_preferences(path: str | Path, preferences: Preferences) -> Path:
-    """Write all tokens as one safetensors file, so that who trains needs no tokenizer."""
+    """Write all tokens as one safetensors file, so that training needs no tokenizer."""
     tensors = {
         f"{side}.{name}": getattr(getattr(preferences, side), name)
         for side in ("train", "evaluation")
@@ -232,24 +233,24 @@ def save_preferences(path: str | Path, preferences: Preferences) -> Path:
 
 
 def load_preferences(path: str | Path) -> Preferences:
-    """Read them back, on the CPU.
+    """Read preferences onto the CPU.
 
     Raises:
-        DataError: the file is missing, damaged, or holds something else.
+        DataError: the file is missing or damaged, or contains something else.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), framework="pt") as file:
             notes = json.loads((file.metadata() or {}).get("poprisk", "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except FileNotFoundError:
         raise DataError(f"{path} is missing: write it with save_preferences") from None
     except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} is no whole safetensors file ({error}); make it again with save_preferences") from None
+        raise DataError(f"{path} is not a whole safetensors file ({error}); rewrite it with save_preferences") from None
     if not isinstance(notes, Mapping) or notes.get("kind") != KIND or notes.get("format_version") != FORMAT_VERSION:
         raise DataError(
-            f"{path} should hold {KIND} of format {FORMAT_VERSION}, got {notes}; make it with save_preferences"
+            f"{path} should contain {KIND} of format {FORMAT_VERSION}, got {notes}; write it with save_preferences"
         )
     train, evaluation = (
         PairTokens(*(tensors[f"{side}.{name}"] for name in ("tokens", "prompts", "lengths")))
@@ -275,7 +276,7 @@ def swapped_pairs(count: int, share: float, seed: int) -> Bool[Tensor, "count"]:
 def synthetic_preferences(
     train: int, evaluation: int, *, vocabulary: int = 64, max_length: int = 12, seed: int = 0
 ) -> Preferences:
-    """Pairs without a language: the preferred answer has more of token 1, the other more of token 2.
+    """Synthetic pairs: the preferred answer contains more of token 1, the other more of token 2.
 
     >>> made = synthetic_preferences(5, 4)
     >>> tuple(made.train.tokens.shape), len(made.evaluation)

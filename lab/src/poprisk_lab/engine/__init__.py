@@ -1,1 +1,1 @@
-"""Fair comparisons of optimizers: arms with one search space and budget, stacked trainings, studies, a ledger."""
+"""Fair comparisons of optimizers: one search budget for every arm, stacked training runs, studies, a ledger."""

@@ -1,7 +1,7 @@
-"""The optimizers that are compared: the rule of each, what is fixed and what is searched, and over which ranges.
+"""The optimizers that are compared: the rule of each, its fixed hyper-parameters, and the ranges of those searched.
 
-A range of learning rates is 3.5 decades wide for every arm. It begins at 3e-6 for AdamW and its relatives, where a
-run of these lengths is early stopping by another name, and ten times higher for rules that shrink most steps.
+The range of learning rates spans 3.5 decades for every arm. It begins at 3e-6 for AdamW and its relatives, where runs
+of these lengths amount to early stopping, and ten times higher for rules that shrink most steps.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from poprisk.optim.rules._coefficients import Hyper
 from poprisk_lab.engine.search import Range
 
 Control = Literal["gate_mean", "random_mask", "update_norm"]
-"""What a control copies, step by step, from the member with the library's defaults and the same seed."""
+"""What a control copies at every step from the member with the library's defaults and the same seed."""
 
 BETA1 = 0.9
 USUAL: dict[str, float] = {
@@ -29,7 +29,7 @@ USUAL: dict[str, float] = {
     "lr_warmup": 0.0,
     "gate_warmup": 0.0,
 }
-"""Every hyper-parameter a member can have, and what it is where neither arm nor search nor setting says otherwise."""
+"""Every hyper-parameter of a member, with the value used unless the arm, the search or a setting changes it."""
 
 _LR = (3e-6, 1e-2)
 _SHARED = {"weight_decay": Range(1e-3, 2.0), "beta2_gap": Range(1e-3, 5e-2)}
@@ -41,15 +41,15 @@ class Arm:
     """One optimizer in a comparison.
 
     Attributes:
-        name: Its key in a stored result.
-        label: Its words in tables and figures.
+        name: Key in a stored result.
+        label: Label in tables and figures.
         rule: ``soft``, ``hard`` or ``snr`` (a gate), or a name in :data:`poprisk_lab.engine.peers.PEERS`.
         fixed: Hyper-parameters that differ from :data:`USUAL` and are not searched.
-        searched: Ranges of those that are; ``beta2_gap`` is 1 - β2 and ``rho_gap`` 1 - ρ.
-        calibrated: Whether the gate's threshold is the one at which pure noise breaks even.
-        per_tensor: Whether each tensor has one gate.
-        cosine: Whether the learning rate falls to zero along a cosine.
-        control: What it copies from the defaults.
+        searched: Ranges of the hyper-parameters that are searched; ``beta2_gap`` is 1 - β2 and ``rho_gap`` 1 - ρ.
+        calibrated: Whether the threshold of the gate is the one at which pure noise breaks even.
+        per_tensor: Whether all weights of a tensor share a gate.
+        cosine: Whether the learning rate decays to zero along a cosine.
+        control: What is copied from the member with the defaults.
     """
 
     name: str
@@ -64,24 +64,24 @@ class Arm:
 
     @property
     def gated(self) -> bool:
-        """Whether it has a gate of its own."""
+        """Whether the rule has a gate."""
         return self.rule in ("soft", "hard", "snr")
 
     def definition(self) -> dict[str, Any]:
-        """All that decides what the arm does with given hyper-parameters."""
+        """Everything besides the hyper-parameters that determines what the arm does."""
         words = {name: getattr(self, name) for name in ("rule", "calibrated", "per_tensor", "cosine", "control", "eps")}
         return words | {"beta1": BETA1}
 
     @property
     def eps(self) -> float:
-        """Added to the denominator: Adam's usual, or what AdaBelief's authors use, on which its results hinge."""
+        """Term added to the denominator: Adam's usual value, or that of AdaBelief's authors, which its results need."""
         return 1e-16 if self.rule == "adabelief" else 1e-8
 
     def hyper(self, given: Mapping[str, float]) -> dict[str, float]:
-        """All hyper-parameters of a member: what is given, over what is fixed, over the usual.
+        """All hyper-parameters of a member: given values override fixed ones, and these the usual ones.
 
         Raises:
-            HyperparameterError: a name is not known.
+            HyperparameterError: a name is unknown.
 
         >>> ARMS["soft"].hyper({"lr": 0.01, "beta2_gap": 0.02})["beta2"]
         0.98
@@ -100,14 +100,14 @@ def _arm(name: str, label: str, rule: str, scale: float = 1.0, knobs: Mapping[st
 
 
 def _defaults() -> Arm:
-    """The library's defaults as an arm; what an arm cannot express must be as the rule has it."""
+    """The library's defaults as an arm; options that an arm cannot express must have the rule's defaults."""
     rule = Hyper()
     unlike = [
         name
         for name in ("eps", "gate_eps", "centering", "signal", "normalize_gate", "gated_decay", "granularity")
         if getattr(DEFAULTS, name) != getattr(rule, name)
     ]
-    assert not unlike, f"arms know nothing of the defaults' {unlike}"
+    assert not unlike, f"an arm cannot express these options of the defaults: {unlike}"
     assert DEFAULTS.betas[0] == BETA1
     calibrated = isinstance(DEFAULTS.alpha, str)
     fixed = {
@@ -146,7 +146,7 @@ ARMS: dict[str, Arm] = {
         _arm("cubed", "|u|³ Adam", "cubed", 10),
     )
 }
-"""Every arm by name; ``defaults`` is the library's own setting and has nothing to search."""
+"""All arms by name; ``defaults`` is the library's own setting and is not searched."""
 
 ALL_ARMS = tuple(name for name in ARMS if name != "defaults")
 
@@ -155,8 +155,8 @@ def require_arm(name: str) -> Arm:
     """The arm of this name.
 
     Raises:
-        HyperparameterError: there is none.
+        HyperparameterError: there is no such arm.
     """
     if name not in ARMS:
-        raise HyperparameterError(f"no arm is called {name!r}; known: {', '.join(ARMS)}")
+        raise HyperparameterError(f"there is no arm {name!r}; choose one of {', '.join(ARMS)}")
     return ARMS[name]

@@ -1,4 +1,4 @@
-"""The figure of a fair comparison: the last step of every optimizer on every task, drawn from a saved result."""
+"""The figure of a comparison: the last step of every optimizer on every task, drawn from a saved result."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,17 +28,17 @@ _FAMILIES = {
     "another rule": (GREEN, "D", ("adabelief", "msvag", "cautious", "grokfast", "cubed")),
 }
 _ROW_HEIGHT, _PANEL_WIDTH = 0.235, 6.4
-_REACH = 4.0  # the axis ends so many times the median's distance from the best: one bad row must not squeeze the others
+_REACH = 4.0  # length of the axis in distances of the median from the best: one bad row must not squeeze the others
 
 
 def draw_comparison(saved: Saved) -> Figure:
     """One panel for each study: the last step of each row, mean ± standard error over seeds, sorted, best on top.
 
-    A hollow marker is the mean of each seed's best step. The solid line is the tuned AdamW's last step, the dotted
-    one its best checkpoint. Bold names were given and not tuned. Rows far off are set at the edge with their value.
+    A hollow marker is the mean over seeds of each seed's best step. The solid line is the last step of tuned AdamW,
+    the dotted line its best checkpoint. Bold names were not tuned. Rows beyond the axis are shown at its edge.
 
     Args:
-        saved: What ``poprisk._core.store.load_result`` gives for any experiment made of studies.
+        saved: Return value of ``poprisk._core.store.load_result`` for an experiment made of studies.
     """
     studies = list(saved["result"]["studies"].values())
     columns = min(2, len(studies))
@@ -57,7 +57,7 @@ def draw_comparison(saved: Saved) -> Figure:
 
 
 def draw_study(axes: Axes, study: StoredStudy, title: str | None = None) -> None:
-    """The forest of one study on axes of its own."""
+    """Draw the forest plot of one study."""
     metric, rows = reading.primary(study), compared_rows(study)
     ends = [reading.final(row, metric["name"]) for row in rows]
     limits = _limits(ends, [_mean_peak(row, metric) for row in rows], metric)
@@ -83,7 +83,7 @@ def draw_study(axes: Axes, study: StoredStudy, title: str | None = None) -> None
 def _limits(
     ends: Sequence[Sequence[float]], peaks: Sequence[float | None], metric: StoredMetric
 ) -> tuple[float, float]:
-    """Ends of the axis: a little beyond the best bar, and as far to the bad side as most rows need."""
+    """Limits of the axis: slightly beyond the best bar, and far enough on the other side for most rows."""
     sign = 1.0 if metric["higher_is_better"] else -1.0
     means = [mean_over_seeds(values) for values in ends if all(map(math.isfinite, values))]
     heights = sorted((sign * mean.value for mean in means), reverse=True)
@@ -98,7 +98,7 @@ def _limits(
 
 
 def _mean_peak(row: StoredRow, metric: StoredMetric) -> float | None:
-    """The mean of each seed's best step, where there is one."""
+    """The mean over seeds of each seed's best step; ``None`` if no value is finite."""
     peaks = [b for b in reading.best(row, metric["name"], metric["higher_is_better"]) if math.isfinite(b)]
     return math.fsum(peaks) / len(peaks) if peaks else None
 
@@ -112,7 +112,7 @@ def _draw_row(
     peak = _mean_peak(row, metric)
     if peak is not None:
         axes.plot(peak, y, marker, mfc="none", mec=colour, markersize=6.5, alpha=0.7)
-    bad_side = metric["higher_is_better"]  # the left edge, where more is better
+    bad_side = metric["higher_is_better"]  # the left edge if higher is better
     diverged = sum(math.isnan(value) for value in values)
     if diverged:
         _write_at_edge(axes, y, f"{diverged} of {len(values)} diverged", bad_side, limits)
@@ -143,7 +143,7 @@ def _draw_references(axes: Axes, study: StoredStudy, limits: tuple[float, float]
 
 
 def _look(arm: str) -> tuple[str, str]:
-    """Colour and marker of an arm's family; an unknown arm counts as another rule."""
+    """Colour and marker of the family of an arm; an unknown arm counts as another rule."""
     for colour, marker, arms in _FAMILIES.values():
         if arm in arms:
             return colour, marker

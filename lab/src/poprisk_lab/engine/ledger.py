@@ -1,4 +1,4 @@
-"""Finished rows of a long comparison on disk: interrupt it, start it again, and only what is missing is computed."""
+"""Finished rows of a long comparison on disk: after an interruption, only the missing rows are computed."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ KIND = "comparison rows"
 
 
 class RowLedger:
-    """Outcomes of rows, found again by a digest of all they depend on; each stack that is done adds a file.
+    """Outcomes of rows, identified by a digest of everything they depend on; each finished stack adds a file.
 
     Args:
-        folder: Where the files are; None keeps nothing. A file that cannot be read counts as missing: its rows will be
-            made again.
+        folder: Folder of the files; ``None`` keeps nothing. A file that cannot be read counts as missing, and its rows
+            are computed again.
 
     >>> ledger = RowLedger(None)
     >>> ledger.add({}, [({"task": "x", "lr": 0.1}, {"value": 1})])
@@ -35,15 +35,15 @@ class RowLedger:
                 continue
 
     def find(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The outcome of a row, if there is one."""
+        """The outcome of a row; ``None`` if it is not stored."""
         return self._found.get(_digest(asked))
 
     def add(self, stack: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], dict[str, Any]]]) -> None:
-        """Keep the rows of a stack: what each depends on, and its outcome.
+        """Store the rows of a stack: what each depends on, and its outcome.
 
         Args:
-            stack: What they have in common, for a reader of the file.
-            rows: In any order.
+            stack: What the rows have in common, as a note in the file.
+            rows: The rows, in any order.
         """
         outcomes = {_digest(asked): outcome for asked, outcome in rows}
         self._found |= outcomes

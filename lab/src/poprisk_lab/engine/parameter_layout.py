@@ -1,4 +1,4 @@
-"""The weights of many trainings as one matrix: a row a member, and the named tensors as views into it."""
+"""The weights of many training runs as one matrix: one row per member, with the named tensors as views."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from torch import Tensor
 from poprisk.errors import DataError
 
 _ALIGNED = 4
-"""Matrix products are quickest on addresses that are multiples of 16 bytes: large tensors begin at such places."""
+"""Large tensors start at multiples of 16 bytes, where matrix products are fastest."""
 _LARGE = 1024
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Names and shapes of one member's tensors, in the order in which a row holds them.
+    """Names and shapes of the tensors of one member, in their order within a row.
 
-    Gaps of up to three zeros stand before large tensors and at the end of a large row. They belong to no tensor, have
-    no gradient, and stay zero under every rule.
+    Gaps of up to three zeros precede large tensors and end a large row. They belong to no tensor, have no gradient, and
+    stay zero under every rule.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
@@ -36,12 +36,12 @@ class ParameterLayout:
 
     @property
     def size(self) -> int:
-        """How many weights a member has."""
+        """Number of weights of a member."""
         return sum(prod(shape) for _, shape in self.shapes)
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Lengths of the stretches of a row, tensors and gaps by turns; a gap may be empty.
+        """Lengths of the segments of a row, alternately gaps and tensors; a gap may be empty.
 
         >>> ParameterLayout.of({"bias": torch.zeros(2), "weight": torch.zeros(32, 33)}).segments
         (0, 2, 2, 1056, 0)
@@ -61,17 +61,18 @@ class ParameterLayout:
         """One member's tensors as a row.
 
         Raises:
-            DataError: they have other names or shapes.
+            DataError: the tensors have other names or shapes.
         """
         if ParameterLayout.of(tensors) != self:
-            raise DataError(f"members of one stack need equal tensors, got {ParameterLayout.of(tensors)} beside {self}")
+            got = ParameterLayout.of(tensors)
+            raise DataError(f"the members of a stack must have the same tensors, expected {self}, got {got}")
         row = torch.zeros(sum(self.segments), dtype=next(iter(tensors.values())).dtype)
         for part, tensor in zip(row.split(self.segments)[1::2], tensors.values(), strict=True):
             part.copy_(tensor.reshape(-1))
         return row
 
     def views(self, matrix: Float[Tensor, "members row"]) -> dict[str, Float[Tensor, "members *shape"]]:
-        """Every member's tensors by name. Gradients flow back into the matrix in one piece."""
+        """The tensors of all members by name. Gradients flow back into the matrix as a whole."""
         parts = matrix.split(self.segments, dim=1)[1::2]
         return {
             name: part.unflatten(1, shape) if shape else part.squeeze(1)

@@ -1,14 +1,14 @@
-r"""The rules of the optimizers a gate must be compared with, as pure functions: gradient and state in, direction out.
+r"""The rules of the optimizers that gates are compared with, as pure functions: gradient and state in, direction out.
 
 Every rule is ``direction(g, state, h, t) -> (u, new state)``. The caller takes the step with decoupled weight decay,
 :math:`w \leftarrow w - \eta u - \eta \lambda w`, and sets every state to zero before the first step. The
 hyper-parameters in ``h`` and the step number ``t`` (1 at the first step) are numbers, or tensors that broadcast against
-the weights ``[members, parameters]``: many trainings with different settings are then one computation. Nothing waits
-for the device and nothing branches on a tensor, so a step can be captured in a CUDA graph. What depends on the member
-and not on the coordinate is computed in float64 and cast, so that :math:`1-\beta^t` is accurate and the large arrays
-keep their dtype; give a β close to 1 as a number or in float64.
+the weights ``[members, parameters]``: many training runs with different settings are then one computation. Nothing
+waits for the device or branches on a tensor, so that a step can be captured in a CUDA graph. Values that depend on the
+member but not on the coordinate are computed in float64 and cast, so that :math:`1-\beta^t` is accurate and the large
+arrays keep their dtype; pass a β close to 1 as a number or in float64.
 
-Hyper-parameters are not validated here but where they are given; ``eps`` must be positive for the rules that have one.
+Hyper-parameters are validated by the caller, not here; ``eps`` must be positive for the rules that have one.
 In the formulas :math:`m, v` are exponential averages of :math:`g, g^2` and hats divide by :math:`1-\beta^t`.
 """
 
@@ -53,8 +53,8 @@ def adabelief(
     .. math:: s \leftarrow \beta_2 s + (1-\beta_2)(g - m_t)^2 + \epsilon, \qquad u = \hat m / (\sqrt{\hat s} + \epsilon)
 
     :math:`m_t` is the average *after* this gradient. As published, ε enters twice and is kept in s, where it grows to
-    :math:`\epsilon/(1-\beta_2)`: the authors' package uses 1e-16, and results hinge on it. With ρ = β2 and ε = 0 the
-    state is β1² times the gate's own s.
+    :math:`\epsilon/(1-\beta_2)`: the authors' package uses 1e-16, and results depend strongly on it. With ρ = β2 and
+    ε = 0 the state is β1² times the gate's own s.
 
     Knobs: ``beta1``, ``beta2``, ``eps``. States: ``m``, ``s``.
 
@@ -82,9 +82,9 @@ def msvag(
     the SNR gate with strength :math:`\rho_t/(1-\rho_t) = (1-\beta)(1+\beta^t)/(2(\beta-\beta^t))` on
     :math:`\hat v - \hat m^2`, applied to m̂ and not to Adam's ratio: learning rates are those of SGD.
 
-    At t = 1 one gradient says nothing of its variance: the estimate is 0 and γ = 1, which the authors' code reaches up
-    to rounding by capping ρ at 0.999. A coordinate that never had a gradient stays where it is. Some public versions
-    divide m by β^t instead of 1 - β^t, or drop the square of β in ρ.
+    At t = 1, one gradient contains no information about its variance: the estimate is 0 and γ = 1, which the authors'
+    code reaches up to rounding by capping ρ at 0.999. A coordinate that never had a gradient does not move. Some public
+    versions divide m by β^t instead of 1 - β^t, or drop the square of β in ρ.
 
     Knobs: ``beta1``. States: ``m``, ``v``.
 
@@ -105,7 +105,7 @@ def msvag(
 def cautious(
     g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
 ) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
-    r"""Cautious AdamW (Liang et al. 2024, arXiv 2411.16085): only where direction and gradient agree in sign.
+    r"""Cautious AdamW (Liang et al. 2024, arXiv 2411.16085): moves only where direction and gradient agree in sign.
 
     .. math:: u = \phi \odot u_{Adam} \cdot d / (|\phi|_1 + 1), \qquad \phi = 1\{u_{Adam} \odot g > 0\}
 
@@ -172,10 +172,10 @@ def cubed(
 
 @dataclass(frozen=True)
 class Peer:
-    """A rule with the names of what it keeps and of what it reads.
+    """A rule, with the names of its state and its hyper-parameters.
 
     Attributes:
-        states: Names of the arrays it keeps, each of the weights' shape and zero at the start.
+        states: Names of the state arrays, each with the shape of the weights and initially zero.
         direction: ``(g, state, h, t) -> (u, new state)``.
         knobs: Names of the hyper-parameters it reads; learning rate and weight decay belong to the caller.
     """
@@ -204,7 +204,7 @@ def _debias(beta: Scalar, t: Scalar) -> Scalar:
 
 
 def _mean_noise_odds(beta: Scalar, t: Scalar) -> Scalar:
-    """ρ_t/(1-ρ_t), and 0 where one gradient alone makes the mean (t = 1, or β = 0): its spread is then 0 as well."""
+    """ρ_t/(1-ρ_t), and 0 if the mean is a single gradient (t = 1, or β = 0): its variance is then 0 as well."""
     beta = _precise(beta)
     power = beta ** _precise(t)
     top, bottom = (1 - beta) * (1 + power), 2 * (beta - power)
@@ -216,7 +216,7 @@ def _precise(x: Scalar) -> Scalar:
 
 
 def _cast(x: Scalar, like: Tensor) -> Scalar:
-    """In the dtype of the large array, which a float64 tensor of more than no axes would promote."""
+    """Cast to the dtype of the large array, which a float64 tensor with axes would promote."""
     return x.to(like.dtype) if isinstance(x, Tensor) else x
 
 

@@ -1,8 +1,8 @@
-"""Reading a stored study: which row, its curves, its last and best values, and when it reached a target.
+"""Read a stored study: its rows, their curves, their last and best values, and when they reached a target.
 
-A study is stored as JSON (``comparison/study.py`` writes it). A value that was not finite is stored as null and read as
-NaN here: a member whose curve ends in NaN diverged, and its last value is NaN, so that no mean hides it. Its best value
-is the best it had before, which is what an oracle that stops at the best checkpoint would have kept.
+A study is stored as JSON (written by ``engine/study.py``). A value that was not finite is stored as null and read as
+NaN: a member whose curve ends in NaN diverged, and its last value is NaN, so that no mean hides it. Its best
+value is the best before it diverged, which is what an oracle that stops at the best checkpoint would have kept.
 
 >>> study = {
 ...     "task": {"metrics": [{"name": "loss", "higher_is_better": False, "target": 0.5, "spec": ".2f"}]},
@@ -29,22 +29,21 @@ StoredMetric = Mapping[str, Any]
 
 
 def rows(study: StoredStudy) -> list[StoredRow]:
-    """Every row of the report, in stored order: what each arm chose, and what was given without a search."""
+    """Every row of the report, in stored order: the chosen trials of each arm and the fixed settings."""
     return list(study["rows"])
 
 
 def row(study: StoredStudy, name: str, chosen_for: str = "last") -> StoredRow:
-    """The row of an arm's chosen trial, or of a setting.
+    """The row of the chosen trial of an arm, or of a setting.
 
     Args:
         study: A stored study.
-        name: An arm (``adamw``), its label (``AdamW``), or the label of a setting that was given, not searched. An
-            arm's name never means a setting that happens to use the arm.
-        chosen_for: By which question a searched arm's trial was chosen: ``last``, ``best`` or ``target``. A setting
-            answers all of them.
+        name: An arm (``adamw``), its label (``AdamW``), or the label of a setting. The name of an arm never selects a
+            setting that uses the arm.
+        chosen_for: Criterion by which the trial was chosen: ``last``, ``best`` or ``target``. Ignored for a setting.
 
     Raises:
-        DataError: If there is no such row; the message lists those there are.
+        DataError: If there is no such row; the message lists the existing ones.
     """
     found = find_row(study, name, chosen_for)
     if found is None:
@@ -54,7 +53,7 @@ def row(study: StoredStudy, name: str, chosen_for: str = "last") -> StoredRow:
 
 
 def find_row(study: StoredStudy, name: str, chosen_for: str = "last") -> StoredRow | None:
-    """As :func:`row`, but None where there is none: an arm of which no trial reached the target has no such row."""
+    """Like :func:`row`, but ``None`` if there is no such row, as for an arm of which no trial reached the target."""
     for candidate in rows(study):
         searched = bool(candidate["chosen_for"])
         names = (candidate["arm"], candidate["label"]) if searched else (candidate["label"],)
@@ -64,7 +63,7 @@ def find_row(study: StoredStudy, name: str, chosen_for: str = "last") -> StoredR
 
 
 def primary(study: StoredStudy) -> StoredMetric:
-    """The metric settings were chosen by, as stored: name, higher_is_better, target, spec."""
+    """The metric by which settings were chosen, as stored: name, higher_is_better, target, spec."""
     return study["task"]["metrics"][0]
 
 
@@ -82,7 +81,7 @@ def metric_named(study: StoredStudy, metric: str) -> StoredMetric:
 
 
 def curve(row: StoredRow, metric: str) -> list[list[float]]:
-    """The values at each evaluation, one list a seed; NaN where a member had diverged.
+    """The values at each evaluation, one list per seed; NaN where a member had diverged.
 
     Raises:
         DataError: If the row holds no such curve.
@@ -98,20 +97,20 @@ def final(row: StoredRow, metric: str) -> list[float]:
 
 
 def best(row: StoredRow, metric: str, higher_is_better: bool) -> list[float]:
-    """Each seed's best value over the evaluations, which takes an oracle to stop at; NaN if none was finite."""
+    """The best value of each seed over the evaluations (an oracle for early stopping); NaN if none was finite."""
     return [values[at] if at is not None else math.nan for values, at in _best_places(row, metric, higher_is_better)]
 
 
 def oracle(study: StoredStudy, arm: str = "adamw", metric: str | None = None) -> list[float]:
     """Each seed's best checkpoint of the trial that was chosen for its best checkpoint.
 
-    What a user could get from the arm only by choosing on the test set. Where no trial was chosen for it, the trial
-    chosen for its last step stands in.
+    A user could obtain these only by choosing on the test set. If no trial was chosen for its best checkpoint, the
+    trial chosen for its last step is used.
 
     Args:
         study: A stored study.
-        arm: Which arm was searched.
-        metric: Which metric; default: the primary one.
+        arm: Name of a searched arm.
+        metric: Name of the metric; by default the primary one.
 
     Raises:
         DataError: If the arm has no row.
@@ -137,23 +136,23 @@ def steps_to(study: StoredStudy, row: StoredRow, metric: str) -> list[int | None
     stored = metric_named(study, metric)
     target, higher = stored["target"], stored["higher_is_better"]
     if target is None:
-        raise DataError(f"the metric {metric!r} has no target, so there is no time to reach it")
+        raise DataError(f"the metric {metric!r} has no target: choose a metric with a target")
     return [_first_met(study["evaluation_steps"], values, target, higher) for values in curve(row, metric)]
 
 
 def reached(study: StoredStudy, row: StoredRow, metric: str) -> str:
-    """How many seeds met the metric's target: "k of n"."""
+    """The number of seeds that met the target of the metric, as "k of n"."""
     steps = steps_to(study, row, metric)
     return f"{sum(step is not None for step in steps)} of {len(steps)}"
 
 
 def failed(row: StoredRow) -> int:
-    """How many of the row's members diverged."""
+    """The number of members of the row that diverged."""
     return int(row["failures"])
 
 
 def trial_finals(study: StoredStudy, arm: str) -> list[list[float]]:
-    """The primary metric at the last step of every trial of an arm, one list of tuning seeds a trial.
+    """The primary metric at the last step of every trial of an arm, one list over tuning seeds per trial.
 
     Raises:
         DataError: If the study did not search this arm.
@@ -168,7 +167,7 @@ def _number(value: float | None) -> float:
 
 
 def _best_places(row: StoredRow, metric: str, higher_is_better: bool) -> list[tuple[list[float], int | None]]:
-    """Each seed's values with the place of the first best among them."""
+    """The values of each seed, with the index of the first best value."""
     sign = 1.0 if higher_is_better else -1.0
     places: list[tuple[list[float], int | None]] = []
     for values in curve(row, metric):

@@ -1,4 +1,4 @@
-"""Running an experiment made of comparisons: every study in turn, with progress, resumable, stored as one result."""
+"""Run an experiment made of studies: one after another, with progress, resumable, stored as one result."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,19 +13,19 @@ from poprisk_lab.engine.ledger import RowLedger
 from poprisk_lab.engine.study import Study, run_study
 
 Progress = Callable[[int, int, str], None]
-"""Called with how many measurements are done, how many there are at most, and what is being trained ("" at the end)."""
+"""Called with the number of measurements done, the maximum number, and what is being trained ("" at the end)."""
 
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """All studies of an experiment, by the names of their tasks, ready to be stored."""
+    """All studies of an experiment, by the name of their task, ready to be stored."""
 
     kind: str
     config: Mapping[str, Any]
     studies: Mapping[str, Any]
 
     def save(self, path: str | Path) -> Path:
-        """Write it, with its environment, as JSON."""
+        """Write the result and its environment as JSON."""
         return save_result(path, self.kind, self.config, {"studies": dict(self.studies)})
 
 
@@ -40,19 +40,19 @@ def run_comparison(
     """Run every study.
 
     Args:
-        kind: Of the result.
-        config: The experiment's dataclass, stored beside the result.
-        studies: On tasks with names of their own.
-        report: Told about progress.
-        ledger: A folder for finished rows, read again when the experiment is started again; None keeps none.
-        device: Where to compute; by default a GPU if there is one.
+        kind: Kind of the result.
+        config: Configuration of the experiment, a dataclass that is stored with the result.
+        studies: Studies to run; their tasks must have different names.
+        report: Progress callback.
+        ledger: Folder for finished rows, from which a later run of the experiment continues; ``None`` keeps nothing.
+        device: Device to compute on; by default a GPU if there is one.
 
     Raises:
         HyperparameterError: two tasks have the same name.
     """
     names = [study.task.name for study in studies]
     if len(set(names)) != len(names) or not names:
-        raise HyperparameterError(f"an experiment needs studies with names of their own, got {names}")
+        raise HyperparameterError(f"expected at least one study, each with a different task name, got {names}")
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     total, done = sum(study.measurements() for study in studies), 0
 

@@ -12,29 +12,29 @@ from poprisk.errors import DataError
 
 
 class Ledger:
-    """Runs by their keys, on disk after each one.
+    """Runs by key, written to disk after each run.
 
     Args:
-        path: The result file. One that holds runs of another configuration is refused, not mixed or overwritten.
-        kind: What the result is of.
-        config: What was asked for; whatever could change a number belongs in it.
+        path: Result file. A file with runs of another configuration raises an error; it is not overwritten.
+        kind: Kind of the result.
+        config: Configuration; must contain everything that could change a number.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file contains something else.
     """
 
     def __init__(self, path: Path, kind: str, config: Mapping[str, Any]) -> None:
         self.path, self.kind = path, kind
-        self.config = json.loads(json.dumps(config))  # tuples become lists, as they do on disk
+        self.config = json.loads(json.dumps(config))  # tuples become lists, as on disk
         self.runs: list[dict[str, Any]] = []
         if path.exists():
             saved = load_result(path, kind)
             if saved["config"] != self.config:
-                raise DataError(f"{path} holds runs of another configuration; move it away or choose another --output")
+                raise DataError(f"{path} contains runs of another configuration; move it or choose another --output")
             self.runs = saved["result"]["runs"]
 
     def measure(self, key: Mapping[str, Any], experiment: Callable[[], Mapping[str, Any]]) -> None:
-        """Run the experiment unless this key's outcome is there, write it down, and say so."""
+        """Run the experiment for this key unless its outcome is stored; store the outcome and print a line."""
         if self.select(**key):
             return
         start = time.perf_counter()
@@ -46,9 +46,9 @@ class Ledger:
         write_line(f"{words} ({seconds:.0f} s)")
 
     def select(self, **key: Any) -> list[dict[str, Any]]:
-        """The runs whose entries have these values, in the order they were made."""
+        """The runs whose entries have these values, in the order of their creation."""
         return [run for run in self.runs if all(run.get(name) == value for name, value in key.items())]
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary beside the runs."""
+        """Add the summary to the file."""
         save_result(self.path, self.kind, self.config, {"complete": True, "runs": self.runs, **summary})

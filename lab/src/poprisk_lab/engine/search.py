@@ -1,7 +1,7 @@
-"""Quasi-random trials: where in its search space each arm of a comparison is tried.
+"""Quasi-random trials: the points of its search space at which each arm of a comparison is tried.
 
-Every knob has a column of one scrambled Sobol sequence, by its name. So the k-th trial of two arms lies at the same
-quantile of every knob they share, more trials only add to fewer, and nothing depends on the task or on the arm.
+Every knob has its own column of one scrambled Sobol sequence. The k-th trials of two arms therefore lie at the same
+quantile of every knob they share, a larger search contains the smaller one, and no point depends on the task or arm.
 """
 
 import math
@@ -24,22 +24,22 @@ COLUMNS: dict[str, int] = {
     "lr_warmup": 14,
     "gate_warmup": 12,
 }
-"""The knobs that can be searched and the dimension of the sequence each follows; a ``_gap`` is one minus the rate.
+"""The knobs that can be searched and the dimension of the sequence that each uses; a ``_gap`` is one minus the rate.
 
-Of so few points some pairs of Sobol dimensions lie on a diagonal (correlations up to 0.9 of 8 or 16), which would make
-a search over two knobs a search over one. Scrambling and dimensions were chosen once, from the points alone and from no
-training, so that knobs of one arm are little correlated at 6 to 32 trials. A new knob takes a free dimension; the old
-ones stay.
+With so few points, some pairs of Sobol dimensions are strongly correlated (up to 0.9 for 8 or 16 points), so that a
+search over two knobs would be a search over one. The scrambling and the dimensions were chosen once, from the points
+alone and without any training, so that the knobs of an arm are nearly uncorrelated for 6 to 32 trials. A new knob takes
+an unused dimension; the others do not change.
 """
 
-_DIMENSIONS = 64  # drawn whether used or not: the scrambling depends on their number
+_DIMENSIONS = 64  # all are drawn, used or not, because the scrambling depends on their number
 _SCRAMBLING = 12631
 _DIGITS = 3
 
 
 @dataclass(frozen=True)
 class Range:
-    """The values a knob is searched over, evenly in its logarithm or evenly as it is.
+    """The range over which a knob is searched, uniformly in its logarithm or in its value.
 
     Raises:
         HyperparameterError: the range is empty or not finite, or logarithmic and not positive.
@@ -51,7 +51,7 @@ class Range:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise HyperparameterError(f"a range needs finite low < high, got {self.low} and {self.high}")
+            raise HyperparameterError(f"a range needs finite bounds low < high, got {self.low} and {self.high}")
         if self.log and self.low <= 0:
             raise HyperparameterError(f"a logarithmic range needs low > 0, got {self.low}: raise it, or give log=False")
 
@@ -74,10 +74,10 @@ def trials(searched: Mapping[str, Range], count: int, seed: int = 0) -> list[dic
     Args:
         searched: Range of each knob.
         count: Number of trials; a power of two covers every range evenly.
-        seed: Another one gives other points, without the care taken over correlations.
+        seed: Seed of the sequence; only the points of the default were checked for correlations.
 
     Returns:
-        One dictionary of values a trial. With the same seed the first 8 of 24 are the 8 of 8.
+        One dictionary of values per trial. With the same seed, the first 8 of 24 trials are the trials of ``count=8``.
 
     Raises:
         HyperparameterError: a knob has no column, or count is not positive.
@@ -91,7 +91,7 @@ def trials(searched: Mapping[str, Range], count: int, seed: int = 0) -> list[dic
     """
     unknown = [name for name in searched if name not in COLUMNS]
     if unknown:
-        raise HyperparameterError(f"cannot search {', '.join(unknown)}; knobs with a column: {', '.join(COLUMNS)}")
+        raise HyperparameterError(f"cannot search {', '.join(unknown)}; choose from {', '.join(COLUMNS)}")
     if count < 1:
         raise HyperparameterError(f"a search needs at least one trial, got {count}")
     if not searched:
@@ -100,7 +100,7 @@ def trials(searched: Mapping[str, Range], count: int, seed: int = 0) -> list[dic
     from scipy.stats import qmc  # slow to import
 
     generator = np.random.default_rng([_SCRAMBLING, seed])
-    # the newer name of this argument is not known to scipy before 1.15
+    # scipy before 1.15 does not know the newer name of this argument
     sobol = qmc.Sobol(_DIMENSIONS, scramble=True, seed=generator)  # pyright: ignore[reportCallIssue]
     points = sobol.random_base2(math.ceil(math.log2(count)))[:count]
     return [{name: span.at(float(point[COLUMNS[name]])) for name, span in searched.items()} for point in points]

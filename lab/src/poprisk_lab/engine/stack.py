@@ -1,7 +1,7 @@
-"""Many trainings as one stacked computation: any mixture of arms, each member with hyper-parameters of its own.
+"""Many training runs as one stacked computation: any mixture of arms, each member with its own hyper-parameters.
 
 The weights of all members are one matrix. A step is one forward and backward pass of the task for all of them, then
-each arm's rule on the rows it owns. On a GPU the whole step is a CUDA graph and the rules are compiled.
+the rule of each arm on its rows. On a GPU the whole step is a CUDA graph and the rules are compiled.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +21,12 @@ from poprisk_lab.engine.task import StackedTask
 from poprisk_lab.engine.updates import Block, Lockstep, take_step
 
 _COMPILATIONS = 128
-"""Dynamo gives up after a few variants of one function; each arm is a variant."""
+"""Limit for the variants of a compiled function, one per arm; the default of Dynamo is too low."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One training: an arm, all its hyper-parameters, a seed."""
+    """One training run: an arm, all its hyper-parameters and a seed."""
 
     arm: Arm
     hyper: Mapping[str, float]
@@ -35,7 +35,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Curves:
-    """What was seen of the members: metrics and mean gates, [members, evaluations]; and where they ended."""
+    """What was measured for the members: metrics, mean gates and final weights."""
 
     steps: list[int]
     metrics: dict[str, Float[Tensor, "members evaluations"]]
@@ -45,16 +45,17 @@ class Curves:
 
 
 class Stack:
-    """Members on their way. Members of one arm must stand together, those with the defaults before the controls.
+    """Members that are trained together.
 
     Args:
-        task: What they train on.
-        members: In order of arms; a control finds the member with the defaults and its own seed among them.
-        device: Where to compute.
-        compiled: Whether the losses are compiled, on a GPU; the rules always are.
+        task: Task to train on.
+        members: The members, grouped by arm, those with the defaults before the controls. A control follows the member
+            with the defaults and its own seed.
+        device: Device to compute on.
+        compiled: Whether the losses are compiled on a GPU, where the rules always are.
 
     Raises:
-        HyperparameterError: there is no member, an arm's members do not stand together, or a control has nothing to
+        HyperparameterError: there is no member, the members are not grouped by arm, or a control has no member to
             follow.
     """
 
@@ -89,7 +90,7 @@ class Stack:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def train(self, look: Callable[[int], None] | None = None) -> Curves:
-        """The whole run: so many steps, measured on the way; ``look`` is told the step after each measurement."""
+        """Train all members and measure them on the way; ``look`` is called with the step after each measurement."""
         steps = evaluation_steps(self.task.steps, self.task.evaluations)
         seen: list[dict[str, Tensor]] = []
         gates: list[Tensor] = []
@@ -108,7 +109,7 @@ class Stack:
         return Curves(steps, metrics, torch.stack(gates, 1), self.weights.detach(), self.layout)
 
     def _finite(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The metrics on the CPU, every one NaN for a member that diverged: an accuracy alone would not show it."""
+        """The metrics on the CPU, all NaN for a member that diverged, because an accuracy alone would not show it."""
         whole = self.weights.detach().isfinite().all(1)
         for value in values.values():
             whole &= value.isfinite()
@@ -121,7 +122,7 @@ class Stack:
             arm = self.members[begin].arm
             end = begin + names.count(arm.name)
             if names[begin:end] != [arm.name] * (end - begin):
-                raise HyperparameterError(f"members of one arm must stand together, those of {arm.name!r} do not")
+                raise HyperparameterError(f"members must be grouped by arm, but those of {arm.name!r} are not adjacent")
             rows = slice(begin, end)
             hyper = {
                 knob: torch.tensor(
@@ -134,7 +135,7 @@ class Stack:
             begin = end
 
     def _make_sources(self) -> dict[str, Tensor]:
-        """For each control, which rows of the defaults' block its members follow."""
+        """For each control, the rows of the block with the defaults that its members follow."""
         controls = [(rows, block) for rows, block in self._blocks if block.arm.control]
         if not controls:
             return {}
@@ -144,8 +145,8 @@ class Stack:
         missing = {m.seed for m in self.members if m.arm.control} - set(where)
         if source.arm.name != "defaults" or missing:
             raise HyperparameterError(
-                "controls follow the members with the library's defaults: these must come first, one for each seed, "
-                f"got {source.arm.name!r} first and no member for seeds {sorted(missing)}"
+                "controls follow the members with the library's defaults, which must come first, one for each seed; "
+                f"got {source.arm.name!r} first and no such member for seeds {sorted(missing)}"
             )
         return {
             block.arm.name: torch.tensor([where[m.seed] for m in self.members[rows]], device=self.device)
@@ -164,7 +165,7 @@ class Stack:
         self._graph.replay()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        """Warm up (which compiles), undo what the warm-up did, and record one step."""
+        """Warm up (which compiles), undo the changes of the warm-up, and capture one step."""
         kept = [tensor.detach().clone() for tensor in self._moving()]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -211,5 +212,5 @@ class Stack:
 def _compiled() -> Callable[..., None]:
     """The step as one kernel, compiled once for each arm and then used for any number of members and weights."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
-    # What is a number a member (powers of β in float64) is computed once and not again for every weight.
+    # Values of which there is one per member (powers of β in float64) are computed once, not for every weight.
     return torch.compile(take_step, dynamic=True, options={"realize_opcount_threshold": 1})

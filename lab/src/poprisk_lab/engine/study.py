@@ -1,13 +1,13 @@
-"""A fair comparison on one task: every arm searched with one budget, its choices run again on fresh paired seeds.
+"""A fair comparison on one task: every arm is searched with the same budget, its choices run again on new paired seeds.
 
 1. *Tuning.* Every arm has the same number of trials, quasi-random over its published ranges and the same for every
-   task, each trained with the tuning seeds.
-2. *Choice.* By the mean of the primary metric over the tuning seeds: at the last step, at each run's best step (an
-   oracle that stops in time), and by the steps to the target where there is one.
-3. *Report.* The chosen trials, and settings that were given and not searched, trained with the report seeds: the same
-   data, weights and batches for every arm.
+   task. Each trial is trained with the tuning seeds.
+2. *Choice.* By the mean of the primary metric over the tuning seeds: at the last step, at the best step of each run
+   (an oracle for early stopping), and by the number of steps to the target if there is one.
+3. *Report.* The chosen trials and the fixed settings are trained with the report seeds: the same data, initial weights
+   and batches for every arm.
 
-The metrics are measured on test data, also in tuning: every arm, AdamW included, is chosen on the test set.
+The metrics are measured on test data, also during tuning: every arm, including AdamW, is chosen on the test set.
 """
 
 import json
@@ -30,17 +30,17 @@ from poprisk_lab.engine.stack import Curves, Member, Stack
 from poprisk_lab.engine.task import Portrayed, StackedTask, TaskMetric
 
 Look = Callable[[str], None]
-"""Called after each measurement of a stack, with words on what is being trained."""
+"""Called after each measurement of a stack, with a description of what is being trained."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the report with everything given and nothing searched: the paper's conditions, the library's defaults.
+    """A row of the report without a search: the paper's conditions, or the library's defaults.
 
     Attributes:
-        label: Its name in the report, unlike any arm's.
-        arm: Whose rule it uses.
-        hyper: What differs from the usual hyper-parameters (:data:`~poprisk_lab.engine.arms.USUAL`).
+        label: Name in the report; must differ from those of all arms.
+        arm: Name of the arm whose rule is used.
+        hyper: Hyper-parameters that differ from the usual ones (:data:`~poprisk_lab.engine.arms.USUAL`).
     """
 
     label: str
@@ -49,7 +49,7 @@ class Setting:
 
 
 DEFAULTS = Setting(ARMS["defaults"].label, "defaults")
-"""PopRiskAdamW as it comes: in every study, because the controls follow it."""
+"""PopRiskAdamW with its defaults; part of every study, because the controls follow it."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class Study:
 
     Attributes:
         task: The task, at one size and noise.
-        arms: Which arms are searched, by name.
-        settings: Rows that are given; the library's defaults are added if missing.
-        trials: The budget of each arm.
-        tuning_seeds: For the search.
-        report_seeds: For the report; none of the tuning seeds.
-        portraits: Labels of rows whose first report seed is pictured, where the task can be.
-        lr_range: Replaces the range of AdamW's learning rate; other arms' ranges are scaled alike.
-        members_at_once: So many members make a stack at most; None takes all.
-        oracles: Arms whose trial with the best single step is reported too, beside that with the best last step.
-        compiled: Whether the task's losses are compiled on a GPU, which pays for long runs of many small operations.
+        arms: Names of the arms that are searched.
+        settings: Fixed settings; the library's defaults are added if missing.
+        trials: Number of trials of each arm.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for the report; must not contain a tuning seed.
+        portraits: Labels of the rows of which a picture is stored, for the first report seed, if the task supports it.
+        lr_range: Replaces the range of AdamW's learning rate; the ranges of other arms are scaled by the same factor.
+        members_at_once: Maximum number of members in a stack; ``None`` for no limit.
+        oracles: Arms for which the trial with the best single step is also reported, besides the best last step.
+        compiled: Whether the losses are compiled on a GPU; worthwhile for long runs of many small operations.
     """
 
     task: StackedTask
@@ -100,11 +100,11 @@ class Study:
 
     @property
     def primary(self) -> TaskMetric:
-        """What trials are chosen by."""
+        """The metric by which trials are chosen."""
         return self.task.metrics[0]
 
     def ranges(self, arm: Arm) -> dict[str, Range]:
-        """What is searched for this arm, in this study."""
+        """The ranges searched for this arm in this study."""
         ranges = dict(arm.searched)
         if self.lr_range is not None and "lr" in ranges:
             usual = ARMS["adamw"].searched["lr"]
@@ -113,7 +113,7 @@ class Study:
         return ranges
 
     def measurements(self) -> int:
-        """How often a stack will be measured at most: the length of the job, for a progress bar."""
+        """Maximum number of measurements, for a progress bar."""
         looks = len(evaluation_steps(self.task.steps, self.task.evaluations))
         tuning = len(self.arms) * self.trials * len(self.tuning_seeds)
         choices = 2 * len(self.arms) + len(self.oracles)
@@ -123,7 +123,7 @@ class Study:
 
 @dataclass(frozen=True)
 class _Row:
-    """One configuration with its seeds, on its way through a stack."""
+    """One configuration with its seeds."""
 
     label: str
     arm: Arm
@@ -133,10 +133,10 @@ class _Row:
 
 
 def run_study(study: Study, device: torch.device, look: Look, ledger: RowLedger) -> dict[str, Any]:
-    """Tune, choose, report. What the ledger holds already is not computed again.
+    """Tune, choose and report. Rows that are already in the ledger are not computed again.
 
     Returns:
-        The study as it is stored: task, evaluation steps, arms with their trials and choices, rows, portraits.
+        The study as it is stored: task, evaluation steps, arms with their trials and choices, rows and portraits.
     """
     arms = {name: require_arm(name) for name in study.arms}
     given = {name: draw_trials(study.ranges(arm), study.trials) for name, arm in arms.items()}
@@ -172,12 +172,12 @@ def run_study(study: Study, device: torch.device, look: Look, ledger: RowLedger)
 def choose(
     metric: TaskMetric, curves: Sequence[Sequence[Sequence[float | None]]], steps: Sequence[int]
 ) -> dict[str, Any]:
-    """Which trial is best by each question; None where no trial has an answer.
+    """The best trial by each criterion; ``None`` if no trial qualifies.
 
     Args:
         metric: The primary metric.
-        curves: [trial][seed][evaluation]; None where a member was not finite.
-        steps: Of the evaluations.
+        curves: Values as [trial][seed][evaluation]; ``None`` where a value was not finite.
+        steps: Steps of the evaluations.
 
     >>> choose(TaskMetric("loss", False, 0.5), [[[0.9, 0.6]], [[0.4, 0.7]], [[0.3, None]]], [10, 20])
     {'last': 0, 'best': 2, 'target': 2}
@@ -245,7 +245,7 @@ def _report_rows(
 def _train(
     study: Study, rows: Sequence[_Row], device: torch.device, look: Look, ledger: RowLedger, stage: str
 ) -> dict[str, Any]:
-    """All rows, in stacks of at most so many members; a stack's rows are stored as soon as it is done."""
+    """Train all rows in stacks of limited size, and store the rows of a stack as soon as it is done."""
     began = time.perf_counter()
     asked = [_asked(study.task, row, device) for row in rows]
     missing = [i for i in _distinct(rows, asked) if not _is_whole(ledger.find(asked[i]), rows[i])]
@@ -267,15 +267,15 @@ def _train(
 
 
 def _asked(task: StackedTask, row: _Row, device: torch.device) -> dict[str, Any]:
-    """All that a row's outcome depends on."""
-    plain = {key: value for key, value in _plain(row).items() if key in ("hyper", "seeds")}  # names change nothing
+    """Everything that the outcome of a row depends on."""
+    plain = {key: value for key, value in _plain(row).items() if key in ("hyper", "seeds")}  # not names
     library = require_arm("defaults")
     followed = {"rule": library.definition(), "hyper": library.hyper({})} if row.arm.control else None
     return {"task": describe(task), **plain, "rule": row.arm.definition(), "device": device.type, "followed": followed}
 
 
 def _distinct(rows: Sequence[_Row], asked: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Numbers of rows that differ: of twins, one with a portrait stands for both."""
+    """Indices of the distinct rows; of two equal rows, the one with a portrait is kept."""
     chosen: dict[str, int] = {}
     for i, key in enumerate(asked):
         text = json.dumps(key, sort_keys=True)
@@ -285,12 +285,12 @@ def _distinct(rows: Sequence[_Row], asked: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _is_whole(outcome: Mapping[str, Any] | None, row: _Row) -> bool:
-    """Whether a stored outcome has all that is wanted: a row may have been made without its portrait."""
+    """Whether a stored outcome is complete: a row may have been stored without its portrait."""
     return outcome is not None and (not row.portrayed or outcome["portrait"] is not None)
 
 
 def _parts(rows: Sequence[_Row], members_at_once: int | None) -> list[list[int]]:
-    """Row numbers of each stack: whole rows, as many as fit."""
+    """Indices of the rows of each stack: as many complete rows as fit."""
     limit = members_at_once or math.inf
     parts: list[list[int]] = []
     size = 0
@@ -306,14 +306,14 @@ def _parts(rows: Sequence[_Row], members_at_once: int | None) -> list[list[int]]
 def _train_part(
     study: Study, rows: Sequence[_Row], device: torch.device, look: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Each row's curves and, where asked for, the portrait of its first seed."""
+    """The curves of each row and, if requested, the portrait of its first seed."""
     padded = list(rows)
     library = require_arm("defaults")
     there = any(row.arm.name == "defaults" and row.hyper == library.hyper({}) for row in rows)
     if any(row.arm.control for row in rows) and not there:
         seeds = tuple(sorted({seed for row in rows for seed in row.seeds}))
         padded.append(_Row(library.label, library, library.hyper({}), seeds))
-    rank = list(ARMS).index  # the defaults are first, as controls need it
+    rank = list(ARMS).index  # controls need the defaults first
     order = sorted(range(len(padded)), key=lambda i: (rank(padded[i].arm.name), i))
     members = [Member(padded[i].arm, padded[i].hyper, seed) for i in order for seed in padded[i].seeds]
     curves = Stack(study.task, members, device, study.compiled).train(lambda _: look())
@@ -344,7 +344,7 @@ def _plain(row: _Row) -> dict[str, Any]:
 
 
 def _compact(arm: Arm, hyper: Mapping[str, float]) -> dict[str, float]:
-    """Only what the rule uses: a reader should not wonder what AdamW does with α."""
+    """Only the hyper-parameters that the rule uses: AdamW has no α."""
     unused = set() if arm.gated else {"alpha", "strength", "rho", "gate_warmup"}
     unused |= {"alpha"} if arm.calibrated or arm.rule == "snr" else set()
     unused |= {"strength"} if arm.rule == "hard" else set()
@@ -355,5 +355,5 @@ def _compact(arm: Arm, hyper: Mapping[str, float]) -> dict[str, float]:
 
 
 def _listed(table: Tensor) -> list[list[float | None]]:
-    """Rows of plain numbers with six digits; None for what is not finite."""
+    """Rows of numbers with six digits; ``None`` for values that are not finite."""
     return [[float(f"{x:.6g}") if math.isfinite(x) else None for x in row] for row in table.tolist()]

@@ -1,4 +1,4 @@
-"""What a task gives to the engine: weights to start from, losses of many members at once, and what is measured."""
+"""What a task provides to the engine: initial weights, the losses of many members at once, and metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ StackedWeights = Mapping[str, Float[Tensor, "members *shape"]]
 """Every member's weights by name: views of one matrix [members, parameters], contiguous within a member only."""
 
 StackedBatch = Mapping[str, Int[Tensor, "members batch"]]
-"""Indices of the examples each member sees in this step, for each stream of the task."""
+"""Indices of the examples that each member uses in this step, for each stream of the task."""
 
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """One number measured of each member.
+    """A number that is measured for each member.
 
     Attributes:
-        name: Key of the curve in the stored result, and its words on a figure.
-        higher_is_better: Direction.
-        target: The value whose first step is the time to target; None where there is no such question.
-        spec: How a value is written, as in ``format``.
+        name: Key of the curve in the stored result, and its label in figures.
+        higher_is_better: Whether larger values are better.
+        target: Target value; the first step that reaches it is the time to target. ``None`` for no target.
+        spec: Format specification for values, as in ``format``.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Cohort(Protocol):
     """The members of one stacked training: their data on the device, their losses, their measurements."""
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Each member's mean loss on its batch. Members do not mix: the sum's gradient is each member's own.
+        """The mean loss of each member on its batch. Members do not mix: the gradient of the sum is each member's own.
 
-        Captured in a CUDA graph: static shapes, no synchronisation with the host, no random numbers of its own.
+        Captured in a CUDA graph: static shapes, no synchronisation with the host, no random numbers.
         """
         ...
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
-        """Every metric of the task, one value a member. Called without gradients and outside any graph."""
+        """Every metric of the task, one value per member. Called without gradients and outside any CUDA graph."""
         ...
 
 
@@ -60,17 +60,17 @@ class StackedTask(Protocol):
 
     @property
     def name(self) -> str:
-        """Fit for a file's name; unique among the tasks of a result."""
+        """Name that is unique among the tasks of a result and can be part of a file name."""
         ...
 
     @property
     def description(self) -> str:
-        """One plain sentence: data, noise, network, loss."""
+        """Data, noise, network and loss in one sentence."""
         ...
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        """What is measured; the first is what settings are chosen by."""
+        """The metrics; settings are chosen by the first."""
         ...
 
     @property
@@ -80,27 +80,27 @@ class StackedTask(Protocol):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of a training."""
+        """Number of optimizer steps."""
         ...
 
     @property
     def evaluations(self) -> int:
-        """At how many evenly spaced steps :meth:`Cohort.measure` is called, the last step among them."""
+        """Number of evenly spaced steps at which :meth:`Cohort.measure` is called, including the last step."""
         ...
 
     def initial(self, seed: int) -> dict[str, Tensor]:
-        """One member's weights at the start, float32 on the CPU: a function of the seed alone."""
+        """Initial weights of one member, float32 on the CPU: a function of the seed alone."""
         ...
 
     def cohort(self, seeds: Sequence[int], device: torch.device) -> Cohort:
-        """The members with these seeds (one each, repeated where configurations share a seed), data loaded."""
+        """The members with these seeds, with their data loaded; a seed is repeated if several configurations use it."""
         ...
 
 
 @runtime_checkable
 class Portrayed(Protocol):
-    """A task whose trained members can be pictured: fields, images, trajectories."""
+    """A task whose trained members can be drawn: fields, images, trajectories."""
 
     def portrait(self, weights: Mapping[str, Tensor], seed: int) -> Mapping[str, Any]:
-        """What a figure needs of one trained member (no leading axis), as plain lists and numbers."""
+        """What a figure shows of one trained member (no leading axis), as plain lists and numbers."""
         ...

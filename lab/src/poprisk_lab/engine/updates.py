@@ -16,15 +16,15 @@ from poprisk_lab.engine.peers import PEERS
 
 @dataclass(frozen=True)
 class Block:
-    """The members of one arm: all that a step reads and writes beside weights and gradients.
+    """The members of one arm: what a step reads and writes besides weights and gradients.
 
     Attributes:
-        arm: Whose rule it is.
-        hyper: Every hyper-parameter, a column of the members' values in float64.
-        state: The rule's memory.
-        steps: The length of the run, which a cosine needs; on the device.
-        gate: Where the gate of each step is written, for members that controls follow.
-        step: Where each step is written, weight decay left out, for the same members.
+        arm: The arm, which determines the rule.
+        hyper: Every hyper-parameter, as a float64 column with one value per member.
+        state: State of the rule.
+        steps: Number of steps of the run, for the cosine decay; on the device.
+        gate: Buffer for the gate of each step, for members that controls follow.
+        step: Buffer for each step without weight decay, for the same members.
     """
 
     arm: Arm
@@ -54,7 +54,7 @@ class Block:
         return cls(arm, hyper, state, horizon, *seen)
 
     def mean_gate(self, t: Float[Tensor, ""], layout: ParameterLayout) -> Float[Tensor, "members"]:
-        """Each member's mean gate in the step just taken, from its memory; NaN without a gate."""
+        """The mean gate of each member in the last step, computed from its state; NaN without a gate."""
         if not self.arm.gated:
             return torch.full((len(self.hyper["lr"]),), float("nan"), device=t.device)
         hyper, memory = _hyper(self), self.state
@@ -69,7 +69,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Lockstep:
-    """What the defaults' members did in this step, for the controls: one entry a follower, its own seed's."""
+    """What the members with the defaults did in this step, one entry per control member with the same seed."""
 
     gate: Float[Tensor, "members 1"]
     norm: Float[Tensor, "members 1"]
@@ -86,16 +86,16 @@ def take_step(
     lockstep: Lockstep | None = None,
     uniform: Float[Tensor, "members d"] | None = None,
 ) -> None:
-    """Move a block's rows by one step, and its memory with them.
+    """Update the rows of a block and its state by one step.
 
     Args:
-        arm: The block's, given apart because it decides what is compiled.
-        segments: Lengths of the stretches of a row; only used where each tensor has its own gate.
+        arm: Arm of the block; a separate argument because it determines what is compiled.
+        segments: Lengths of the segments of a row; only used if each tensor has its own gate.
         w: The rows, changed in place.
         g: Their gradients.
-        t: The number of this step, from 1, on the device.
-        block: Hyper-parameters and memory, changed in place.
-        lockstep: What the defaults did, for a control.
+        t: Number of this step, starting at 1; on the device.
+        block: Hyper-parameters and state; the state is changed in place.
+        lockstep: What the members with the defaults did; only for a control.
         uniform: Random numbers in [0, 1), for the random mask.
     """
     h, usable = block.hyper, None
@@ -116,7 +116,7 @@ def take_step(
     if block.step is not None:
         block.step.copy_(lr * u)
     step = lr * u + decay * w
-    w.sub_(step if usable is None else torch.where(usable, step, 0.0))  # what has no usable gradient sits out
+    w.sub_(step if usable is None else torch.where(usable, step, 0.0))  # no update without a usable gradient
 
 
 def _gated(
@@ -147,14 +147,14 @@ def _gated(
 def _hyper(block: Block) -> Hyper:
     arm, h = block.arm, block.hyper
     return Hyper(
-        betas=(BETA1, h["beta2"]),  # type: ignore[arg-type]  # columns broadcast where numbers do
+        betas=(BETA1, h["beta2"]),  # type: ignore[arg-type]  # columns broadcast like numbers
         eps=arm.eps,
         gate=arm.rule,  # type: ignore[arg-type]
         alpha="calibrated" if arm.calibrated else h["alpha"],  # type: ignore[arg-type]
         strength=h["strength"],  # type: ignore[arg-type]
         rho=h["rho"],  # type: ignore[arg-type]
         warmup_steps=h["gate_warmup"],  # type: ignore[arg-type]
-        granularity="row" if arm.per_tensor else "element",  # a row of one tensor's columns is a member's tensor
+        granularity="row" if arm.per_tensor else "element",  # the row of one tensor's columns is one member's tensor
     )
 
 

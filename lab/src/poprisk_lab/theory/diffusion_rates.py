@@ -20,7 +20,7 @@ from poprisk.operators._drift_diffusion import in_dtype_of, step_in_dtype_of, wi
 from poprisk.operators._trajectory import Trajectory, check_run
 from poprisk_lab.theory.power_law import replicate_exponent
 
-# Rounding errors of its size that a sum over steps may be off.
+# Allowed error of a sum over steps, in units of its rounding error.
 _MARGIN = 100.0
 # Standard errors by which an estimate may exceed what bounds its expectation.
 _SIGMAS = 3.0
@@ -76,7 +76,7 @@ class GrowthExponents:
     remainder: Estimate
     """Exponent of the curvature remainder: between 1/2 and 1, for it fluctuates about a mean, which wins in the end."""
     sizes: tuple[int, ...]
-    """The numbers of steps looked at."""
+    """Numbers of steps at which the norms are fitted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,13 +259,13 @@ def growth_exponents(
     r"""Fitted exponents of drift and diffusion in time, Eq. ``scale_separation``: 1 and 1/2.
 
     The root mean square norms over the runs, after numbers of steps in geometric progression, on logarithmic scales;
-    errors by a bootstrap over runs. Prefixes of one run are far from independent, so residuals would tell nothing.
+    errors by a bootstrap over runs. Prefixes of one run are not independent, so residuals say nothing.
 
     Args:
-        splits: One of each replicate, all with the same number of steps.
-        first: The smallest number of steps looked at; an eighth of all by default.
-        points: How many numbers of steps.
-        resamples: Bootstrap samples.
+        splits: One split per replicate, all with the same number of steps.
+        first: Smallest number of steps to fit; an eighth of all by default.
+        points: Number of points to fit.
+        resamples: Number of bootstrap samples.
         generator: Generator for the bootstrap; by default one with a fixed seed.
 
     Raises:

@@ -33,7 +33,7 @@ class SimulatedRisks:
 
     @property
     def mean(self) -> Float[Tensor, "capacities"]:
-        """Over draws."""
+        """Mean over draws."""
         return self.errors.mean(dim=0)
 
     @property
@@ -85,7 +85,7 @@ class PeakTrial:
     predicted: int | None
     """The rank of the claimed peak; None where the increments never change from positive to negative inside."""
     is_highest: bool
-    """Whether theory has the peak as the maximum of the path."""
+    """Whether the peak is the maximum of the path according to the theory."""
     theory: Float[Tensor, "ranks"]
     simulated: SimulatedRisks
     gap: float
@@ -129,7 +129,7 @@ class DoubleDescentStudy:
 
     @property
     def hits(self) -> int:
-        """Claims that the simulation bears out."""
+        """Claims that the simulation confirms."""
         return sum(trial.is_hit for trial in self.claimed)
 
 
@@ -140,10 +140,10 @@ def double_descent_trial(
 
     Args:
         seed: Seed for the task and the noise.
-        width: Random features.
+        width: Number of random features.
         sigma: Standard deviation of the noise.
         draws: Simulated noise draws.
-        options: Of ``random_feature_task``.
+        options: Options of ``random_feature_task``.
 
     >>> trial = double_descent_trial(0, width=10, draws=20, examples=4, tests=3)
     >>> len(trial.theory), trial.simulated.errors.shape[0]
@@ -164,13 +164,13 @@ def double_descent_study(
     """Draw random-feature problems, one seed after another, until enough have an interior peak; keep all of them.
 
     Args:
-        problems: Problems with an interior maximum wanted.
-        first_seed: Where to begin.
-        most_seeds: Seeds after which to give up, whatever was found.
-        options: Of ``double_descent_trial``.
+        problems: Number of problems with an interior maximum to find.
+        first_seed: First seed.
+        most_seeds: Maximum number of seeds to try.
+        options: Options of ``double_descent_trial``.
 
     Raises:
-        HyperparameterError: no problems asked for.
+        HyperparameterError: ``problems`` is less than 1.
 
     >>> study = double_descent_study(1, width=10, draws=50, examples=4, tests=3, sigma=1.5)
     >>> len(study.claimed), len(study.claimed) + len(study.only_local) + len(study.without_peak) == len(study.trials)

@@ -51,9 +51,9 @@ def multi_epoch_residual(
         w: Weights before the step, :math:`w_t`.
         replayed: The examples that the next batch is drawn from: the training set at the start of an epoch.
         fresh: Examples of the population that w does not depend on.
-        M: The step's preconditioner, fixed before the batch is drawn: of Adam and gates that of the step before.
-        lr: η; 1 where M has it inside.
-        batch_size: b, at least 2.
+        M: Preconditioner of the step, fixed before the batch is drawn; for Adam and gates, that of the previous step.
+        lr: Learning rate η; 1 if M contains it.
+        batch_size: Batch size b, at least 2.
         generator: Generator for the batches; by default one with a fixed seed.
 
     Returns:

@@ -23,7 +23,7 @@ from poprisk_lab.theory.power_law import power_law_exponent
 Train = Callable[[Inputs, Tensor], Float[Tensor, "d"]]
 """From training inputs and targets to flat weights."""
 Draw = Callable[[int, torch.Generator], tuple[Inputs, Tensor]]
-"""So many fresh examples of the population, independent of all others."""
+"""Draws a number of fresh examples of the population, independent of all others."""
 Projector = Bool[Tensor, "d"] | Float[Tensor, "r d"]
 """Π as a choice of weights, or as orthonormal rows that span its range."""
 
@@ -60,17 +60,17 @@ class NoiseMeanSweep:
 
     cells: tuple[NoiseMean, ...]
     noise_mean_exponent: Estimate
-    r"""Of :math:`\mathbb E \|\Pi \mu_k\|^2` in n: -1 on a noise channel, 0 on a signal channel."""
+    r"""Exponent of :math:`\mathbb E \|\Pi \mu_k\|^2` in n: -1 on a noise channel, 0 on a signal channel."""
     defect_exponent: Estimate
-    r"""Of :math:`\varepsilon_{k,n}` in n: -1 is the stability that the paper assumes."""
+    r"""Exponent of :math:`\varepsilon_{k,n}` in n: -1 is the stability that the paper assumes."""
 
 
 def weight_mask(model: FlatModel, chosen: Mapping[str, Any]) -> Bool[Tensor, "d"]:
     """The channel of some weights: a mask over the flat vector.
 
     Args:
-        model: Whose weights.
-        chosen: For each parameter's name an index into it, ``...`` for all of it.
+        model: Model with these weights.
+        chosen: Parameter names, each with an index into the parameter, ``...`` for all of it.
 
     Raises:
         DataError: no such parameter, or nothing chosen.
@@ -120,12 +120,12 @@ def replace_two(
             random in it besides the examples makes the defect larger (the bound still holds).
         draw: Draws fresh examples.
         model: Network and loss as functions of flat weights, those that ``train`` returns.
-        size: n, at least 2.
-        projector: Π.
-        replicates: Training sets, at least 2 for an error.
-        pairs: Pairs replaced in each.
+        size: Training-set size n, at least 2.
+        projector: Projector Π.
+        replicates: Number of training sets, at least 2 for an error.
+        pairs: Number of replaced pairs in each.
         fresh: Fresh examples for the channel mean of each, at least 2.
-        generator: Of training sets and pairs; a fixed seed by default.
+        generator: Generator for training sets and pairs; by default one with a fixed seed.
 
     Raises:
         HyperparameterError: numbers out of range.
@@ -191,12 +191,12 @@ def noise_mean_sweep(
         train: As in :func:`replace_two`.
         draw: Draws fresh examples.
         model: Network and loss.
-        sizes: At least two different n.
-        projector: Π.
-        replicates: Training sets of each size.
-        pairs: Pairs replaced in each.
+        sizes: At least two different training-set sizes n.
+        projector: Projector Π.
+        replicates: Number of training sets of each size.
+        pairs: Number of replaced pairs in each.
         fresh: Fresh examples for the channel mean of each, at least 2.
-        generator: Of training sets and pairs; a fixed seed by default.
+        generator: Generator for training sets and pairs; by default one with a fixed seed.
 
     Raises:
         HyperparameterError: numbers out of range.
@@ -242,7 +242,7 @@ def _replicate(
     for _ in range(pairs):
         pair = torch.randperm(n, generator=generator)[:2]
         w_ij = _trained(train, model, *_with_replaced(inputs, targets, pair, *draw(2, generator)))
-        # Nothing that these weights were trained on depends on the pair: it is fresh to them.
+        # The pair is fresh for these weights: nothing they were trained on depends on it.
         unseen = project(model.per_example_gradients(w_ij, take_examples(inputs, pair), targets[pair]))
         replaced.append(unseen.square().sum().item() / 2)
         defects.append((own[pair] - unseen).square().sum().item() / 2)

@@ -1,4 +1,4 @@
-r"""The sizes of the capacity experiment; :mod:`poprisk_lab.theory.double_descent` makes its random features."""
+r"""Configuration of the capacity experiment; its random features are in :mod:`poprisk_lab.theory.double_descent`."""
 
 from dataclasses import dataclass
 
@@ -7,24 +7,24 @@ from poprisk.errors import HyperparameterError
 
 @dataclass(frozen=True)
 class CapacityConfig:
-    """What the experiment runs."""
+    """Configuration of the experiment."""
 
     problems: int = 20
-    """Random-feature problems whose risk has its maximum inside the predictive-rank path."""
+    """Number of random-feature problems whose risk has an interior maximum along the predictive rank."""
     examples: int = 20
     tests: int = 30
     dimension: int = 6
     width: int = 60
-    """Features of the predictive-rank problems."""
+    """Number of features of the predictive-rank problems."""
     sigma: float = 0.5
     draws: int = 400
-    """Simulated noise draws of each problem."""
+    """Number of simulated noise draws for each problem."""
     sweep_examples: int = 40
     sweep_tests: int = 100
     widths: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 28, 32, 36, 38, 40, 42, 44, 48, 56, 70, 100, 160, 280, 500)
     sweep_draws: int = 400
     noise_widths: tuple[int, ...] = (80, 160, 500)
-    """Widths at which pure noise is interpolated, beside the one with as many features as examples."""
+    """Widths at which pure noise is interpolated, besides the width that equals the number of examples."""
     noise_levels: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
     """Variances of that noise."""
     seed: int = 0

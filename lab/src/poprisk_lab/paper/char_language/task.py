@@ -1,4 +1,4 @@
-"""A character language model for stacked training: clean, or with a share of the characters to predict replaced."""
+"""A character language model for stacked training, on clean text or with a share of the targets replaced."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 
 HELD_OUT = "held-out loss"
 TRAIN = "train loss"
-_WINDOWS_AT_ONCE = 16_384  # over all members: a gigabyte for the widest activation of a model of width 64
+_WINDOWS_AT_ONCE = 16_384  # for all members together: 1 GB for the widest activation of a model of width 64
 
 
 @cache
@@ -29,9 +29,9 @@ def _text() -> CharText:
 class CharLanguageTask:
     """Next-character prediction on the topics of Python's ``help()``, with a two-layer transformer decoder.
 
-    The text is cut into consecutive windows. A share ``noise`` of the characters to predict is replaced by another
-    character, uniformly: which ones and by what is fixed for each seed, so that the same wrong answers come again every
-    epoch, and the characters the model reads stay right. The held-out text is clean.
+    The text is cut into consecutive windows. A share ``noise`` of the targets is replaced by another character,
+    drawn uniformly. The replacements are fixed for each seed, so that the same wrong targets return in every epoch; the
+    input characters are not replaced. The held-out text is clean.
     """
 
     noise: float = 0.0
@@ -43,11 +43,11 @@ class CharLanguageTask:
     steps: int = 2000
     evaluations: int = 20
     target: float = 1.9
-    """Held-out nats per character whose first step is the time to target."""
+    """Target for the held-out loss, in nats per character."""
     measured_windows: int = 512
-    """How many windows of each text are measured, evenly spaced over it."""
+    """Number of evenly spaced windows of each text on which the loss is measured."""
     text_sha256: str = field(default_factory=lambda: _text().sha256)
-    """Of the text: it differs a little from one version of CPython to the next."""
+    """SHA-256 of the text, which differs slightly between versions of CPython."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise < 1:
@@ -69,7 +69,7 @@ class CharLanguageTask:
 
     @property
     def description(self) -> str:
-        """Data, noise, network, loss."""
+        """Data, noise, network and loss in one sentence."""
         spoiled = f"{self.noise:.0%} of the characters to predict replaced" if self.noise else "clean"
         return (
             f"Next character of Python's help() topics ({spoiled}), transformer decoder of {self.layers} layers, "
@@ -78,7 +78,7 @@ class CharLanguageTask:
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        """Nats per character: on clean held-out text, and on training windows with the answers they were given."""
+        """Nats per character on clean held-out text, and on training windows with the given targets."""
         return (TaskMetric(HELD_OUT, False, self.target), TaskMetric(TRAIN, False))
 
     @property
@@ -97,7 +97,7 @@ class CharLanguageTask:
             return CharTransformer(len(_text().vocabulary), self.width, self.heads, self.layers, self.context)
 
     def given_targets(self, seed: int) -> Int[Tensor, "windows time"]:
-        """What a member of this seed is told to predict in each training window, wrong characters among it."""
+        """The targets of a member with this seed in each training window, including the wrong ones."""
         targets = all_windows(_text().train, self.context)[:, 1:]
         generator = torch.Generator().manual_seed(stream(seed, "targets"))
         return replace_labels(targets.flatten(), self.noise, len(_text().vocabulary), generator).labels.view_as(targets)
@@ -108,7 +108,7 @@ class CharLanguageTask:
 
 
 class CharLanguageCohort:
-    """Members of one stacked training. Windows are shared; what is to be predicted is each seed's own."""
+    """Members of one stacked training. Windows are shared; each seed has its own targets."""
 
     def __init__(self, task: CharLanguageTask, seeds: Sequence[int], device: torch.device) -> None:
         self._task, self._members = task, len(seeds)
@@ -117,7 +117,7 @@ class CharLanguageCohort:
         windows = all_windows(_text().train, task.context)
         self._inputs = windows[:, :-1].to(device)
         targets = torch.stack([task.given_targets(seed) for seed in unique])
-        self._targets = targets.to(device, torch.int16)  # a quarter of the memory; cast where it is used
+        self._targets = targets.to(device, torch.int16)  # a quarter of the memory; cast when used
         self._one_hot = torch.eye(len(_text().vocabulary), device=device)
         self._measured = _evenly(len(windows), task.measured_windows).to(device)
         held_out = all_windows(_text().held_out, task.context)
@@ -125,13 +125,13 @@ class CharLanguageCohort:
         self._held_out_inputs, self._held_out_targets = held_out[:, :-1], held_out[:, 1:]
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Nats per character on each member's windows, against the answers its seed was given."""
+        """Nats per character on the windows of each member, with the targets of its seed."""
         index = batch["windows"]
         targets = self._targets[self._seed_index.unsqueeze(1), index]
         return self._nats(weights, self._inputs[index], targets.long())
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
-        """Held-out and training nats, over windows in pieces that fit in memory."""
+        """Held-out and training loss in nats, computed in chunks that fit in memory."""
         held_out, train = [], []
         per_piece = max(1, _WINDOWS_AT_ONCE // self._members)
         for piece in torch.arange(len(self._held_out_inputs), device=self._inputs.device).split(per_piece):
@@ -156,9 +156,9 @@ class CharLanguageCohort:
         return losses.view(len(codes), -1).mean(1)
 
     def _logits(self, weights: StackedWeights, codes: Int[Tensor, "members b t"]) -> Float[Tensor, "members bt v"]:
-        """:class:`CharTransformer`, one for each member; places in a window are flattened into the rows of a matrix."""
+        """A :class:`CharTransformer` for each member; positions of a window are flattened into rows of a matrix."""
         characters = weights["characters.weight"]
-        # The product with one-hot rows is the look-up; unlike a gather it has a deterministic gradient on a GPU.
+        # A product with one-hot rows: unlike a gather, it has a deterministic gradient on a GPU.
         hidden = torch.bmm(self._one_hot[codes.flatten(1)], characters).unflatten(1, codes.shape[1:])
         hidden = (hidden + weights["positions.weight"].unsqueeze(1)).flatten(1, 2)
         for layer in range(self._task.layers):
@@ -171,7 +171,7 @@ class CharLanguageCohort:
         members, rows, width = hidden.shape
         parts = _linear(weights, block + "attended", _normed(weights, block + "norm1", hidden))
         parts = parts.view(-1, self._task.context, 3, self._task.heads, width // self._task.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)  # members and windows together are the batch of the attention
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # members and windows form the batch of the attention
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         mixed = mixed.transpose(1, 2).reshape(members, rows, width)
         hidden = hidden + _linear(weights, block + "mixed", mixed)
@@ -190,6 +190,6 @@ def _normed(weights: StackedWeights, name: str, x: Float[Tensor, "members rows w
 
 
 def _evenly(count: int, wanted: int) -> Int[Tensor, "chosen"]:
-    """Places 0 … count - 1, at most as many as wanted, evenly spaced."""
+    """At most as many indices as requested, evenly spaced in 0 … count - 1."""
     chosen = min(count, wanted)
     return torch.arange(chosen) * count // chosen

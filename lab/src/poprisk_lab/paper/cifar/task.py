@@ -1,4 +1,4 @@
-r"""CIFAR-10 with the labels that people gave it, and a small convolutional network, many members at once."""
+r"""CIFAR-10 with human labels, and a small convolutional network, many members at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from poprisk_lab.paper.labels.task import cross_entropies
 
 CLASSES = 10
 _HALVED_AFTER = (1, 3, 5)
-"""After which convolutions the largest of four pixels is kept."""
+"""Convolutions that are followed by 2 x 2 max pooling."""
 _TRAIN_MEASURED = 10_000
 _SIDE, _SYNTHETIC_SIDE, _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 32, 8, 160, 80
 _MEASURE_NUMBERS = 2**30
-"""How many numbers of the widest layer's nine-fold copy one piece of a measurement may hold: 2 GiB in bfloat16."""
+"""Maximum number of entries of the widest layer's nine-fold copy in one chunk of a measurement: 2 GiB in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +33,29 @@ class CifarTask:
 
     The network, for ``width`` :math:`w`: 3 x 3 convolutions 3 - w - 2w - 2w - 4w - 4w, each followed by normalization
     over the whole image (one group, no gain: before a ReLU and a convolution it would be redundant), a bias for each
-    channel and ReLU; the side is halved by maxima after the first, third and fifth; a linear layer on all that is left.
+    channel and ReLU; 2 x 2 max pooling after the first, third and fifth; then a linear layer on all outputs.
     At w = 32 an image takes 29 million multiplications.
 
-    Every seed has all images and the same labels; what differs is start and order. With ``flips`` each image is there
-    twice, once mirrored, and an epoch still counts as many examples as there are images. Pixels are less the mean of
-    their channel over the training images, divided by its standard deviation. On a GPU the network computes in
-    bfloat16 (weights are cast inside the loss, normalization adds up in float32, so do the last layer and the loss);
+    All seeds have the same images and labels; initial weights and order differ. With ``flips``, each image occurs
+    twice, once mirrored, and an epoch still counts as many examples as there are images. Pixels are standardized by the
+    mean and the standard deviation of their channel over the training images. On a GPU the network computes in
+    bfloat16 (weights are cast inside the loss; normalization, the last layer and the loss use float32);
     on a CPU in float32.
 
-    Memory at w = 32 in bfloat16, by count: a step keeps 0.5 MB an example for its backward pass; the nine-fold copy of
+    Memory at w = 32 in bfloat16, by count: a step keeps 0.5 MB per example for its backward pass; the nine-fold copy of
     ``im2col`` exists for one layer at a time, at most 256 · 9 · 2w · 2 bytes = 0.3 MB, and gradients add as much again.
-    At 1 MB an example and a batch of 128, 24 members need 3 GB and 200 members 27 GB; images take 0.3 GB for all.
+    At 1 MB per example and a batch of 128, 24 members need 3 GB and 200 members 27 GB; the images take 0.3 GB.
 
     Attributes:
-        folder: Where CIFAR-10 and CIFAR-10N are; None: small synthetic images made by code, for a quick look.
+        folder: Folder with CIFAR-10 and CIFAR-10N; ``None`` for small synthetic images.
         labels: ``clean``, ``aggre``, ``random1``, ``random2``, ``random3`` or ``worse``.
-        width: Channels after the first convolution.
-        batch_size: Examples of a step.
-        epochs: Passes over as many examples as there are training images, in whole batches.
-        evaluations: How often it is measured.
-        flips: Whether mirrored images are among the examples.
-        convolution: How all members' convolutions are computed; see :mod:`poprisk_lab.paper.cifar.stacked_convolution`.
-        train_size: Training images, the first so many.
+        width: Number of channels after the first convolution.
+        batch_size: Number of examples per step.
+        epochs: Number of epochs, each with as many examples as there are training images, in whole batches.
+        evaluations: Number of measurements.
+        flips: Whether mirrored images are added to the examples.
+        convolution: Method for the convolutions of all members, see :mod:`poprisk_lab.paper.cifar.stacked_convolution`.
+        train_size: Number of training images, taken from the start.
 
     Raises:
         DataError: an unknown label set.
@@ -106,29 +106,29 @@ class CifarTask:
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Before the first convolution and after each."""
+        """Numbers of channels before the first convolution and after each."""
         return (3, *(self.width * factor for factor in (1, 2, 2, 4, 4)))
 
     @property
     def features(self) -> int:
-        """What the linear layer sees of an image: its last channels on a grid an eighth as fine."""
+        """Number of inputs of the linear layer: the last channels on an eight times coarser grid."""
         side = (_SYNTHETIC_SIDE if self.folder is None else _SIDE) // 2 ** len(_HALVED_AFTER)
         return self.channels[-1] * side * side
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        """Test accuracy first; ``memorized``, the share of wrong labels reproduced, only where labels are wrong."""
+        """Test accuracy first; ``memorized``, the share of wrong labels reproduced, only if labels are wrong."""
         always = (TaskMetric("test accuracy", True), TaskMetric("test loss", False), TaskMetric("train accuracy", True))
         return always if self.labels == "clean" else (*always, TaskMetric("memorized", False))
 
     @property
     def steps(self) -> int:
-        """Whole batches in that many epochs."""
+        """Number of whole batches in all epochs."""
         return self.epochs * (self.train_size // self.batch_size)
 
     @property
     def streams(self) -> Mapping[str, tuple[int, int]]:
-        """One: the training images, and their mirror images after them."""
+        """One stream: the training images, followed by their mirror images."""
         return {"train": (self.train_size * (2 if self.flips else 1), self.batch_size)}
 
     def initial(self, seed: int) -> dict[str, Tensor]:
@@ -143,21 +143,21 @@ class CifarTask:
         return {**weights, "linear.weight": last.contiguous(), "linear.bias": bias.squeeze(1).contiguous()}
 
     def cohort(self, seeds: Sequence[int], device: torch.device) -> "CifarCohort":
-        """As many members as seeds; they differ by start and order alone, so data are held once."""
+        """One member per seed; members differ in initial weights and order, so the data are stored once."""
         return CifarCohort(self, len(seeds), device)
 
     def require_data(self) -> None:
-        """Refuse now, before any training, if images or labels are not there or do not belong together.
+        """Check before any training that images and labels exist and belong together.
 
         Raises:
-            DataError: names the file and what to fetch.
+            DataError: with the name of the file and what to fetch.
         """
         cifar_data(self)
 
 
 @dataclass(frozen=True)
 class CifarData:
-    """Images as bytes, the labels given, and which of them are wrong."""
+    """Images as bytes, the given labels, and which of them are wrong."""
 
     train_images: UInt8[Tensor, "train 3 side side"]
     given: Int[Tensor, "train"]
@@ -170,13 +170,14 @@ def cifar_data(task: CifarTask) -> CifarData:
     """The examples of a task.
 
     Raises:
-        DataError: a file is missing or damaged, the labels are for other images, or there are fewer than asked for.
+        DataError: a file is missing or damaged, the labels belong to other images, or there are fewer than requested.
     """
     images, labels = _load(task.folder)
     if task.folder is not None and images.train_images.shape[-1] != _SIDE:
         raise DataError(f"{task.folder} should hold images of 32 x 32, got a side of {images.train_images.shape[-1]}")
     if task.train_size > len(images.train_labels):
-        raise DataError(f"there are {len(images.train_labels)} training images, train_size={task.train_size}")
+        most = len(images.train_labels)
+        raise DataError(f"train_size must be at most {most}, the number of training images, got {task.train_size}")
     given, true = (y[: task.train_size] for y in (labels[task.labels], images.train_labels))
     return CifarData(
         images.train_images[: task.train_size], given, given != true, images.test_images, images.test_labels
@@ -192,7 +193,7 @@ def _load(folder: str | None) -> tuple[CifarImages, dict[str, Tensor]]:
 
 
 def _synthetic() -> tuple[CifarImages, dict[str, Tensor]]:
-    """Ten patterns under heavy noise, one a class, in place of CIFAR-10: they show that the code runs, nothing else."""
+    """Synthetic images in place of CIFAR-10, a noisy pattern per class, to show that the code runs."""
     generator = torch.Generator().manual_seed(stream(0, "synthetic images"))
     count = _SYNTHETIC_TRAIN + _SYNTHETIC_TEST
     patterns = torch.rand(CLASSES, 3, _SYNTHETIC_SIDE, _SYNTHETIC_SIDE, generator=generator)
@@ -205,7 +206,7 @@ def _synthetic() -> tuple[CifarImages, dict[str, Tensor]]:
 
 
 class CifarCohort:
-    """Members of a :class:`CifarTask`. Images are held once, as bytes; a batch is gathered, then normalized."""
+    """Members of a :class:`CifarTask`. Images are stored once, as bytes; a batch is gathered, then normalized."""
 
     def __init__(self, task: CifarTask, members: int, device: torch.device) -> None:
         data = cifar_data(task)
@@ -220,13 +221,13 @@ class CifarCohort:
         self._mean, self._deviation = mean.to(device), deviation.to(device)
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Each member's mean cross-entropy against the labels people gave."""
+        """The mean cross-entropy of each member, with the human labels."""
         index = batch["train"]
         logits = self._logits(weights, self._train[index])
         return cross_entropies(logits, self._given[index % len(self._given)]).mean(1)
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
-        """The task's metrics, on the training side of its first 10 000 images; NaN where the test loss is no number."""
+        """The metrics of the task, on the first 10 000 training images; NaN where the test loss is not finite."""
         right, loss, fitted, memorized = self._given.new_zeros(4, self._members, dtype=torch.float32).unbind()
         for piece in self._pieces(len(self._test_labels)):
             logits, labels = self._shared_logits(weights, self._test[piece]), self._test_labels[piece]
@@ -252,7 +253,7 @@ class CifarCohort:
     def _logits(
         self, weights: StackedWeights, images: UInt8[Tensor, "members batch side side 3"]
     ) -> Float[Tensor, "members batch classes"]:
-        """Pooling before bias and ReLU gives what pooling after them would, on a quarter of the numbers."""
+        """Pool before bias and ReLU, which gives the same as pooling after them, on a quarter of the entries."""
         x = ((images.float() / 255 - self._mean) / self._deviation).to(self._dtype)
         for i in range(1, len(self._task.channels)):
             x = stacked_conv3x3(x, weights[f"conv{i}.weight"].to(self._dtype), self._task.convolution)
@@ -262,7 +263,7 @@ class CifarCohort:
         return torch.baddbmm(weights["linear.bias"].unsqueeze(1), x.float().flatten(2), weights["linear.weight"].mT)
 
     def _pieces(self, count: int) -> Iterator[slice]:
-        """Stretches of the examples small enough for all members at once."""
+        """Chunks of the examples that are small enough for all members at once."""
         side = self._test.shape[1] // 2
         size = max(1, _MEASURE_NUMBERS // (self._members * side * side * 9 * 2 * self._task.width))
         return (slice(i, min(i + size, count)) for i in range(0, count, size))
@@ -283,6 +284,6 @@ def channel_moments(images: UInt8[Tensor, "images 3 side side"]) -> tuple[Tensor
 
 
 def _halved(x: Float[Tensor, "members batch side side channels"]) -> Tensor:
-    """The largest of each two by two pixels."""
+    """2 x 2 max pooling."""
     pooled = functional.max_pool2d(x.flatten(0, 1).permute(0, 3, 1, 2), 2)
     return pooled.permute(0, 2, 3, 1).unflatten(0, x.shape[:2])

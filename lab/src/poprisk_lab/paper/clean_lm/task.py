@@ -25,7 +25,7 @@ GATES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The language model and how long it trains."""
+    """The language model and the length of its training."""
 
     width: int = 64
     heads: int = 4
@@ -39,7 +39,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CleanLMConfig:
-    """Which optimizers at which learning rates, how often."""
+    """Optimizers, learning rates and seeds of the experiment."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     seeds: int = 2

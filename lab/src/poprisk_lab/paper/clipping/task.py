@@ -19,11 +19,11 @@ from poprisk_lab.paper.clean_lm import study as clean_lm
 
 @dataclass(frozen=True)
 class ClippingConfig:
-    """Thresholds from one that never acts to one that always does; None is no clipping, 1 the usual choice."""
+    """Thresholds, from one that never acts to one that always does; ``None`` for no clipping, 1 is the usual choice."""
 
     max_norms: tuple[float | None, ...] = (None, 100.0, 1.0, 0.3, 0.03)
     lrs: dict[str, float] = field(default_factory=lambda: {"AdamW": 1e-3, "soft": 1e-2})
-    """The usual learning rate of AdamW and ten times it for Algorithm 1, which alone trains the language model."""
+    """The usual learning rate of AdamW, and ten times as much for Algorithm 1, which also trains the language model."""
     lm: clean_lm.ModelConfig = field(default_factory=clean_lm.ModelConfig)
     lm_seeds: int = 2
     digits: DemoConfig = field(default_factory=lambda: DemoConfig(poprisk_lrs=(1e-3, 3e-3, 1e-2, 3e-2)))
@@ -39,7 +39,7 @@ SMOKE = ClippingConfig(
 
 
 def train_digits(config: DemoConfig, name: str, lr: float, seed: int, max_norm: float | None) -> dict[str, Any]:
-    """One network of the demo, on its own, because each training is clipped by its own norm."""
+    """One network of the demo, trained separately, because each run is clipped by its own norm."""
     data = demo_data(config)
     inputs, labels, wrong = data.inputs[seed], data.labels[seed], data.wrong[seed]
     model = mlp(config, seed)
@@ -67,7 +67,7 @@ def train_digits(config: DemoConfig, name: str, lr: float, seed: int, max_norm: 
 
 
 def mlp(config: DemoConfig, seed: int) -> nn.Sequential:
-    """The demo's network with the weights it has there."""
+    """The network of the demo with its initial weights there."""
     shape = MLPShape(NUM_PIXELS, config.width, config.depth, NUM_CLASSES)
     weights = initial_weights(shape, stream(seed, "weights"))
     layers: list[nn.Module] = []

@@ -25,14 +25,14 @@ class Case:
 
     name: str
     batch_size: int | None
-    """None takes all examples in every step."""
+    """Batch size; ``None`` for full batches."""
     repeated: int
-    """So many inputs occur twice, each time with noise of its own in the label."""
+    """Number of inputs that occur twice, with independent label noise."""
 
 
 @dataclass(frozen=True)
 class CouplingConfig:
-    """What the experiment runs: every case with every seed."""
+    """Configuration of the experiment, which runs every case with every seed."""
 
     seeds: int = 5
     cases: tuple[Case, ...] = (Case(MINIBATCH, 16, 0), Case(FULL_BATCH, None, 16), Case(REPEATED, 16, 16))
@@ -55,7 +55,7 @@ class CouplingConfig:
         _require(self.dimension >= 2, "dimension must be at least 2, as the target is a product", self.dimension)
         _require(self.noise >= 0 and self.lr > 0, "noise must be ≥ 0 and lr > 0", (self.noise, self.lr))
         names = [case.name for case in self.cases]
-        _require(len(names) > 0 and len(set(names)) == len(names), "cases must have names of their own", names)
+        _require(len(names) > 0 and len(set(names)) == len(names), "cases must have different names", names)
         for case in self.cases:
             _require(2 * case.repeated <= self.examples, "at most half of the inputs can be repeated", case.repeated)
             size = case.batch_size
@@ -76,7 +76,7 @@ SMOKE = CouplingConfig(
 
 
 def record(config: CouplingConfig, case: Case, seed: int) -> Run:
-    """Train one case from the seed's weights on the seed's data, and keep every step, in float64."""
+    """Train one case with the weights and the data of a seed, and record every step, in float64."""
     names = {field.name for field in fields(config)} & {"examples", "test_examples", "dimension", "noise", "width"}
     sizes = {name: getattr(config, name) for name in names}
     problem = Problem.build(interaction_problem, seed=seed, repeated=case.repeated, **sizes)
@@ -92,14 +92,13 @@ def interaction_problem(
     r"""Regression on :math:`f^\star(x) = x_1 x_2` of normal inputs with noisy labels; test targets are clean.
 
     Args:
-        seed: Of inputs, noise and first weights.
-        examples: Training examples, the repeated ones among them.
-        test_examples: Test examples.
+        seed: Seed for inputs, noise and initial weights.
+        examples: Number of training examples, including the repeated ones.
+        test_examples: Number of test examples.
         dimension: Dimension of the inputs; only two entries matter.
         noise: Standard deviation of the noise in the training labels.
         width: Width of the two hidden layers.
-        repeated: Number of inputs at the end that repeat the first ones, with noise of their own. Everything else is
-            the same for any number of them.
+        repeated: Number of inputs at the end that repeat the first ones, with independent noise.
 
     >>> problem = interaction_problem(0, examples=4, test_examples=1, dimension=2, noise=0.0, width=3, repeated=1)
     >>> bool((problem.inputs[3] == problem.inputs[0]).all()), bool((problem.targets[3] == problem.targets[0]).all())
@@ -123,7 +122,7 @@ def interaction_problem(
 
 
 def tanh_network(inputs: int, width: int) -> nn.Sequential:
-    """Two hidden layers of tanh and one output, with torch's usual first weights."""
+    """Two hidden tanh layers and one output, with torch's default initialization."""
     hidden = [nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
     return nn.Sequential(*hidden, nn.Linear(width, 1))
 

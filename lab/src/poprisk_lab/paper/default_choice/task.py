@@ -22,9 +22,9 @@ class DefaultTasks:
     """The tasks that decided on the defaults.
 
     Attributes:
-        names: Of the tasks.
-        families: What each was, see :func:`family`.
-        seeds: With which seeds the candidates were trained.
+        names: Names of the tasks.
+        families: Families of the tasks, see :func:`family`.
+        seeds: Seeds with which the candidates were trained.
         is_stored: Whether this was read from a stored result.
     """
 
@@ -45,7 +45,7 @@ class DefaultTasks:
 
 
 def family(task: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """The class of a stored task, its data, and whether they are clean; noisy and clean data are two families.
+    """Class and data of a stored task, and whether the data are clean; noisy and clean data are two families.
 
     >>> family({"name": "digits-20", "config": {"task": "LabelTask", "data": "digits", "noise": 0.2}})
     ('LabelTask', 'digits', False)
@@ -56,13 +56,13 @@ def family(task: Mapping[str, Any]) -> tuple[str, str, bool]:
 
 
 def default_tasks(folder: Path) -> DefaultTasks:
-    """What a folder of results says of the choice of defaults, or else the study's own configuration."""
+    """How the defaults were chosen, from a folder of results or else from the configuration of the study."""
     path = folder / f"{KIND}.json"
     if path.exists():
         studies = load_result(path, KIND)["result"]["studies"].values()
         seeds = {seed for study in studies for row in study["rows"] for seed in row["seeds"]}
         return _of([study["task"] for study in studies], seeds, is_stored=True)
-    from poprisk_lab.paper.default_choice.study import (  # builds every task: only where needed
+    from poprisk_lab.paper.default_choice.study import (  # builds every task: imported only if needed
         DefaultChoiceConfig,
         studies,
     )

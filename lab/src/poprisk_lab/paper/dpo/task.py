@@ -7,8 +7,8 @@ With answers :math:`y_w` preferred to :math:`y_l` the loss of a pair is
 where :math:`\pi_{ref}` is the model without adapters, which is also where training starts. Swapping a pair changes the
 sign inside the logistic function and nothing else.
 
-Cost on one H200 with SmolLM2-135M, 8 pairs a step, sequences cut at 256 tokens: 2.5 TFLOP and 2.6 GB a member and step
-by count; a forward pass of the 519 evaluation pairs is 60 TFLOP a member.
+Cost on one H200 with SmolLM2-135M, 8 pairs per step, sequences cut at 256 tokens: 2.5 TFLOP and 2.6 GB per member and
+step by count; a forward pass of the 519 evaluation pairs is 60 TFLOP per member.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,16 +51,16 @@ HOW_TO_GET = (
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A language model, its adapters and its text, by name.
+    """A language model, its adapters and its text.
 
     Attributes:
-        folder: A Llama as Hugging Face saves it; None is a tiny random one, with text made to fit.
+        folder: Folder of a Llama as Hugging Face saves it; ``None`` for a tiny random one with synthetic text.
         data: One ``.safetensors`` written by :func:`poprisk_lab.data.preferences.save_preferences`, or ``.jsonl``
-            files, which are turned into tokens by the tokenizer in ``folder``.
-        rank: Of the adapters, on every projection of every layer.
-        lora_alpha: The adapters' product is multiplied by lora_alpha / rank.
+            files, which the tokenizer in ``folder`` turns into tokens.
+        rank: Rank of the adapters, which are on every projection of every layer.
+        lora_alpha: The product of the adapters is multiplied by lora_alpha / rank.
         recompute: See :class:`poprisk_lab.data.llama.StackedLlama`.
-        compiled: See there; used where gradients are taken.
+        compiled: See there; used for training only.
     """
 
     folder: str | None = None
@@ -86,12 +86,12 @@ class FineTuning:
         return _preferences(self.folder, self.data)
 
     def initial(self, seed: int) -> dict[str, Tensor]:
-        """Adapters at the start."""
+        """Initial adapters."""
         shape = TINY if self.folder is None else read_shape(self.folder)
         return self.lora.initial(shape, torch.Generator().manual_seed(stream(seed, "adapters")))
 
     def models(self, device: torch.device) -> tuple[StackedLlama, StackedLlama]:
-        """The model to train with and the model to measure with: the same weights, bfloat16 on a GPU."""
+        """The models for training and for measuring: the same weights, in bfloat16 on a GPU."""
         base = _base(self.folder).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         training = StackedLlama(base, self.lora, recompute=self.recompute, compiled=self.compiled)
         return training, StackedLlama(base, self.lora)
@@ -138,9 +138,9 @@ def dpo_losses(reward: Float[Tensor, "*pairs 2"], swapped: Bool[Tensor, "*pairs"
 
 
 def preference_metrics(reward: Float[Tensor, "members pairs 2"]) -> dict[str, Float[Tensor, "members"]]:
-    """What is measured on pairs that are not swapped; a tie counts half, so that a model that did not move has 0.5.
+    """The metrics on pairs that are not swapped; a tie counts half, so that an unchanged model has accuracy 0.5.
 
-    TRL counts a tie as wrong; the two agree wherever anything moved.
+    TRL counts a tie as wrong; without ties the two agree.
     """
     margin = reward[..., 0] - reward[..., 1]
     return {
@@ -158,14 +158,14 @@ def measured_log_probability(
     mask: Bool[Tensor, "sequences time"],
     members: int,
 ) -> Float[Tensor, "members sequences"]:
-    """Log-probabilities of all answers for all members, without gradients: similar lengths together, cut to fit.
+    """Log-probabilities of all answers for all members, without gradients, in chunks of answers of similar length.
 
     Args:
-        model: The members' model.
-        adapters: Their adapters; None is the model alone, whose values are those of one member.
-        tokens: What all of them read, on the model's device.
-        mask: Which tokens are the answer.
-        members: How many there are.
+        model: Model of the members.
+        adapters: Adapters of the members; ``None`` for the base model, as a single member.
+        tokens: Input tokens of all members, on the device of the model.
+        mask: Mask of the tokens of the answer.
+        members: Number of members.
     """
     ends, order = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1).sort()
     count = max(1, _TOKENS_AT_ONCE // (members * mask.shape[1]))
@@ -180,22 +180,22 @@ def measured_log_probability(
 def pair_log_probability(
     model: StackedLlama, adapters: StackedAdapters | None, pairs: PairTokens, members: int
 ) -> Float[Tensor, "members pairs 2"]:
-    """The same of both answers of each pair."""
+    """Log-probabilities of both answers of each pair."""
     tokens, mask = pairs.tokens.flatten(0, 1), pairs.mask.flatten(0, 1)
     return measured_log_probability(model, adapters, tokens, mask, members).unflatten(1, (len(pairs), 2))
 
 
 @dataclass(frozen=True)
 class DpoTask:
-    """DPO on pairs of which some are swapped; evaluation pairs are not.
+    """DPO on training pairs of which some are swapped; evaluation pairs are not.
 
     Attributes:
         model: Model, adapters and pairs.
-        noise: Share of the training pairs that is swapped, drawn anew for each seed.
-        beta: Strength of the pull towards the reference.
-        batch: Pairs a step.
-        steps: Of the optimizer.
-        evaluations: Measurements on the way.
+        noise: Share of the training pairs that is swapped, drawn separately for each seed.
+        beta: Strength of the penalty towards the reference.
+        batch: Number of pairs per step.
+        steps: Number of optimizer steps.
+        evaluations: Number of measurements.
     """
 
     model: FineTuning = field(default_factory=FineTuning)
@@ -207,12 +207,12 @@ class DpoTask:
 
     @property
     def name(self) -> str:
-        """Unique by the noise."""
+        """The share of swapped pairs in percent."""
         return f"dpo_{round(100 * self.noise)}_swapped"
 
     @property
     def description(self) -> str:
-        """In one sentence."""
+        """Model, adapters, pairs and noise in one sentence."""
         model = "a tiny random Llama" if self.model.folder is None else Path(self.model.folder).name
         return (
             f"DPO (β = {self.beta:g}) of {model} with LoRA of rank {self.model.rank} on every projection, "
@@ -222,7 +222,7 @@ class DpoTask:
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        """The paper's accuracy and drift, margin and loss beside them."""
+        """The paper's accuracy and drift, then margin and loss."""
         return (
             TaskMetric(ACCURACY, True),
             TaskMetric(MARGIN, True),
@@ -236,15 +236,15 @@ class DpoTask:
         return {"pairs": (len(self.model.preferences().train), self.batch)}
 
     def initial(self, seed: int) -> dict[str, Tensor]:
-        """Adapters that change nothing yet."""
+        """Initial adapters, which do not change the model."""
         return self.model.initial(seed)
 
     def swapped(self, seed: int) -> Bool[Tensor, "pairs"]:
-        """Which training pairs a seed swaps."""
+        """Mask of the training pairs that are swapped for a seed."""
         return swapped_pairs(len(self.model.preferences().train), self.noise, stream(seed, "swaps"))
 
     def portrait(self, weights: Mapping[str, Tensor], seed: int) -> Mapping[str, list[float]]:
-        """Reward margin of every evaluation pair under one trained member: what a bootstrap over pairs needs."""
+        """Reward margin of every evaluation pair for one trained member, for a bootstrap over pairs."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         _, model = self.model.models(device)
         pairs = on_device(self.model.preferences().evaluation, device)
@@ -254,12 +254,12 @@ class DpoTask:
         return {"margins": [float(f"{x:.4g}") for x in (reward[:, 0] - reward[:, 1]).tolist()]}
 
     def cohort(self, seeds: Sequence[int], device: torch.device) -> "DpoCohort":
-        """Members with these seeds; the reference is computed here, once for all of them."""
+        """Members with these seeds; the reference is computed here, once for all."""
         return DpoCohort(self, seeds, device)
 
 
 class DpoCohort:
-    """Members that share model and pairs, each with the swaps of its seed."""
+    """Members that share the model and the pairs, each with the swaps of its seed."""
 
     def __init__(self, task: DpoTask, seeds: Sequence[int], device: torch.device) -> None:
         self._beta, self._members = task.beta, len(seeds)
@@ -274,7 +274,7 @@ class DpoCohort:
         self._evaluation_reference = pair_log_probability(self._measuring, None, self._evaluation, 1)[0]
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Mean DPO loss of each member's pairs."""
+        """Mean DPO loss on the pairs of each member."""
         pairs = batch["pairs"]
         tokens, mask = (x[pairs].flatten(1, 2) for x in (self._train.tokens, self._mask))
         policy = self._training.log_probability(weights, tokens, mask).unflatten(1, (pairs.shape[1], 2))
@@ -282,11 +282,11 @@ class DpoCohort:
         return dpo_losses(rewards(policy, self._reference[pairs], self._beta), swapped).mean(1)
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
-        """On the evaluation pairs."""
+        """The metrics on the evaluation pairs."""
         policy = pair_log_probability(self._measuring, weights, self._evaluation, self._members)
         return preference_metrics(rewards(policy, self._evaluation_reference, self._beta))
 
 
 def on_device(pairs: PairTokens, device: torch.device) -> PairTokens:
-    """The same pairs there."""
+    """The same pairs on another device."""
     return PairTokens(pairs.tokens.to(device), pairs.prompts.to(device), pairs.lengths.to(device))

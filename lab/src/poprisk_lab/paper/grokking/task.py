@@ -1,11 +1,11 @@
-r"""Modular division learned by a small transformer: the task on which networks generalize long after they memorized.
+r"""Modular division with a small transformer, the task on which networks generalize long after they memorized.
 
 The network sees the three tokens :math:`a, b, {=}` and names :math:`a \cdot b^{-1} \bmod p` at the last of them. It is
 the transformer of Power et al. (2022, "Grokking: generalization beyond overfitting on small algorithmic datasets"):
 causal, with layer norms *after* the residual sums (post-LN), ReLU, no dropout. Positions are learned, all layers have
-biases and start as PyTorch starts them, as in the public suites; the constant division sign is left out.
+biases and PyTorch's default initialization, as in the public suites; the constant division sign is left out.
 
-Labels are clean unless ``wrong_share`` says otherwise: grokking as it is usually told is its own clean control.
+Labels are clean by default (``wrong_share=0``), as in the usual setting of grokking.
 """
 
 import math
@@ -26,11 +26,11 @@ TEST_ACCURACY = TaskMetric("test accuracy", higher_is_better=True, target=0.95)
 TRAIN_ACCURACY = TaskMetric("train accuracy", higher_is_better=True)
 TEST_LOSS = TaskMetric("test loss", higher_is_better=False)
 _TOKENS = 3  # a, b and the equals sign
-_PAIRS_AT_ONCE = 400_000  # of all members together in a measurement: some GB of activations at the paper's width
+_PAIRS_AT_ONCE = 400_000  # for all members together in a measurement: some GB of activations at the paper's width
 
 
 class ModularTransformer(nn.Module):
-    """One network as plain modules: where a member's weights start, and what their names mean.
+    """One network as plain modules, which defines the initial weights and their names.
 
     >>> ModularTransformer(modulus=5, width=8, heads=2, hidden=16, layers=2)(torch.tensor([[1, 2], [3, 4]])).shape
     torch.Size([2, 5])
@@ -46,7 +46,7 @@ class ModularTransformer(nn.Module):
         self.head = nn.Linear(width, modulus)
 
     def forward(self, pairs: Int[Tensor, "batch 2"]) -> Float[Tensor, "batch modulus"]:
-        """Logits of the quotient."""
+        """Compute the logits of the quotient."""
         equals = torch.full_like(pairs[:, :1], self.token.num_embeddings - 1)
         x = self.token(torch.cat([pairs, equals], dim=1)) + self.position.weight
         causal = nn.Transformer.generate_square_subsequent_mask(_TOKENS, dtype=x.dtype)
@@ -57,20 +57,20 @@ class ModularTransformer(nn.Module):
 
 @dataclass(frozen=True)
 class GrokkingTask:
-    """Division modulo a prime from a share of its table, at one length of training.
+    """Division modulo a prime, learned from a share of its table.
 
     Attributes:
         modulus: The prime p.
-        train_share: Which share of the p (p - 1) pairs is trained on; drawn per seed, the rest is the test.
-        wrong_share: Which share of the training labels is replaced by a wrong number.
-        width: Of the residual stream.
-        heads: Of the attention.
-        hidden: Units between the two matrices of a layer's MLP.
-        layers: Of the transformer.
-        batch_size: Pairs in a step.
-        steps: Of a training.
-        evaluations: Measurements, evenly spaced.
-        name: Of the study; fit for a file's name.
+        train_share: Share of the p (p - 1) pairs for training, drawn for each seed; the rest is the test set.
+        wrong_share: Share of the training labels that is replaced by a wrong number.
+        width: Width of the residual stream.
+        heads: Number of attention heads.
+        hidden: Number of hidden units of the MLP of a layer.
+        layers: Number of layers.
+        batch_size: Number of pairs per step.
+        steps: Number of optimizer steps.
+        evaluations: Number of measurements, evenly spaced.
+        name: Name of the study, which can be part of a file name.
 
     >>> task = GrokkingTask(modulus=5, width=8, heads=2, hidden=16, batch_size=4, steps=10, evaluations=2)
     >>> task.train_size, task.test_size, len(task.initial(seed=0))
@@ -90,34 +90,34 @@ class GrokkingTask:
     name: str = "grokking"
 
     def __post_init__(self) -> None:
-        _require(is_prime(self.modulus), "modulus must be a prime, so that every b ≠ 0 can be divided by", self.modulus)
+        _require(is_prime(self.modulus), "modulus must be a prime, so that every b ≠ 0 has an inverse", self.modulus)
         _require(0 < self.train_share < 1, "train_share must lie between 0 and 1, both excluded", self.train_share)
         _require(0 <= self.wrong_share < 1, "wrong_share must lie in [0, 1)", self.wrong_share)
         for name in ("width", "heads", "hidden", "layers", "batch_size", "steps", "evaluations"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1", getattr(self, name))
         _require(self.width % self.heads == 0, f"width must be a multiple of heads = {self.heads}", self.width)
-        _require(self.train_size >= 1 and self.test_size >= 1, "train_share must leave pairs to both sides", self)
+        _require(self.train_size >= 1 and self.test_size >= 1, "train_share must leave pairs for both sets", self)
         most = self.train_size
         _require(self.batch_size <= most, f"batch_size must be at most the {most} training pairs", self.batch_size)
 
     @property
     def pairs(self) -> int:
-        """How many (a, b) with b ≠ 0 there are."""
+        """Number of pairs (a, b) with b ≠ 0."""
         return self.modulus * (self.modulus - 1)
 
     @property
     def train_size(self) -> int:
-        """Pairs trained on."""
+        """Number of training pairs."""
         return round(self.train_share * self.pairs)
 
     @property
     def test_size(self) -> int:
-        """Pairs held out."""
+        """Number of test pairs."""
         return self.pairs - self.train_size
 
     @property
     def description(self) -> str:
-        """One plain sentence."""
+        """Task, labels, network and loss in one sentence."""
         labels = f"{100 * self.wrong_share:g}% of the training labels wrong" if self.wrong_share else "clean labels"
         return (
             f"a·b⁻¹ mod {self.modulus} from {100 * self.train_share:g}% of the pairs ({self.train_size} of {self.pairs}"
@@ -127,7 +127,7 @@ class GrokkingTask:
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        """Test accuracy first; the training accuracy is against the labels that were trained on."""
+        """Test accuracy first; the training accuracy is measured with the given labels."""
         return TEST_ACCURACY, TRAIN_ACCURACY, TEST_LOSS
 
     @property
@@ -136,27 +136,27 @@ class GrokkingTask:
         return {"train": (self.train_size, self.batch_size)}
 
     def initial(self, seed: int) -> dict[str, Tensor]:
-        """PyTorch's own start of the modules, from the seed alone."""
+        """PyTorch's default initialization of the modules, from the seed alone."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream(seed, "grokking weights"))
             network = ModularTransformer(self.modulus, self.width, self.heads, self.hidden, self.layers)
         return {name: weight.detach() for name, weight in network.named_parameters()}
 
     def cohort(self, seeds: Sequence[int], device: torch.device) -> "GrokkingCohort":
-        """Members with these seeds, their splits on the device."""
+        """Members with these seeds, with their splits on the device."""
         return GrokkingCohort(self, seeds, device)
 
 
 @dataclass(frozen=True)
 class DivisionTable:
-    """A seed's split of the division table; a row is (a, b, answer), where a training answer may be wrong."""
+    """The split of the division table for a seed; a row is (a, b, answer), and a training answer may be wrong."""
 
     train: Int[Tensor, "train 3"]
     test: Int[Tensor, "test 3"]
 
 
 def division_table(task: GrokkingTask, seed: int) -> DivisionTable:
-    """All pairs in the seed's order, the first share for training.
+    """All pairs in the order of the seed, the first ones for training.
 
     >>> a, b, answer = division_table(GrokkingTask(modulus=7, batch_size=4), seed=0).test[0].tolist()
     >>> (answer * b - a) % 7
@@ -187,7 +187,7 @@ class GrokkingCohort:
         self._causal = later[:, :, None]  # [queries, keys, heads]
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Each member's mean cross-entropy on its batch."""
+        """The mean cross-entropy of each member on its batch."""
         rows = self._train[self._seed_index[:, None], batch["train"]]
         return _cross_entropy(self.logits(weights, rows[..., :2]), rows[..., 2]).mean(dim=1)
 
@@ -216,9 +216,9 @@ class GrokkingCohort:
     def logits(
         self, weights: StackedWeights, pairs: Int[Tensor, "members batch 2"]
     ) -> Float[Tensor, "members batch modulus"]:
-        """What :class:`ModularTransformer` gives, for every member at once.
+        """The output of :class:`ModularTransformer` for all members at once.
 
-        Only the last token's answer is asked for, so that the last layer's queries and MLP are computed for it alone.
+        Only the last token has an answer, so the queries and the MLP of the last layer are computed for it alone.
         """
         x = self._embedded(weights, pairs)
         for layer in range(self._task.layers):
@@ -231,19 +231,19 @@ class GrokkingCohort:
         token, width = weights["token.weight"], self._task.width
         index = pairs.flatten(1)[..., None].expand(-1, -1, width)
         embedded = token.gather(1, index).unflatten(1, (batch, numbers))
-        equals = token[:, -1:, None].expand(members, batch, 1, width)  # not gathered: all gradients to one row are slow
+        equals = token[:, -1:, None].expand(members, batch, 1, width)  # not gathered: slow gradient
         return torch.cat([embedded, equals], dim=2) + weights["position.weight"][:, None]
 
     def _layer(self, weights: StackedWeights, x: Float[Tensor, "members batch tokens width"], queried: int) -> Tensor:
-        """A post-LN layer, its answers for the last so many tokens."""
-        asked = x if queried == _TOKENS else x[:, :, -queried:]  # a slice of everything would cost a copy backwards
+        """A post-LN layer, evaluated for the last ``queried`` tokens."""
+        asked = x if queried == _TOKENS else x[:, :, -queried:]  # a full slice would copy in the backward pass
         x = _layer_norm(asked + self._attention(weights, x, asked), weights, "norm1")
         hidden = F.relu(_linear(x.flatten(1, 2), weights["linear1.weight"], weights["linear1.bias"]))
         out = _linear(hidden, weights["linear2.weight"], weights["linear2.bias"])
         return _layer_norm(x + out.view_as(x), weights, "norm2")
 
     def _attention(self, weights: StackedWeights, x: Tensor, asked: Tensor) -> Tensor:
-        """Causal attention. Three tokens make matrices too small for a matrix product: sums of products instead."""
+        """Causal attention by sums of products: the matrices of three tokens are too small for a matrix product."""
         width, heads = self._task.width, self._task.heads
         to_q, to_kv = weights["self_attn.in_proj_weight"].split([width, 2 * width], dim=1)
         q_bias, kv_bias = weights["self_attn.in_proj_bias"].split([width, 2 * width], dim=1)
@@ -258,7 +258,7 @@ class GrokkingCohort:
 
 
 def is_prime(number: int) -> bool:
-    """Whether nothing but 1 and itself divides it.
+    """Whether a number is prime.
 
     >>> [n for n in range(15) if is_prime(n)]
     [2, 3, 5, 7, 11, 13]

@@ -1,4 +1,4 @@
-r"""A noisy photograph fitted by many coordinate networks at once: what they make of the noise."""
+r"""A noisy photograph fitted by many coordinate networks at once."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,33 +18,33 @@ from poprisk_lab.paper.inr.pixels import packed_pixels
 IMAGES = ("astronaut", "coffee", "chelsea")
 CLEAN_PSNR, NOISY_PSNR, HIGH_POWER = "clean PSNR", "noisy PSNR", "high-frequency residual power"
 RING = 0.25
-"""Radius in cycles a pixel beyond which a frequency is high: half of Nyquist's 0.5."""
+"""Radius in cycles per pixel beyond which a frequency is high: half of Nyquist's 0.5."""
 CHANNELS = 3
-_MEMBERS_AT_ONCE = 32  # of a measurement: 16 384 pixels x 256 units x 32 members are 0.5 GB
+_MEMBERS_AT_ONCE = 32  # per measurement: 16 384 pixels x 256 units x 32 members are 0.5 GB
 _SPECTRUM_SIDE = 64
 
 
 @dataclass(frozen=True)
 class InrTask:
-    r"""A photograph with Gaussian noise on every value, fitted by a network of coordinates that can fit the noise too.
+    r"""A photograph with Gaussian noise, fitted by a coordinate network that can also fit the noise.
 
     Coordinates v in [0, 1)² pass through random Fourier features :math:`(\sin 2\pi F v, \cos 2\pi F v)` with
     :math:`F_{jk} \sim N(0, s^2)`, drawn once for each seed and not trained, then through ReLU layers to red, green and
-    blue; the loss is the mean square over a batch of pixels. Fourier features are the reason that this network fits
-    fine detail at all, and so also pixel noise, within a few hundred epochs: a plain coordinate MLP is too smooth to
-    overfit, and shows nothing. The paper does not publish its network, noise or image.
+    blue; the loss is the mean square over a batch of pixels. Because of the Fourier
+    features, this network fits fine detail, and thus also pixel noise, within a few hundred epochs: a plain coordinate
+    MLP is too smooth to overfit. The paper does not publish its network, noise or image.
 
     Attributes:
-        image: Which of scikit-image's bundled photographs: ``astronaut``, ``coffee`` or ``chelsea``.
-        size: Side in pixels; the photograph's central square is resized to it, anti-aliased.
-        noise: Standard deviation, of values in [0, 1]; drawn once for each seed, not clipped.
-        frequencies: Rows of F.
-        scale: s, in cycles over the picture.
-        width: Units of a hidden layer.
-        layers: Hidden layers.
-        batch: Pixels of a step.
-        steps: Optimizer steps.
-        evaluations: How often the picture is measured; often, because AdamW is best early.
+        image: One of scikit-image's bundled photographs: ``astronaut``, ``coffee`` or ``chelsea``.
+        size: Side in pixels; the central square of the photograph is resized with anti-aliasing.
+        noise: Standard deviation of the noise, for values in [0, 1]; drawn once for each seed, not clipped.
+        frequencies: Number of rows of F.
+        scale: Scale s, in cycles per picture.
+        width: Number of units of a hidden layer.
+        layers: Number of hidden layers.
+        batch: Number of pixels per step.
+        steps: Number of optimizer steps.
+        evaluations: Number of measurements; large, because AdamW is best early.
     """
 
     image: str = "astronaut"
@@ -75,7 +75,7 @@ class InrTask:
 
     @property
     def description(self) -> str:
-        """One sentence for a page."""
+        """Image, noise, network and loss in one sentence."""
         seen = f"with Gaussian noise of standard deviation {self.noise:g}" if self.noise else "without noise"
         return (
             f"scikit-image's photograph '{self.image}' at {self.size} x {self.size} pixels, {seen}, fitted from its "
@@ -91,7 +91,7 @@ class InrTask:
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        """PSNR against the picture without noise, PSNR against what was fitted, and the fine part of the residual."""
+        """PSNR against the clean and the noisy picture, and the high-frequency part of the residual."""
         return (
             TaskMetric(CLEAN_PSNR, True, spec=".2f"),
             TaskMetric(NOISY_PSNR, True, spec=".2f"),
@@ -100,11 +100,11 @@ class InrTask:
 
     @property
     def streams(self) -> Mapping[str, tuple[int, int]]:
-        """All pixels, and those of a step."""
+        """One stream: all pixels."""
         return {"pixels": (self.size**2, self.batch)}
 
     def initial(self, seed: int) -> dict[str, Tensor]:
-        """The start of ``torch.nn.Linear``: weights and biases uniform within 1/sqrt(inputs)."""
+        """The default of ``torch.nn.Linear``: weights and biases uniform within ±1/sqrt(inputs)."""
         generator = torch.Generator().manual_seed(stream(seed, "inr weights"))
         weights: dict[str, Tensor] = {}
         for i, (fan_out, fan_in) in enumerate(self.shapes):
@@ -114,11 +114,11 @@ class InrTask:
         return weights
 
     def cohort(self, seeds: Sequence[int], device: torch.device) -> "InrCohort":
-        """The members with these seeds, each with its seed's noise and frequencies."""
+        """The members with these seeds, each with the noise and the frequencies of its seed."""
         return InrCohort(self, seeds, device)
 
     def portrait(self, weights: Mapping[str, Tensor], seed: int) -> Mapping[str, Any]:
-        """The fitted, noisy and clean pictures, packed, and the residual's log10 spectrum, lowest frequency central."""
+        """The fitted, noisy and clean pictures, packed, and the log10 spectrum of the residual, centred."""
         stacked = {name: value.detach().cpu().unsqueeze(0) for name, value in weights.items()}
         fitted = network(self, stacked, fourier_features(self, seed).unsqueeze(0))[0]
         clean = photograph(self.image, self.size)
@@ -133,9 +133,9 @@ class InrCohort:
     """Pixels and features of many members on one device.
 
     Attributes:
-        clean: The picture without noise, one row a pixel.
-        noisy: What is fitted, for each distinct seed.
-        features: The network's inputs, for each distinct seed.
+        clean: The picture without noise, one row per pixel.
+        noisy: The noisy picture, for each distinct seed.
+        features: Inputs of the network, for each distinct seed.
     """
 
     def __init__(self, task: InrTask, seeds: Sequence[int], device: torch.device) -> None:
@@ -150,13 +150,13 @@ class InrCohort:
         self._high = high_frequencies(task.size).to(device)
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Mean square misfit of each member to its noisy pixels."""
+        """Mean squared error of each member on its noisy pixels."""
         pixels, seed = batch["pixels"], self._seed_index
         fitted = network(self.task, weights, self.features[seed, pixels])
         return (fitted - self.noisy[seed, pixels]).square().mean((1, 2))
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
-        """Both PSNRs and the residual's power at high frequencies, of the whole picture."""
+        """Both PSNRs and the high-frequency power of the residual, over the whole picture."""
         parts = [
             self._measure({name: value[first : first + _MEMBERS_AT_ONCE] for name, value in weights.items()}, first)
             for first in range(0, len(self._seed_index), _MEMBERS_AT_ONCE)
@@ -177,7 +177,7 @@ class InrCohort:
 def network(
     task: InrTask, weights: StackedWeights, features: Float[Tensor, "members pixels features"]
 ) -> Float[Tensor, "members pixels channels"]:
-    """Every member's colours at its own pixels; not clipped to [0, 1]."""
+    """The colours of each member at its pixels; not clipped to [0, 1]."""
     value = _affine(weights, 0, features)
     for i in range(1, task.layers + 1):
         value = _affine(weights, i, value.relu())
@@ -196,7 +196,7 @@ def psnr(error: Float[Tensor, "*members pixels channels"]) -> Float[Tensor, "*me
 def residual_power(
     residual: Float[Tensor, "*members pixels channels"], size: int
 ) -> Float[Tensor, "*members size size"]:
-    r"""The residual's mean square by frequency, mean over channels: :math:`|\hat r_f|^2 / N^2`, N the number of pixels.
+    r"""Mean square of the residual by frequency, averaged over channels: :math:`|\hat r_f|^2 / N^2` for N pixels.
 
     Summed over all frequencies it is the mean square of the residual (Parseval).
 
@@ -208,7 +208,7 @@ def residual_power(
 
 
 def high_frequencies(size: int, ring: float = RING) -> Bool[Tensor, "size size"]:
-    """Which frequencies, in the order of ``torch.fft.fft2``, lie outside the ring (in cycles a pixel).
+    """Which frequencies, in the order of ``torch.fft.fft2``, lie outside the ring (in cycles per pixel).
 
     >>> high_frequencies(4).int().tolist()
     [[0, 0, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]
@@ -219,7 +219,7 @@ def high_frequencies(size: int, ring: float = RING) -> Bool[Tensor, "size size"]
 
 @lru_cache
 def photograph(image: str, size: int) -> Float[Tensor, "pixels channels"]:
-    """A bundled photograph's central square, resized with anti-aliasing, one row a pixel, values in [0, 1].
+    """The central square of a bundled photograph, resized with anti-aliasing, one row per pixel, values in [0, 1].
 
     Raises:
         MissingExtraError: If scikit-image is not installed.
@@ -237,14 +237,14 @@ def photograph(image: str, size: int) -> Float[Tensor, "pixels channels"]:
 
 
 def noisy_pixels(task: InrTask, seed: int) -> Float[Tensor, "pixels channels"]:
-    """The photograph plus the seed's own noise, not clipped."""
+    """The photograph plus the noise of the seed, not clipped."""
     clean = photograph(task.image, task.size)
     generator = torch.Generator().manual_seed(stream(seed, "inr noise"))
     return clean + task.noise * torch.randn(clean.shape, generator=generator)
 
 
 def fourier_features(task: InrTask, seed: int) -> Float[Tensor, "pixels features"]:
-    """Sines, then cosines, of every pixel's coordinates at the seed's random frequencies."""
+    """Sines, then cosines, of the coordinates of every pixel at the random frequencies of the seed."""
     generator = torch.Generator().manual_seed(stream(seed, "inr frequencies"))
     frequencies = task.scale * torch.randn(task.frequencies, 2, generator=generator)
     axis = torch.arange(task.size) / task.size
@@ -254,7 +254,7 @@ def fourier_features(task: InrTask, seed: int) -> Float[Tensor, "pixels features
 
 
 def _log_spectrum(residual: Float[Tensor, "pixels channels"], size: int) -> list[list[float]]:
-    """About 64 x 64 numbers: the mean over neighbouring frequencies, then its logarithm."""
+    """The logarithm of the spectrum, averaged over neighbouring frequencies to about 64 x 64 values."""
     power = torch.fft.fftshift(residual_power(residual, size))
     block = size // _SPECTRUM_SIDE
     if block > 1 and size % block == 0:

@@ -1,4 +1,4 @@
-r"""Classifying images of which a share has a wrong label: digits, MNIST, Fashion-MNIST, and stacked ReLU networks."""
+r"""Image classification with a share of wrong labels: digits, MNIST, Fashion-MNIST, and stacked ReLU networks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,35 +25,35 @@ ARCHIVES = {
     MNIST: "the four official idx files of MNIST (yann.lecun.com/exdb/mnist)",
     FASHION: "the four official idx files of Fashion-MNIST (github.com/zalandoresearch/fashion-mnist, data/fashion)",
 }
-"""What to fetch where a data set is not shipped, and from whom."""
+"""What to fetch for the data sets that are not shipped, and where from."""
 _IMAGE_PIXELS, _IMAGE_TRAIN = 784, 60_000
 _MEASURE_NUMBERS = 2**29
-"""How many float32 numbers one piece of a measurement may hold: 2 GiB, whatever the number of members."""
+"""Maximum number of float32 entries in one chunk of a measurement: 2 GiB, for any number of members."""
 
 
 @dataclass(frozen=True)
 class LabelTask:
-    r"""Images, a share of whose training labels is replaced by another class, and a fully connected ReLU network.
+    r"""Images with a share of the training labels replaced by another class, and a fully connected ReLU network.
 
     Each seed has its own training examples, its own wrong labels (:func:`poprisk.runs.replace_labels`: always
-    another class) and its own start. Digits: ``train_size`` of the 1797 to train on, all others to test on. MNIST and
-    Fashion-MNIST: ``train_size`` of the 60 000 training images, and the official 10 000 test images for every seed.
-    Inputs are pixels less the mean of all training pixels, divided by their standard deviation: two numbers (digits: of
-    the seed's own training examples; else of the 60 000).
+    another class) and its own initial weights. Digits: ``train_size`` of the 1797 for training, the others for testing.
+    MNIST and Fashion-MNIST: ``train_size`` of the 60 000 training images, and the official 10 000 test images.
+    Inputs are standardized by the mean and the standard deviation of all training pixels (digits: of the training
+    examples of the seed; else of the 60 000).
 
     Attributes:
         data: ``digits``, ``mnist`` or ``fashion``.
-        folder: Where the four idx files lie; digits need none.
+        folder: Folder with the four idx files; not needed for digits.
         noise: Share of the training labels that is replaced, from 0 to 0.6.
-        train_size: Training examples of each seed.
-        width: Units of a hidden layer.
-        depth: Hidden layers.
-        batch_size: Examples of a step.
-        steps: Optimizer steps.
-        evaluations: How often test and training accuracy are measured.
+        train_size: Number of training examples of each seed.
+        width: Number of units of a hidden layer.
+        depth: Number of hidden layers.
+        batch_size: Number of examples per step.
+        steps: Number of optimizer steps.
+        evaluations: Number of measurements.
 
     Raises:
-        DataError: an unknown data set, a folder that is not given, or a train_size out of range.
+        DataError: the data set is unknown, the folder is missing, or train_size is out of range.
         HyperparameterError: any other value out of range.
 
     >>> task = LabelTask(noise=0.2)
@@ -106,13 +106,13 @@ class LabelTask:
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        """Test accuracy first; ``memorized``, the share of wrong labels reproduced, only where labels are wrong."""
+        """Test accuracy first; ``memorized``, the share of wrong labels reproduced, only if labels are wrong."""
         always = (TaskMetric("test accuracy", True), TaskMetric("test loss", False), TaskMetric("train accuracy", True))
         return (*always, TaskMetric("memorized", False)) if self.noise else always
 
     @property
     def streams(self) -> Mapping[str, tuple[int, int]]:
-        """One: the training examples."""
+        """One stream: the training examples."""
         return {"train": (self.train_size, self.batch_size)}
 
     @property
@@ -131,14 +131,14 @@ class LabelTask:
         }
 
     def cohort(self, seeds: Sequence[int], device: torch.device) -> "LabelCohort":
-        """Members with these seeds; what members with one seed share is held once."""
+        """Members with these seeds; members with the same seed share their data."""
         return LabelCohort(self, seeds, device)
 
     def require_data(self) -> None:
-        """Refuse now, before any training, if the files are not where they should be.
+        """Check before any training that the files exist.
 
         Raises:
-            DataError: names the folder and what to fetch.
+            DataError: with the name of the folder and what to fetch.
         """
         if self.folder is None or self.data == DIGITS:
             return
@@ -150,7 +150,7 @@ class LabelTask:
 
 @dataclass(frozen=True)
 class LabelData:
-    """The examples of several seeds: images in two pools that all seeds share, and which of them each seed has."""
+    """The examples of several seeds: two pools of images that all seeds share, and the indices of each seed."""
 
     train_pool: Float[Tensor, "train_images pixels"]
     train_rows: Int[Tensor, "seeds train"]
@@ -166,7 +166,7 @@ class LabelData:
 
 
 def label_data(task: LabelTask, seeds: Sequence[int]) -> LabelData:
-    """The training and test examples of each seed, with the labels it is given.
+    """The training and test examples of each seed, with the given labels.
 
     >>> data = label_data(LabelTask(noise=0.4, train_size=100), [0, 1])
     >>> data.wrong.sum(1).tolist(), list(data.test_rows.shape)
@@ -183,7 +183,7 @@ def label_data(task: LabelTask, seeds: Sequence[int]) -> LabelData:
 
 
 def _digits(task: LabelTask, seeds: Sequence[int]) -> tuple[Tensor, ...]:
-    """Each seed's own split, one after the other in the pools: they are small."""
+    """The splits of all seeds, concatenated in the pools, because they are small."""
     splits = [digits_split(stream(seed, "split"), task.train_size) for seed in seeds]
     train_labels, test_labels = (torch.stack([getattr(s, k) for s in splits]) for k in ("train_labels", "test_labels"))
     pools = [_standardised(s.train_inputs, s.test_inputs) for s in splits]
@@ -195,7 +195,8 @@ def _digits(task: LabelTask, seeds: Sequence[int]) -> tuple[Tensor, ...]:
 def _images(task: LabelTask, seeds: Sequence[int]) -> tuple[Tensor, ...]:
     split = _load(str(task.folder))
     if task.train_size > len(split.train_labels):
-        raise DataError(f"{task.folder} has {len(split.train_labels)} training images, train_size={task.train_size}")
+        most = len(split.train_labels)
+        raise DataError(f"train_size must be at most the {most} images in {task.folder}, got {task.train_size}")
     if split.train_inputs.shape[1] != _IMAGE_PIXELS:
         raise DataError(
             f"{task.folder} should hold images of 28 x 28, got {split.train_inputs.shape[1]} pixels: "
@@ -212,20 +213,20 @@ def _images(task: LabelTask, seeds: Sequence[int]) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=1)
 def _load(folder: str) -> ImageSplit:
-    """A data set, standardised. The last one is kept: its noise levels follow one another."""
+    """A standardized data set. The last one is cached for further noise levels."""
     split = idx_split(folder)
     train, test = _standardised(split.train_inputs, split.test_inputs)
     return ImageSplit(train, split.train_labels, test, split.test_labels)
 
 
 def _standardised(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """Both less the mean of all training pixels, divided by their standard deviation."""
+    """Both sets, standardized by the mean and the standard deviation of all training pixels."""
     deviation, mean = torch.std_mean(train)
     return (train - mean) / deviation, (test - mean) / deviation
 
 
 class LabelCohort:
-    """Members of a :class:`LabelTask`. Images are held once for all; a batch gathers the rows it needs."""
+    """Members of a :class:`LabelTask`. Images are stored once for all; a batch gathers its rows."""
 
     def __init__(self, task: LabelTask, seeds: Sequence[int], device: torch.device) -> None:
         unique = sorted(set(seeds))
@@ -234,13 +235,13 @@ class LabelCohort:
         self._wrong_count = self._data.wrong.sum(1)[self._seed.squeeze(1)].clamp_min(1)
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Each member's mean cross-entropy against the labels it is given."""
+        """The mean cross-entropy of each member, with its given labels."""
         examples, data = batch["train"], self._data
         logits = self._logits(weights, data.train_pool[data.train_rows[self._seed, examples]])
         return cross_entropies(logits, data.given[self._seed, examples]).mean(1)
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
-        """The task's metrics; NaN for all of a member whose test loss is no number."""
+        """The metrics of the task; all NaN for a member whose test loss is not finite."""
         data = self._data
         right, loss, fitted, memorized = (0.0 * self._wrong_count for _ in range(4))
         for piece in self._pieces(data.test_labels.shape[1]):
@@ -272,7 +273,7 @@ class LabelCohort:
         return hidden
 
     def _pieces(self, count: int) -> Iterator[slice]:
-        """Stretches of the examples small enough for all members at once."""
+        """Chunks of the examples that are small enough for all members at once."""
         numbers = len(self._seed) * (self._task.shape.inputs + 3 * self._task.width)
         size = max(1, _MEASURE_NUMBERS // numbers)
         return (slice(i, i + size) for i in range(0, count, size))

@@ -1,4 +1,4 @@
-"""What the learning-rate guide trains on: a small vision transformer on digits, a small Qwen2 on text."""
+"""The tasks of the learning-rate guide: a small vision transformer on digits, a small Qwen2 on text."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ class DigitsConfig:
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """A small Qwen2 on characters; every window of the text is drawn afresh."""
+    """A small Qwen2 on characters; every window of the text is drawn anew."""
 
     width: int = 64
     heads: int = 4
@@ -44,21 +44,21 @@ class LanguageModelConfig:
 
 @dataclass(frozen=True)
 class Task:
-    """Something to train on: examples, a model from the seed's weights, how to score it."""
+    """A task: examples, a model with the initial weights of a seed, and its score."""
 
     metric: str
     """``accuracy`` (higher is better) or ``loss`` (lower is better)."""
     untrained: float
-    """The metric of a model that has learned nothing: one class in ten right, every character as likely."""
+    """The metric of an untrained model: one class in ten right, or all characters equally likely."""
     columns: dict[str, Tensor]
-    """Training examples, row by row."""
+    """Training examples, one per row."""
     model: Callable[[], nn.Module]
     evaluate: Callable[[nn.Module], float]
     batch_size: int
     steps: int
     evaluate_every: int
     wrong: Tensor | None = None
-    """Which training labels are wrong."""
+    """Mask of the wrong training labels."""
 
 
 def digits_task(config: DigitsConfig, noise: float, seed: int) -> Task:
@@ -106,7 +106,7 @@ def _pixels(inputs: Tensor) -> Tensor:
 
 
 def language_model_task(config: LanguageModelConfig, text: CharText, seed: int) -> Task:
-    """The text as windows from random places, each seen once."""
+    """The text as windows at random positions, each used once."""
     generator = torch.Generator().manual_seed(10_000 + seed)
     windows = random_windows(text.train, config.steps * config.batch_size, config.context, generator)
     held_out = all_windows(text.held_out, config.context)
@@ -141,12 +141,12 @@ def language_model_task(config: LanguageModelConfig, text: CharText, seed: int) 
         evaluate=loss,
         batch_size=config.batch_size,
         steps=config.steps,
-        evaluate_every=config.steps,  # a whole held-out text takes as long as many steps
+        evaluate_every=config.steps,  # the whole held-out text takes as long as many steps
     )
 
 
 def memorized_share(model: nn.Module, task: Task) -> float | None:
-    """Share of the wrong training labels that the model reproduces; None where none is wrong."""
+    """Share of the wrong training labels that the model reproduces; ``None`` if none is wrong."""
     if task.wrong is None or not task.wrong.any():
         return None
     with evaluating(model):
@@ -156,7 +156,7 @@ def memorized_share(model: nn.Module, task: Task) -> float | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """The model without dropout and gradients, then as it was."""
+    """Evaluate the model without dropout and gradients, then restore its mode."""
     was_training = model.training
     model.eval()
     try:

@@ -2,14 +2,14 @@ r"""Chaotic dynamics from noisy states: a network predicts the next state of Lor
 
 The truth is :math:`\dot x = 10 (y - x),\ \dot y = x (28 - z) - y,\ \dot z = x y - \tfrac{8}{3} z`, on its attractor. A
 sensor reports every state with Gaussian noise, and the network is trained to map one *reported* state to the next, by
-squared error. It is measured on the true system: one step from true held-out states, and how long it can go on alone.
+squared error. It is measured on the true system: one step from true held-out states, and the length of valid roll-outs.
 
-States are standardized by the attractor's own means and standard deviations (constants, the same for every seed), so
+States are standardized by the means and standard deviations of the attractor (constants, the same for every seed), so
 that ``noise`` is in units of each coordinate's standard deviation and an error of 1 is that of predicting the mean.
 
-Two things follow from noise in the *inputs* (errors in variables). The best predictor of the reported data is not the
-true flow: it shrinks a reported state towards where the attractor is, and averages the flow over what the noise could
-hide. And no amount of data removes that; what an optimizer can avoid is only the fitting of single noisy points.
+Noise in the *inputs* (errors in variables) has two consequences. The best predictor of the reported data is not the
+true flow: it shrinks a reported state towards the attractor, and averages the flow over the states compatible with the
+report. No amount of data removes this; an optimizer can only avoid fitting single noisy points.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,9 @@ HELD_OUT = TaskMetric("held-out MSE", higher_is_better=False, spec=".5f")
 VALID_TIME = TaskMetric("valid prediction time", higher_is_better=True, spec=".2f")
 TRAIN_LOSS = TaskMetric("train loss", higher_is_better=False, spec=".5f")
 
-_LOST = 0.4  # a roll-out is lost when its error exceeds this share of the attractor's root mean square
-_EVERY = 2  # of so many states of a picture one is kept
-_WALLS = 10.0  # standard deviations at which a picture cuts off a roll-out that runs away
+_LOST = 0.4  # a roll-out ends when its error exceeds this share of the attractor's root mean square
+_EVERY = 2  # number of states per state kept in a picture
+_WALLS = 10.0  # standard deviations at which a diverging roll-out is cut off in a picture
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class LorenzTask:
 
     Attributes:
         noise: Standard deviation of the sensor's noise, in standard deviations of each coordinate.
-        train_pairs: Consecutive pairs of reported states, of one trajectory a seed.
-        test_states: True states held out, of another trajectory.
+        train_pairs: Number of consecutive pairs of reported states, from one trajectory per seed.
+        test_states: Number of true held-out states, from another trajectory.
         interval: Time from one state to the next.
-        width: Units of a hidden layer.
-        hidden_layers: How many there are.
-        batch_size: Pairs in a step.
-        steps: Of a training.
-        evaluations: Measurements, evenly spaced.
-        rollouts: From how many held-out states the valid prediction time is measured.
-        horizon: The longest such time, in Lyapunov times.
-        portrait_steps: Of the roll-out in a picture, of which every second state is kept.
+        width: Number of units of a hidden layer.
+        hidden_layers: Number of hidden layers.
+        batch_size: Number of pairs per step.
+        steps: Number of optimizer steps.
+        evaluations: Number of measurements, evenly spaced.
+        rollouts: Number of held-out states from which the valid prediction time is measured.
+        horizon: Maximum valid prediction time, in Lyapunov times.
+        portrait_steps: Number of steps of the roll-out in a picture, of which every second state is kept.
 
     >>> task = LorenzTask(noise=0.1, train_pairs=50, test_states=40, width=8, batch_size=16, rollouts=2)
     >>> sorted(task.initial(seed=0))[:2], task.streams
@@ -87,12 +87,12 @@ class LorenzTask:
 
     @property
     def name(self) -> str:
-        """Fit for a file's name."""
+        """Name with the noise, which can be part of a file name."""
         return f"lorenz_noise{self.noise:g}"
 
     @property
     def description(self) -> str:
-        """One plain sentence."""
+        """Task, noise, network and loss in one sentence."""
         sensor = f"sensor noise of {self.noise:g} standard deviations" if self.noise else "no sensor noise"
         return (
             f"next state of Lorenz '63 after {self.interval:g} units of time, {sensor} in inputs and targets, "
@@ -102,11 +102,11 @@ class LorenzTask:
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        r"""The one-step error from true states, the time a roll-out stays near the truth, the loss trained on.
+        r"""The one-step error from true states, the time that a roll-out stays near the truth, and the training loss.
 
         The valid prediction time is how long a roll-out from a true state stays within
         :math:`\|\hat x - x\| \le 0.4 \sqrt{3}` of the truth (standardized states have mean square 3), in Lyapunov
-        times, averaged over the starts and never counted beyond the horizon.
+        times, averaged over the starts and limited to the horizon.
         """
         return HELD_OUT, VALID_TIME, TRAIN_LOSS
 
@@ -117,11 +117,11 @@ class LorenzTask:
 
     @property
     def rollout_steps(self) -> int:
-        """Steps of a roll-out that reaches the horizon."""
+        """Number of steps up to the horizon."""
         return max(1, round(self.horizon / LYAPUNOV_EXPONENT / self.interval))
 
     def initial(self, seed: int) -> dict[str, Tensor]:
-        """PyTorch's own start of a plain stack of linear layers, from the seed alone."""
+        """PyTorch's default initialization of linear layers, from the seed alone."""
         sizes = [3] + [self.width] * self.hidden_layers + [3]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream(seed, "lorenz weights"))
@@ -129,17 +129,17 @@ class LorenzTask:
         return {f"{i}.{name}": w.detach() for i, layer in enumerate(layers) for name, w in layer.named_parameters()}
 
     def cohort(self, seeds: Sequence[int], device: torch.device) -> "LorenzCohort":
-        """Members with these seeds, their trajectories on the device."""
+        """Members with these seeds, with their trajectories on the device."""
         return LorenzCohort(self, seeds, device)
 
     def portrait(self, weights: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
-        """A long roll-out of one member beside the truth from the same true state, in the system's own units.
+        """A long roll-out of one member and the truth from the same true state, in the original units.
 
-        A roll-out that runs away is held at ten standard deviations.
+        A diverging roll-out is clipped at ten standard deviations.
 
         Args:
-            weights: One member's.
-            seed: The member's seed: its held-out trajectory gives the start.
+            weights: Weights of one member.
+            seed: Seed of the member; the roll-out starts on its held-out trajectory.
 
         Returns:
             ``rollout`` and ``truth``, each a list of [x, y, z], and ``time`` between two of them.
@@ -158,7 +158,7 @@ class LorenzTask:
 
 
 class LorenzCohort:
-    """Many predictors at once, each on the trajectory of its seed."""
+    """Many predictors at once, each with the trajectory of its seed."""
 
     def __init__(self, task: LorenzTask, seeds: Sequence[int], device: torch.device) -> None:
         unique = sorted(set(seeds))
@@ -170,7 +170,7 @@ class LorenzCohort:
         self._futures = _futures(task, unique, starts).to(device)  # [seeds, times, rollouts, 3]
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Each member's mean squared error on its batch of reported pairs."""
+        """The mean squared error of each member on its batch of reported pairs."""
         of, at = self._seed_index[:, None], batch["train"]
         return _squared_error(weights, self._reported[of, at], self._reported[of, at + 1])
 
@@ -191,7 +191,7 @@ class LorenzCohort:
         valid = torch.zeros(state.shape[:2], device=state.device)
         for time in range(1, futures.shape[1]):
             state = predicted(weights, state)
-            on_track = on_track & ((state - futures[:, time]).norm(dim=-1) <= _LOST * 3**0.5)  # NaN is off the track
+            on_track = on_track & ((state - futures[:, time]).norm(dim=-1) <= _LOST * 3**0.5)  # false for NaN
             valid += on_track
         return valid.mean(dim=1) * self._task.interval * LYAPUNOV_EXPONENT
 
@@ -213,7 +213,7 @@ def true_states(task: LorenzTask, seeds: Sequence[int]) -> Float[Tensor, "seeds 
 
 
 def reported_states(task: LorenzTask, seeds: Sequence[int]) -> Float[Tensor, "seeds states 3"]:
-    """The training trajectory of each seed, standardized and noisy; the noise is one draw, scaled to its level."""
+    """The training trajectory of each seed, standardized and noisy; noise levels scale the same draw."""
     train, _ = _trajectories(task, seeds)
     generators = [torch.Generator().manual_seed(stream(seed, "lorenz noise")) for seed in seeds]
     noise = [torch.randn(train.shape[1:], generator=generator, dtype=torch.float64) for generator in generators]
@@ -226,7 +226,7 @@ def _trajectories(task: LorenzTask, seeds: Sequence[int]) -> tuple[NDArray[np.fl
 
 
 def _futures(task: LorenzTask, seeds: Sequence[int], starts: Tensor) -> Float[Tensor, "seeds times rollouts 3"]:
-    """The truth from each start on, for as long as a roll-out is followed."""
+    """The true states from each start up to the horizon."""
     test = _trajectories(task, seeds)[1][:, starts.numpy()]  # [seeds, rollouts, 3]
     states = orbit(test.reshape(-1, 3).T, task.rollout_steps, task.interval)  # [times, 3, seeds · rollouts]
     futures = states.transpose(2, 0, 1).reshape(len(seeds), task.rollouts, len(states), 3)

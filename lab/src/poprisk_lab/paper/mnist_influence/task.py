@@ -18,7 +18,7 @@ _CLASSES = 10
 
 @dataclass(frozen=True)
 class Setting:
-    """One training and how many test examples to ask about."""
+    """One training configuration and its number of test queries."""
 
     name: str
     optimizer: str
@@ -31,7 +31,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class MnistConfig:
-    """What is trained and measured."""
+    """Configuration of the experiment."""
 
     settings: tuple[Setting, ...] = (
         Setting("SGD, ReLU", "sgd"),
@@ -55,7 +55,7 @@ class MnistConfig:
     flipped: float = 0.1
     label_seeds: tuple[int, ...] = (0, 1, 2)
     exact_wrong: int = 60
-    """Wrong labels for which the exact columns are made, in the first of the seeds; and right ones:"""
+    """Number of wrong labels with exact columns, for the first seed; and of right ones:"""
     exact_right: int = 90
     synthetic: bool = False
     """Whether to generate synthetic images of the same shape instead of reading MNIST."""
@@ -88,18 +88,18 @@ def network(inputs: int, hidden: list[int], activation: str) -> nn.Module:
 
 
 def images(config: MnistConfig, data: str | Path | None) -> ImageSplit:
-    """The first n training images and all test images; or made-up ones.
+    """The first n training images and all test images, or synthetic ones.
 
     Raises:
-        DataError: no folder is given, a file is missing or damaged, or there are fewer than n images.
+        DataError: the folder is ``None``, a file is missing or damaged, or there are fewer than n images.
     """
     if config.synthetic:
         return _made_up(config)
     if data is None:
-        raise DataError("MNIST's four idx files are needed: give the folder that they lie in")
+        raise DataError("the experiment needs MNIST, got no data: give the folder with its four idx files")
     split, n = idx_split(data), config.n
     if len(split.train_labels) < n:
-        raise DataError(f"{n} training images are needed, got {len(split.train_labels)} in {data}")
+        raise DataError(f"expected at least {n} training images, got {len(split.train_labels)} in {data}")
     return ImageSplit(split.train_inputs[:n], split.train_labels[:n], split.test_inputs, split.test_labels)
 
 
@@ -122,7 +122,7 @@ def train_images(
     seed: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Run:
-    """A recorded run of the setting, with other labels or another seed where given."""
+    """A recorded run of the setting, optionally with other labels or another seed."""
     seed = config.seed if seed is None else seed
     dtype = getattr(torch, setting.dtype) if dtype is None else dtype
     targets = split.train_labels if labels is None else labels

@@ -16,41 +16,41 @@ from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 NOISY, CLEAN = "pinn_noisy", "pinn_clean"
 ERROR, SENSOR_FIT = "relative l2 error", "misfit to the sensors"
 PERIOD = 2 * math.pi
-_MEMBERS_AT_ONCE = 32  # of a measurement: 10 201 points x 512 units x 32 members are 0.7 GB
+_MEMBERS_AT_ONCE = 32  # per measurement: 10 201 points x 512 units x 32 members are 0.7 GB
 
 
 @dataclass(frozen=True)
 class PinnTask:
-    r"""Advection of sin x around a circle, known from sensors at t = 0 that see it through Gaussian noise.
+    r"""Advection of sin x around a circle, known from sensors at t = 0 with Gaussian noise.
 
     The solution of :math:`u_t + c\,u_x = 0`, periodic on :math:`[0, 2\pi)` with :math:`u(x, 0) = \sin x`, is
-    :math:`\sin(x - c t)`. The network sees (x, t) as they are and minimizes
+    :math:`\sin(x - c t)`. The inputs of the network are x and t. It minimizes
 
     .. math::
         \frac{w_r}{b_r}\sum (u_t + c\,u_x)^2 + \frac{w_b}{b_b}\sum (u(0, t) - u(2\pi, t))^2
         + \frac{w_0}{b_0}\sum (u(x, 0) - y)^2,
 
-    each sum over a batch of its own points. The paper gives the equation, c = 5, noise of standard deviation 1, the
+    each sum over a batch of points of its kind. The paper gives the equation, c = 5, noise of standard deviation 1, the
     size of the network, 8 000 iterations and the grid; the initial condition, the points, the batches and the weights
     of the terms are our choice.
 
     Attributes:
-        noise: Standard deviation of the sensors' noise, drawn once for each seed.
-        speed: c.
-        width: Units of a hidden layer.
-        layers: Hidden tanh layers.
-        interior: Points of the equation's residual, uniform over space and time, drawn once for each seed.
-        interior_batch: How many of them a step sees.
-        sensors: Evenly spaced points of the initial condition.
-        sensor_batch: How many of them a step sees.
-        boundary: Times at which the two ends must agree, uniform, drawn once for each seed.
-        boundary_batch: How many of them a step sees.
-        residual_weight: w_r.
-        boundary_weight: w_b.
-        initial_weight: w_0.
-        grid: Points of the test grid in x and in t, both ends included.
-        steps: Optimizer steps.
-        evaluations: How often the error is measured.
+        noise: Standard deviation of the sensor noise, drawn once for each seed.
+        speed: Speed c.
+        width: Number of units of a hidden layer.
+        layers: Number of hidden tanh layers.
+        interior: Number of points for the residual, uniform over space and time, drawn once for each seed.
+        interior_batch: Number of these points per step.
+        sensors: Number of evenly spaced points of the initial condition.
+        sensor_batch: Number of these points per step.
+        boundary: Number of times at which the two ends must agree, uniform, drawn once for each seed.
+        boundary_batch: Number of these times per step.
+        residual_weight: Weight w_r of the residual.
+        boundary_weight: Weight w_b of the boundary term.
+        initial_weight: Weight w_0 of the initial condition.
+        grid: Number of points of the test grid in x and in t, both ends included.
+        steps: Number of optimizer steps.
+        evaluations: Number of measurements.
     """
 
     noise: float = 1.0
@@ -84,7 +84,7 @@ class PinnTask:
 
     @property
     def description(self) -> str:
-        """One sentence for a page."""
+        """Equation, noise, network and loss in one sentence."""
         seen = f"seen through Gaussian noise of standard deviation {self.noise:g}" if self.noise else "without noise"
         return (
             f"u_t + {self.speed:g} u_x = 0, periodic, u(x, 0) = sin x at {self.sensors} sensors {seen}; "
@@ -94,7 +94,7 @@ class PinnTask:
 
     @property
     def parameters(self) -> int:
-        """Numbers the network has.
+        """Number of parameters of the network.
 
         >>> PinnTask().parameters
         1840641
@@ -132,11 +132,11 @@ class PinnTask:
         return weights
 
     def cohort(self, seeds: Sequence[int], device: torch.device) -> "PinnCohort":
-        """The members with these seeds, each with its seed's points and noise."""
+        """The members with these seeds, each with the points and the noise of its seed."""
         return PinnCohort(self, seeds, device)
 
     def portrait(self, weights: Mapping[str, Tensor], seed: int) -> Mapping[str, Any]:
-        """The absolute error on the grid, [t][x], to 4 digits."""
+        """The absolute error on the grid, as [t][x], rounded to 4 digits."""
         stacked = {name: value.unsqueeze(0) for name, value in weights.items()}
         device = next(iter(stacked.values())).device
         points = grid_points(self.grid).to(device)
@@ -149,10 +149,10 @@ class PinnCohort:
     """Points and sensors of many members on one device, and their losses.
 
     Attributes:
-        interior: (x, t) of the residual's points, for each distinct seed.
-        sensor_points: (x, 0), the same for all.
-        readings: What the sensors saw, for each distinct seed.
-        times: Of the boundary's points, for each distinct seed.
+        interior: Points (x, t) of the residual, for each distinct seed.
+        sensor_points: Points (x, 0) of the sensors, the same for all.
+        readings: Sensor readings, for each distinct seed.
+        times: Times of the boundary points, for each distinct seed.
     """
 
     def __init__(self, task: PinnTask, seeds: Sequence[int], device: torch.device) -> None:
@@ -211,7 +211,7 @@ class PinnCohort:
 def network(
     task: PinnTask, weights: StackedWeights, points: Float[Tensor, "members points 2"]
 ) -> Float[Tensor, "members points"]:
-    """Every member's u at its own points."""
+    """The value of u for each member at its points."""
     value = points
     for i in range(task.layers):
         value = _affine(weights, i, value).tanh()
@@ -227,13 +227,13 @@ def network_and_residual(
     r"""Values of u at all points, and its derivative in the given directions at the first of them.
 
     Along (x, t) = (c, 1) that one derivative is the equation's residual u_t + c u_x. It is carried forward beside the
-    value: through a layer :math:`h = \tanh(W h_{-} + b)` it becomes :math:`\dot h = (1 - h^2)\, W \dot h_{-}`. A
-    backward pass through both is all that training needs; no derivative is taken twice.
+    value: through a layer :math:`h = \tanh(W h_{-} + b)` it becomes :math:`\dot h = (1 - h^2)\, W \dot h_{-}`.
+    Training needs only a backward pass through both, no second derivative.
 
     Args:
-        task: Says how many layers there are.
-        weights: Of every member.
-        points: Where u is wanted, for each member.
+        task: Task, for the number of layers.
+        weights: Weights of all members.
+        points: Points at which to evaluate u, for each member.
         along: A direction for each of a member's first points.
     """
     value, tangent, inner = points, along, along.shape[1]
@@ -276,7 +276,7 @@ def sensor_points(count: int) -> Float[Tensor, "sensors 2"]:
 
 
 def sensor_readings(task: PinnTask, seed: int) -> Float[Tensor, "sensors"]:
-    """The initial condition sin x plus the seed's own noise."""
+    """The initial condition sin x plus the noise of the seed."""
     generator = torch.Generator().manual_seed(stream(seed, "pinn noise"))
     clean = exact_solution(sensor_points(task.sensors), task.speed)
     return clean + task.noise * torch.randn(task.sensors, generator=generator)

@@ -13,7 +13,7 @@ _TEST = 20_000
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and how."""
+    """A training configuration."""
 
     name: str
     source: str
@@ -26,7 +26,7 @@ class Task:
 
 @dataclass(frozen=True)
 class HonestyConfig:
-    """Which settings."""
+    """Configuration of the experiment."""
 
     tasks: tuple[Task, ...] = (
         Task("regression, little noise", "regression", 0.3, "sgd", 0.02),
@@ -42,7 +42,7 @@ class HonestyConfig:
     width: int = 64
     batch_size: int = 100
     examples: int = 128
-    """That exclusion and first order look at."""
+    """Number of examples used by the exclusion and first-order estimates."""
     folds: int = 10
 
 
@@ -67,11 +67,11 @@ def network(inputs: int, width: int, outputs: int) -> nn.Module:
 
 
 def task_problem(task: Task, config: HonestyConfig, seed: int) -> Problem:
-    """The examples of one seed, with a large test set drawn the same way (noise and all)."""
+    """The examples of one seed, with a large test set from the same distribution, including the noise."""
     if task.source == "digits":
         return _digits(task, config, seed)
     generator = torch.Generator().manual_seed(seed)
-    teacher = torch.Generator().manual_seed(9)  # one truth for all seeds
+    teacher = torch.Generator().manual_seed(9)  # the same truth for all seeds
     W = 1.5 * torch.randn(8, 6, generator=teacher, dtype=torch.float64) / math.sqrt(8)
     V = torch.randn(6, 3, generator=teacher, dtype=torch.float64)
     x = torch.randn(config.n + _TEST, 8, generator=generator, dtype=torch.float64)

@@ -1,9 +1,9 @@
 r"""Fine-tuning a language model on answers, clean and with some of the targets replaced.
 
 The same model, adapters and text as the DPO experiment: LoRA on SmolLM2-135M-Instruct, the preferred answers. The loss
-is the mean of :math:`-\log p(y_t \mid x_{<t})` over the tokens of the answers. Where targets are replaced, the model
-reads the text as it is and is asked for a token drawn from all: the best it can do is what it could do without, up to a
-constant. The metric is measured on held-out answers in which nothing is replaced.
+is the mean of :math:`-\log p(y_t \mid x_{<t})` over the tokens of the answers. Where a target is replaced,
+the input text stays the same and the target is a random token of the vocabulary: the optimum is unchanged up to a
+constant. The metric is measured on clean held-out answers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ class SftTask:
 
     Attributes:
         model: Model, adapters and text.
-        noise: Share of the answers' tokens whose target is replaced by one drawn from all, anew for each seed.
-        batch: Answers a step.
-        steps: Of the optimizer.
-        evaluations: Measurements on the way.
+        noise: Share of the tokens whose target is replaced by a random token, drawn separately for each seed.
+        batch: Number of answers per step.
+        steps: Number of optimizer steps.
+        evaluations: Number of measurements.
     """
 
     model: FineTuning = field(default_factory=FineTuning)
@@ -46,12 +46,12 @@ class SftTask:
 
     @property
     def name(self) -> str:
-        """Unique by the noise."""
+        """The share of replaced targets in percent."""
         return f"sft_{round(100 * self.noise)}_replaced"
 
     @property
     def description(self) -> str:
-        """In one sentence."""
+        """Model, adapters, text and noise in one sentence."""
         model = "a tiny random Llama" if self.model.folder is None else Path(self.model.folder).name
         return (
             f"fine-tuning of {model} with LoRA of rank {self.model.rank} on "
@@ -61,7 +61,7 @@ class SftTask:
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        """Nats a token of the held-out answers."""
+        """Nats per token of the held-out answers."""
         return (TaskMetric(HELD_OUT, False),)
 
     @property
@@ -70,11 +70,11 @@ class SftTask:
         return {"answers": (len(self.model.preferences().train), self.batch)}
 
     def initial(self, seed: int) -> dict[str, Tensor]:
-        """Adapters that change nothing yet."""
+        """Initial adapters, which do not change the model."""
         return self.model.initial(seed)
 
     def targets(self, seed: int) -> Int[Tensor, "answers time"]:
-        """What a seed's members are asked for: the answers, some of their tokens replaced."""
+        """The targets of the members with a seed: the answers, with some of their tokens replaced."""
         preferences = self.model.preferences()
         tokens, mask = preferences.train.tokens[:, 0], preferences.train.mask[:, 0]
         generator = torch.Generator().manual_seed(stream(seed, "targets"))
@@ -88,7 +88,7 @@ class SftTask:
 
 
 class SftCohort:
-    """Members that share model and text, each with the targets of its seed."""
+    """Members that share the model and the text, each with the targets of its seed."""
 
     def __init__(self, task: SftTask, seeds: Sequence[int], device: torch.device) -> None:
         self._members, unique = len(seeds), sorted(set(seeds))
@@ -101,13 +101,13 @@ class SftCohort:
         self._held_out, self._held_out_mask = (x[:, 0].to(device) for x in (held_out.tokens, held_out.mask))
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Mean over the tokens of each member's answers, long and short answers' alike."""
+        """Mean over all tokens of the answers of each member."""
         answers = batch["answers"]
         mask, targets = self._mask[answers], self._targets[self._seed_index.unsqueeze(1), answers]
         said = self._training.log_probability(weights, self._tokens[answers], mask, targets)
         return -said.sum(1) / mask.sum((1, 2))
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
-        """On the held-out answers, nothing replaced."""
+        """The loss on the clean held-out answers."""
         said = measured_log_probability(self._measuring, weights, self._held_out, self._held_out_mask, self._members)
         return {HELD_OUT: -said.sum(1) / self._held_out_mask.sum()}

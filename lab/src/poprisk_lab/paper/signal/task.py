@@ -15,7 +15,7 @@ from poprisk_lab.paper.signal.groups import DigitsConfig
 
 @dataclass(frozen=True)
 class SignalConfig:
-    """What the experiment runs."""
+    """Configuration of the experiment."""
 
     seeds: int = 3
     examples: int = 64
@@ -59,7 +59,7 @@ SMOKE = SignalConfig(
 def two_moons(
     count: int, spread: float, generator: torch.Generator
 ) -> tuple[Float[Tensor, "count 2"], Int[Tensor, "count"]]:
-    """Points on two half circles that reach into each other, and which of the two each belongs to, in turns.
+    """Points on two interleaved half circles with their labels, which alternate.
 
     >>> points, labels = two_moons(4, 0.0, torch.Generator().manual_seed(0))
     >>> labels.tolist(), bool((points[0].norm() - 1).abs() < 1e-12)
@@ -74,7 +74,7 @@ def two_moons(
 
 
 def moons_problem(config: SignalConfig, seed: int) -> tuple[Problem, Tensor]:
-    """The problem of a seed, and which of its training labels are wrong."""
+    """The problem of a seed, and a mask of its wrong training labels."""
     generator = torch.Generator().manual_seed(stream(seed, "signal moons"))
     inputs, labels = two_moons(config.examples, config.spread, generator)
     test_inputs, test_labels = two_moons(config.test_examples, config.spread, generator)
@@ -93,6 +93,6 @@ def moons_problem(config: SignalConfig, seed: int) -> tuple[Problem, Tensor]:
 
 
 def tanh_classifier(width: int) -> nn.Sequential:
-    """Two hidden layers of tanh and one logit, for points in the plane."""
+    """Two hidden tanh layers and one logit, for points in the plane."""
     hidden = [nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
     return nn.Sequential(*hidden, nn.Linear(width, 1))

@@ -12,21 +12,21 @@ from poprisk.runs import Problem, Run, train
 
 @dataclass(frozen=True)
 class SlopeConfig:
-    """The sweep."""
+    """Configuration of the sweep."""
 
     sizes: tuple[int, ...] = (8, 12, 16, 24, 32)
-    """Distinct training inputs n."""
+    """Numbers n of distinct training inputs."""
     repeated: bool = True
-    """Every input twice and batches of half of the examples; else every input once and full batches."""
+    """Whether every input occurs twice, with batches of half of the examples; else once, with full batches."""
     order: float = 2.0
-    """m of the bound, above 1/2."""
+    """Order m of the bound, greater than 1/2."""
     grid: int = 128
-    """Test inputs, evenly spaced."""
+    """Number of evenly spaced test inputs."""
     width: int = 16
     steps: int = 40
     lr: float = 0.5
     rank_cutoff: float = 1e-2
-    """Share of the largest singular value of C_S up to which the second remainder counts them as 0."""
+    """Singular values of C_S up to this share of the largest count as 0 in the second remainder."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,12 +58,12 @@ def circle_problem(n: int, width: int, *, repeated: bool, seed: int) -> Problem:
 
 
 def circle_network(width: int) -> nn.Sequential:
-    """A hidden layer of tanh, two outputs; analytic, so of every order m."""
+    """A hidden tanh layer with two outputs; analytic, hence smooth to every order m."""
     return nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 2))
 
 
 def record(config: SlopeConfig, n: int) -> Run:
-    """One training, every step recorded, in float64."""
+    """Train in float64 and record every step."""
     problem = circle_problem(n, config.width, repeated=config.repeated, seed=config.seed)
     rule = partial(torch.optim.SGD, lr=config.lr)
     batch = n if config.repeated else None

@@ -15,12 +15,12 @@ from poprisk.runs import replace_labels
 from poprisk_lab.engine.task import StackedBatch, StackedWeights, TaskMetric
 
 TEST_ACCURACY, TRAIN_ACCURACY, MEMORIZED = "test accuracy", "train accuracy", "wrong labels reproduced"
-_EXAMPLES_AT_ONCE = 1_000_000  # over all members: a gigabyte for a layer of 256 units
+_EXAMPLES_AT_ONCE = 1_000_000  # for all members together: 1 GB for a layer of 256 units
 
 
 @dataclass(frozen=True)
 class TeacherData:
-    """One seed's teacher at work: what it is shown, what it says, and which of its labels were replaced."""
+    """Data of one seed: inputs, labels of the teacher, and which training labels were replaced."""
 
     inputs: Float[Tensor, "train dimension"]
     labels: Int[Tensor, "train"]
@@ -33,9 +33,9 @@ class TeacherData:
 class TeacherTask:
     r"""A student learns :math:`\arg\max_k (W_2 \operatorname{relu}(W_1 x))_k` for Gaussian x from few examples.
 
-    The teacher's matrices are Gaussian, each seed's own; a share ``noise`` of the training labels is replaced by
-    another class. Test labels are the teacher's. The sizes are such that AdamW at torch's defaults gets about two
-    thirds of them right after clean labels.
+    The matrices of the teacher are Gaussian and differ between seeds; a share ``noise`` of the training labels is
+    replaced by another class. Test labels are those of the teacher. With clean labels, AdamW with torch's defaults
+    gets about two thirds of them right.
     """
 
     noise: float = 0.2
@@ -61,12 +61,12 @@ class TeacherTask:
 
     @property
     def name(self) -> str:
-        """``teacher_clean``, or with the percentage of wrong labels: ``teacher_20``."""
+        """``teacher_clean``, or the name with the percentage of wrong labels: ``teacher_20``."""
         return f"teacher_{self.noise * 100:g}" if self.noise else "teacher_clean"
 
     @property
     def description(self) -> str:
-        """Data, noise, network, loss."""
+        """Data, noise, network and loss in one sentence."""
         spoiled = f"{self.noise:.0%} of the labels replaced" if self.noise else "clean labels"
         return (
             f"{self.train_size} Gaussian inputs of {self.dimension} entries, {self.classes} classes by a random "
@@ -76,13 +76,13 @@ class TeacherTask:
 
     @property
     def metrics(self) -> tuple[TaskMetric, ...]:
-        """Accuracy on fresh points, on the labels given, and how many of the wrong labels were learnt."""
+        """Accuracy on new points, accuracy on the given labels, and the share of wrong labels reproduced."""
         always = (TaskMetric(TEST_ACCURACY, True), TaskMetric(TRAIN_ACCURACY, True))
         return (*always, TaskMetric(MEMORIZED, False)) if self.wrong_count else always
 
     @property
     def wrong_count(self) -> int:
-        """How many training labels are replaced."""
+        """Number of replaced training labels."""
         return round(self.noise * self.train_size)
 
     @property
@@ -91,20 +91,20 @@ class TeacherTask:
         return {"examples": (self.train_size, self.batch_size)}
 
     def data(self, seed: int) -> TeacherData:
-        """The data of a seed: a function of it and of the task's sizes alone."""
+        """The data of a seed, which depend only on the seed and the sizes of the task."""
         generator = torch.Generator().manual_seed(stream(seed, "teacher"))
         first = torch.randn(self.teacher_width, self.dimension, generator=generator)
         second = torch.randn(self.classes, self.teacher_width, generator=generator)
         inputs = torch.randn(self.train_size + self.test_size, self.dimension, generator=generator)
         hidden = F.relu(inputs @ first.T)
-        said = ((hidden - hidden.mean(0)) @ second.T).argmax(1)  # centred: else one class would take most inputs
+        said = ((hidden - hidden.mean(0)) @ second.T).argmax(1)  # centred: otherwise one class would get most inputs
         labels = torch.Generator().manual_seed(stream(seed, "labels"))
         given = replace_labels(said[: self.train_size], self.noise, self.classes, labels)
         n = self.train_size
         return TeacherData(inputs[:n], given.labels, given.wrong, inputs[n:], said[n:])
 
     def initial(self, seed: int) -> dict[str, Tensor]:
-        """The weights of torch's linear layers as torch makes them."""
+        """PyTorch's default initialization of linear layers."""
         sizes = [self.dimension, *[self.width] * self.depth, self.classes]
         weights: dict[str, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
@@ -120,7 +120,7 @@ class TeacherTask:
 
 
 class TeacherCohort:
-    """Members of one stacked training: the data of each seed once, and which seed's each member's are."""
+    """Members of one stacked training, with the data of each distinct seed."""
 
     def __init__(self, task: TeacherTask, seeds: Sequence[int], device: torch.device) -> None:
         self._task = task
@@ -134,14 +134,14 @@ class TeacherCohort:
         self._test_labels = torch.stack([d.test_labels for d in data]).to(device)
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
-        """Mean cross-entropy with the labels given."""
+        """Mean cross-entropy with the given labels."""
         seeds, index = self._seed_index.unsqueeze(1), batch["examples"]
         logits = self._logits(weights, self._inputs[seeds, index])
         losses = F.cross_entropy(logits.flatten(0, 1), self._labels[seeds, index].flatten(), reduction="none")
         return losses.view(index.shape).mean(1)
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
-        """Shares of the test points and of the training labels that each member gets right."""
+        """The metrics of each member on test points and training labels."""
         fitted = self._right(weights, self._inputs, self._labels)
         right = self._right(weights, self._test_inputs, self._test_labels)
         measured = {TEST_ACCURACY: right.float().mean(1), TRAIN_ACCURACY: fitted.float().mean(1)}
@@ -152,7 +152,7 @@ class TeacherCohort:
     def _right(
         self, weights: StackedWeights, inputs: Float[Tensor, "seeds n d"], labels: Int[Tensor, "seeds n"]
     ) -> Bool[Tensor, "members n"]:
-        """Which examples each member labels as given, in pieces that fit in memory."""
+        """Mask of the examples that each member labels as given, computed in chunks that fit in memory."""
         per_piece = max(1, _EXAMPLES_AT_ONCE // len(self._seed_index))
         pieces = zip(inputs.split(per_piece, 1), labels.split(per_piece, 1), strict=True)
         parts = [self._logits(weights, x[self._seed_index]).argmax(2) == y[self._seed_index] for x, y in pieces]

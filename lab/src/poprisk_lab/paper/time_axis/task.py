@@ -13,7 +13,7 @@ from poprisk.errors import HyperparameterError
 
 @dataclass(frozen=True)
 class TimeConfig:
-    """What the experiment runs."""
+    """Configuration of the experiment."""
 
     seeds: int = 5
     examples: int = 300
@@ -21,23 +21,23 @@ class TimeConfig:
     dimension: int = 3
     """Dimension of the signal."""
     marks: int = 5
-    """Entries of the marks."""
+    """Number of entries of the marks."""
     memorizing: int = 280
-    """Strong features, fewer than the examples."""
+    """Number of strong features, less than the number of examples."""
     bump_width: float = 0.35
-    """Standard deviation of the bumps, in marks whose entries have standard deviation 1."""
+    """Standard deviation of the bumps; the entries of the marks have standard deviation 1."""
     strength: float = 1.0
-    """About the rate σ²/n of the memorizing directions, in units of 1/100."""
+    """Approximate rate σ²/n of the memorizing directions, in units of 1/100."""
     weakness: float = 2e-5
-    """Square of what the signal features are multiplied by."""
+    """Square of the factor of the signal features."""
     decay: float = 1e-5
     """Weight decay of the second set of curves in panel A."""
     lr: float = 10.0
     steps: int = 300_000
     times: int = 60
-    """Looks, equally spaced in log t from lr to lr times steps."""
+    """Number of evaluations, equally spaced in log t from lr to lr times steps."""
     shown: tuple[int, ...] = (0, 140, 279, 280, 282)
-    """Singular directions whose fit is followed, by index; the largest is 0."""
+    """Indices of the singular directions whose fit is recorded; the largest is 0."""
 
     def __post_init__(self) -> None:
         for name in ("seeds", "test_examples", "dimension", "marks", "steps"):
@@ -49,7 +49,7 @@ class TimeConfig:
                 f"fit, got {self.memorizing}"
             )
         if not (self.lr * self.strength / 100 < 1 and self.times >= 2):
-            raise HyperparameterError(f"lr times strength must stay below 100, or descent is no flow, got {self.lr}")
+            raise HyperparameterError(f"lr times strength must be below 100 to approximate the flow, got lr={self.lr}")
         if not all(0 <= j < self.memorizing + self.dimension for j in self.shown):
             raise HyperparameterError(f"shown must name directions of the kernel, got {list(self.shown)}")
 
