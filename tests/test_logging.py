@@ -72,5 +72,5 @@ def test_the_logger_is_silent_until_someone_listens(caplog):
 
 
 def test_a_large_recording_is_warned_of_whoever_listens():
-    with pytest.warns(PopRiskWarning, match=r"about 3.0 GiB .*a higher every= keeps less"):
+    with pytest.warns(PopRiskWarning, match=r"about 3.0 GiB .*a larger every= needs less"):
         disk_use.announce(Path("somewhere"), 3 * 2**30, None)

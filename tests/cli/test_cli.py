@@ -176,7 +176,7 @@ def test_a_demo_writes_over_no_other_run(capsys, tmp_path, monkeypatch):
         (["demo", "--seeds"], "--seeds"),
         (["dance"], "dance"),
         (["bench", "--device", "abacus"], "device must be cpu, or cuda if available, got abacus"),
-        (["analyze", "nowhere"], "nowhere holds no run"),
+        (["analyze", "nowhere"], "nowhere is not a recorded run"),
         (["train"], "TASK"),
     ],
 )

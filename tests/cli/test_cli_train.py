@@ -153,7 +153,7 @@ def test_a_directory_goes_on_only_with_its_own_run(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.py:make_task"], "cannot read the script .*missing.py .*name one that is there"),
+        (["missing.py:make_task"], "cannot read the script .*missing.py .*check the path"),
         (["task.py:other"], "task.py has no 'other': it defines network, make_task"),
         (["task.py"], "expected an import path"),
         (["task.py:no_task"], "must return a Problem, got int"),

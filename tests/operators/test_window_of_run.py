@@ -155,7 +155,7 @@ def test_another_model_on_the_same_examples_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"small_network\(\), .*small_network\(activation='ReLU'\)"):
         Run.load(tmp_path / "run", problem=small_problem(arguments={"activation": "ReLU"}))
     unnamed = Run.load(tmp_path / "run", problem=small_problem(lambda: small_network("ReLU")))
-    with pytest.raises(RunError, match="does not have the gradient that step 0 of the run was taken with"):
+    with pytest.raises(RunError, match="does not have the gradient of step 0 of the run"):
         Window.of_run(unnamed)
     same = Run.load(tmp_path / "run", problem=small_problem(lambda: small_network("Tanh")))
     assert Window.of_run(same).num_examples == 6
@@ -171,7 +171,7 @@ def test_frozen_weights_must_be_the_recorded_ones():
 
     run = train(small_problem(lambda: frozen(0.2)), ADAM, 2, dtype=torch.float64, progress=False)
     assert Window.of_run(run).num_examples == 6
-    with pytest.raises(RunError, match="frozen parameters or buffers are not those recorded"):
+    with pytest.raises(RunError, match="frozen parameters or buffers differ from the recorded"):
         Window.of_run(Run(run._storage, problem=small_problem(lambda: frozen(0.3))))
 
 

@@ -69,10 +69,10 @@ def copied(path, **changes):
     [
         (
             {"format_version": 99},
-            r"99, and poprisk \S+ reads .*1: it needs poprisk \d\S+, which wrote it, or a later one",
+            r"99, but poprisk \S+ reads .*1: read it with poprisk \d\S+, which wrote it, or a later version",
         ),
-        ({"format_version": 99, "environment": {}}, "it needs the poprisk that wrote it, or a later one"),
-        ({"format_version": 99, "environment": {"poprisk": "7.0"}}, "it needs poprisk 7.0, which wrote it"),
+        ({"format_version": 99, "environment": {}}, "read it with the poprisk that wrote it, or a later version"),
+        ({"format_version": 99, "environment": {"poprisk": "7.0"}}, "read it with poprisk 7.0, which wrote it"),
         ({"format_version": 0}, r"format_version 0, .*: read it with poprisk \S+, which wrote it"),
         ({"format_version": True}, "format_version True"),
         ({"format_version": "1"}, "format_version '1'"),
@@ -135,7 +135,7 @@ def test_an_older_run_is_not_gone_on_with(an_older_format):
     optimizer = PopRiskAdamW(module.parameters(), lr=0.3)
     first = [p.clone() for p in module.parameters()]
     options = {"problem": there.problem, "training": manifest["training"], "seed": manifest["seed"], "resume": True}
-    with pytest.raises(RunError, match=r"format_version 0, .*other names.*Run.load\(path\).save\(another\)"):
+    with pytest.raises(RunError, match=r"format_version 0, .*other names.*Run.load\(path\).save\(new_path\)"):
         Recorder(path, module, optimizer, **options)
     assert_close([p.clone() for p in module.parameters()], first, rtol=0, atol=0)
 

@@ -1,6 +1,6 @@
 r"""What happened in a training run, and no theory: recorded, saved, opened, executed again.
 
-A loop of your own gets a recorder around it:
+To record your own training loop, put a :class:`Recorder` around each step:
 
 >>> import torch
 >>> from poprisk import Problem, Recorder, Run, replay, train
@@ -19,7 +19,7 @@ A loop of your own gets a recorder around it:
 >>> run.num_steps, run.batch(1)
 (2, tensor([4, 5, 6, 7]))
 
-and every step can be had as the affine map of its gradient that it was:
+Every step of the run is available as an affine map of its gradient:
 
 >>> step, w = run.step(1), run.weights(1)
 >>> v = run.buffer(2)  # the momentum after step 1
@@ -27,8 +27,8 @@ and every step can be had as the affine map of its gradient that it was:
 >>> bool(((run.weights(2) - w - predicted).abs() < 1e-15).all())
 True
 
-Without a loop, ``train(problem, torch.optim.Adam, steps=100, batch_size=4, path="runs/first")`` is one;
-``Run.load(path)`` opens what it left, ``replay(run)`` executes it again and says how far it deviates.
+``train(problem, torch.optim.Adam, steps=100, batch_size=4, path="runs/first")`` trains and records without a loop of
+your own, ``Run.load(path)`` opens the run, and ``replay(run)`` executes it again and reports how far it deviates.
 """
 
 from typing import Any

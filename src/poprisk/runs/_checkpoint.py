@@ -1,6 +1,6 @@
-"""Weights and optimizer state at one moment, as named tensors, and the module they belong to, built again.
+"""Checkpoints: weights and optimizer state as named tensors, and the module they belong to.
 
-Resuming and replay start from here.
+Resumed runs and replays start from a checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _WEIGHTS, _STATE, MODULE_BUFFER = "checkpoint.weights", "checkpoint.state.", "ch
 
 
 def capture(layout: Layout, parameters: Sequence[Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
-    """A copy of the flat weights and of every state tensor, the latter by parameter name and entry."""
+    """Copies of the flat weights and of all state tensors, the latter by entry and parameter name."""
     tensors = {_WEIGHTS: layout.flatten(parameters)}
     for name, p in zip(layout.names, parameters, strict=True):
         for key, value in optimizer.state[p].items() if p in optimizer.state else ():
@@ -30,14 +30,14 @@ def capture(layout: Layout, parameters: Sequence[Tensor], optimizer: Optimizer) 
 
 
 def capture_buffers(module: nn.Module, known: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Copies of the module's buffers that are not what they were known to be."""
+    """Copies of the module's buffers that differ from the known ones."""
     now = dict(module.named_buffers())
     changed = (name for name, b in now.items() if (old := known.get(name)) is None or not torch.equal(b, old))
     return {MODULE_BUFFER + name: now[name].detach().clone() for name in changed}
 
 
 def frozen_fingerprint(module: nn.Module) -> str:
-    """SHA-256 of all that is not trained: frozen parameters and buffers."""
+    """SHA-256 of the frozen parameters and the buffers."""
     frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     return fingerprint({**frozen, **dict(module.named_buffers())})
 
@@ -48,7 +48,7 @@ def weights_of(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def buffer_of(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
-    """The momentum buffer of a checkpoint, zero where there is none."""
+    """The momentum buffer of a checkpoint, zero if there is none."""
     pieces = layout.split(tensors[_WEIGHTS])
     buffer = flat_buffer(layout, [_state_of(tensors, name) for name in layout.names], pieces)
     return torch.zeros_like(tensors[_WEIGHTS]) if buffer is None else buffer
@@ -62,7 +62,7 @@ def restore(
     optimizer: Optimizer,
     options: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Put module and optimizer where they were."""
+    """Restore module and optimizer from a checkpoint."""
     with torch.no_grad():
         for p, piece in zip(parameters, layout.split(tensors[_WEIGHTS]), strict=True):
             p.copy_(piece)
@@ -81,7 +81,7 @@ def restore(
 def rebuild_optimizer(
     name: str, options: Sequence[Mapping[str, Any]], layout: Layout, parameters: Sequence[Tensor]
 ) -> Optimizer:
-    """A new optimizer of the recorded kind over these parameters, grouped and set as the recorded one was."""
+    """A new optimizer of the recorded kind over these parameters, with the recorded groups and options."""
     kind: Any = OPTIMIZERS[name]
     groups = [
         {**{key: _parsed(value) for key, value in saved.items()}, "params": members}
@@ -89,7 +89,7 @@ def rebuild_optimizer(
         if (members := [p for p, group in zip(parameters, layout.groups, strict=True) if group == g])
     ]
     if len(groups) != len(options):
-        raise RunError("a parameter group of the recorded optimizer was empty: its numbering cannot be restored")
+        raise RunError("the recorded optimizer had an empty parameter group: record with an optimizer without one")
     return kind(groups)
 
 
@@ -99,7 +99,7 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Give a group options that were recorded; a tensor keeps its place and gets the value."""
+    """Set recorded options in a parameter group; an option that is a tensor is changed in place."""
     for key, value in options.items():
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value)
@@ -137,11 +137,11 @@ def _parsed(value: Any) -> Any:
 
 
 Modes = bool | list[str]
-"""Whether all modules are in training mode; where they differ, the names of those in evaluation mode."""
+"""Whether all submodules are in training mode; if they differ, the names of those in evaluation mode."""
 
 
 def modes_of(module: nn.Module) -> Modes:
-    """Which parts of a module are in training mode, as a JSON value.
+    """Which submodules are in training mode, as a JSON value.
 
     >>> modes_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval())
     False
@@ -153,10 +153,10 @@ def modes_of(module: nn.Module) -> Modes:
 
 
 def set_modes(module: nn.Module, modes: Modes) -> None:
-    """Put every part of a module into the mode it was in.
+    """Set the recorded mode of every submodule.
 
     Raises:
-        RunError: the module has no part of a recorded name.
+        RunError: a recorded submodule is missing.
 
     >>> module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> set_modes(module, ["1"])
@@ -167,20 +167,20 @@ def set_modes(module: nn.Module, modes: Modes) -> None:
     missing = [name for name in modes if name not in parts] if isinstance(modes, list) else []
     if missing:
         raise RunError(
-            f"the run had a module {missing[0]!r} in evaluation mode, and the model built here has none of that name: "
-            "pass the problem it was recorded with"
+            f"the run had a submodule {missing[0]!r} in evaluation mode, but the model built here has none of that "
+            "name: pass the problem that was recorded"
         )
     for name, part in parts.items():  # not by train(…), which a class may have overridden
         part.training = modes if isinstance(modes, bool) else name not in modes
 
 
 def rebuild_module(problem: Problem, manifest: Mapping[str, Any], layout: Layout) -> nn.Module:
-    """The module of a run: the recorded dtype, modes and frozen numbers; its weights are those of the seed.
+    """The module of a run, with the recorded dtype and modes and the problem's initial weights.
 
-    A manifest from before modes were recorded leaves them as ``make_model`` sets them.
+    If the manifest has no modes (an early version did not record them), they stay as ``make_model`` sets them.
 
     Raises:
-        RunError: names, shapes, frozen parameters or buffers are not the recorded ones.
+        RunError: names, shapes, frozen parameters or buffers differ from the recorded ones.
     """
     module = problem.module()
     if len(set(layout.dtypes)) == 1:
@@ -189,10 +189,12 @@ def rebuild_module(problem: Problem, manifest: Mapping[str, Any], layout: Layout
     if tuple(named) != layout.names or tuple(named.values()) != layout.shapes:
         raise RunError(
             f"problem {problem.name!r} builds a model that differs from the recorded one in names or shapes: "
-            f"{_first_difference(layout, named)}; pass the problem it was recorded with"
+            f"{_first_difference(layout, named)}; pass the problem that was recorded"
         )
     if frozen_fingerprint(module) != manifest["frozen_sha256"]:
-        raise RunError("the model's frozen parameters or buffers are not those recorded: make_model must rebuild them")
+        raise RunError(
+            "the model's frozen parameters or buffers differ from the recorded ones: make_model must build the same"
+        )
     modes = manifest.get("modes")
     if modes is not None:
         set_modes(module, modes)
@@ -204,5 +206,5 @@ def _first_difference(layout: Layout, named: Mapping[str, tuple[int, ...]]) -> s
     here = list(named.items())
     for there, now in zip(recorded, here, strict=False):
         if there != now:
-            return f"{there[0]} {list(there[1])} there, {now[0]} {list(now[1])} here"
-    return f"{len(recorded)} parameters there, {len(here)} here"
+            return f"{there[0]} {list(there[1])} was recorded, {now[0]} {list(now[1])} was built"
+    return f"{len(recorded)} parameters were recorded, {len(here)} were built"

@@ -1,4 +1,4 @@
-"""A dataset whose examples know their index."""
+"""A dataset that returns the index of each example with the example."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,13 +11,13 @@ from poprisk.errors import RunError
 class IndexedDataset(Dataset[Any]):
     """Each example with its index in front: ``(index, *example)``, or ``{"index": index, **example}`` for mappings.
 
-    A :class:`torch.utils.data.DataLoader` makes the indices of a batch one tensor, in whatever order it draws.
+    A :class:`torch.utils.data.DataLoader` collects the indices of a batch into one tensor, in any order of sampling.
 
     Args:
-        dataset: With ``__len__`` and ``__getitem__``.
+        dataset: A dataset with ``__len__`` and ``__getitem__``.
 
     Raises:
-        RunError: a dataset without indices.
+        RunError: the dataset has no ``__len__`` or ``__getitem__``.
 
     >>> list(IndexedDataset([("a", 1), ("b", 0)]))
     [(0, 'a', 1), (1, 'b', 0)]
@@ -30,7 +30,8 @@ class IndexedDataset(Dataset[Any]):
             or not hasattr(dataset, "__len__")
         ):
             raise RunError(
-                f"{type(dataset).__name__} has no index of examples: use a dataset with __len__ and __getitem__"
+                f"the dataset must have __len__ and __getitem__, so that examples have an index, got "
+                f"{type(dataset).__name__}"
             )
         self.dataset = dataset
 

@@ -24,10 +24,14 @@ class Split:
 
 
 def digits_split(seed: int, train_size: int) -> Split:
-    """The digits in an order drawn from the seed: the first ``train_size`` to train on, all the others to test on.
+    """Shuffle the digits; the first ``train_size`` are the training examples, all others the test examples.
+
+    Args:
+        seed: Seed for the order.
+        train_size: Number of training examples.
 
     Raises:
-        DataError: fewer than 10 examples to train on or 100 to test on.
+        DataError: there would be fewer than 10 training or 100 test examples.
         MissingExtraError: scikit-learn is not installed.
     """
     low, high = TRAIN_SIZES
@@ -50,24 +54,24 @@ def _load() -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class ReplacedLabels:
-    """Labels after replacement, and which of them are wrong."""
+    """Labels after replacement, and a mask of the wrong ones."""
 
     labels: Int[Tensor, "examples"]
     wrong: Bool[Tensor, "examples"]
 
     @property
     def share(self) -> float:
-        """The share of labels that really are wrong."""
+        """The share of wrong labels."""
         return self.wrong.double().mean().item()
 
 
 def replace_labels(
     labels: Int[Tensor, "examples"], share: float, num_classes: int, generator: Generator
 ) -> ReplacedLabels:
-    """Replace a share of the labels by another class, uniform over the classes that are *not* the true one.
+    """Replace a share of the labels by another class, drawn uniformly from the classes other than the true one.
 
-    A replaced label is therefore always wrong, and the share of wrong labels is the share asked for, rounded to a whole
-    number of examples. (The other convention, a draw from all classes, leaves one in ``num_classes`` of them right.)
+    Every replaced label is therefore wrong, and the share of wrong labels is ``share``, rounded to a whole number of
+    examples. (The other convention, a draw from all classes, leaves one in ``num_classes`` of them correct.)
 
     Args:
         labels: The true labels, in 0 … num_classes - 1.
@@ -85,7 +89,7 @@ def replace_labels(
     if not 0 <= share <= 1:
         raise DataError(f"share must lie between 0 and 1, got {share}")
     if num_classes < 2:
-        raise DataError(f"num_classes must be at least 2, got {num_classes}: there is no other label to put in")
+        raise DataError(f"num_classes must be at least 2, got {num_classes}")
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise DataError(
             f"labels must lie in 0 … {num_classes - 1} for num_classes={num_classes}, "

@@ -1,4 +1,4 @@
-"""How much disk a recording will take, said before anything is written."""
+"""Estimates of the disk space that a recording needs, announced before anything is written."""
 
 import logging
 import shutil
@@ -15,13 +15,13 @@ _SEGMENT_BYTES, _SEGMENT_STEPS, _LARGE = 32 * 2**20, 256, 2**30
 
 
 def usual_segment(layout: Layout) -> int:
-    """Steps in one file of a dense run: about 32 MiB, at most 256 steps."""
+    """Number of steps per file of a dense run: about 32 MiB, at most 256 steps."""
     step = 3 * layout.size * layout.dtype.itemsize
     return max(1, min(_SEGMENT_STEPS, _SEGMENT_BYTES // step))
 
 
 def bytes_per_step(optimizer: Optimizer, layout: Layout, every: int, segment_steps: int) -> float:
-    """Weights, preconditioner and buffer where they are recorded, and a share of the checkpoint at the end."""
+    """Bytes of weights, preconditioner and buffer of one step, and a share of the checkpoint at the end of the file."""
     groups = optimizer.param_groups
     if isinstance(optimizer, SGD):
         momentum = any(group["momentum"] for group in groups)
@@ -40,21 +40,22 @@ def announce(path: Path, total: int, steps: int | None) -> None:
     Raises:
         RunError: the planned steps do not fit on the disk.
     """
-    planned = f"{steps} steps" if steps else "1000 steps (their number was not given)"
+    planned = f"{steps} steps" if steps else "1000 steps (steps= was not given)"
     text = f"recording into {path}: about {readable_size(total)} for {planned}"
     _LOG.info(text)
     if total > _LARGE:
-        warnings.warn(f"{text}: a higher every= keeps less", PopRiskWarning, stacklevel=2)
+        warnings.warn(f"{text}; a larger every= needs less", PopRiskWarning, stacklevel=2)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     free = shutil.disk_usage(there).free
     if steps and total > free:
         raise RunError(
-            f"{planned} need about {readable_size(total)}, and {path} has {readable_size(free)} free: set every= higher"
+            f"recording {planned} needs about {readable_size(total)}, but {path} has {readable_size(free)} free: use a "
+            "larger every="
         )
 
 
 def readable_size(count: int | float) -> str:
-    """Bytes in a unit a person can read.
+    """Format a number of bytes in a readable unit.
 
     >>> readable_size(3 * 2**20)
     '3.0 MiB'

@@ -1,6 +1,6 @@
-r"""Does a model have the gradients that a run's first steps were taken with? Asked when a recorded run is analysed.
+r"""Checks a model against the gradients of a run's first steps when the run is analyzed.
 
-Import paths and fingerprints tell problems apart only where their parts have them; the recorded steps always do: a step
+Not every model and loss has an import path by which it could be recognized, but the recorded steps always tell: a step
 that is affine in its gradient can be solved for it.
 """
 
@@ -12,23 +12,23 @@ from poprisk.errors import RunError
 from poprisk.runs._run import Run
 from poprisk.runs._step import PerWeight
 
-# Two steps that moved weights are enough; with a gate or a warm-up the very first ones may not.
+# Two steps that changed weights are enough; with a gate or a warm-up the very first ones may not change them.
 _STEPS, _LOOKED_AT = 2, 10
-# Of the root of the machine epsilon: gradients on one kind of processor; on others convolutions may be rounded further.
+# In units of the square root of the machine epsilon; on other devices convolutions may be rounded more.
 _TOLERANCE, _TOLERANCE_ON_DEVICES = 4.0, 40.0
 # Roundings of a weight in one step.
 _ROUNDINGS = 8.0
 
 
 def check_first_steps(run: Run, model: FlatModel) -> None:
-    r"""Refuses a model whose gradients are not those of the run's first two steps that moved weights.
+    r"""Check that a model has the gradients of the first two steps of a run that changed the weights.
 
     .. math:: M (a \kappa + b) \odot f = w_k - w_{k+1} - \lambda w_k + \sigma - M a \beta\, v_{k-1}
               - M (a \kappa + b) \lambda^c w_k
 
-    is solved for f and compared with :math:`J^\top S g` of the model, to the root of the machine epsilon and to what
-    the rounding of the weights leaves visible. A run with checkpoints only is compared when it is replayed; one whose
-    inputs were augmented, or which allows no exact analysis, not at all.
+    is solved for f and compared with :math:`J^\top S g` of the model, up to the square root of the machine epsilon and
+    the rounding of the weights. A run with checkpoints only is checked when it is replayed; a run with augmented inputs
+    or without exact analyses is not checked.
 
     Raises:
         RunError: they differ.
@@ -51,14 +51,13 @@ def check_first_steps(run: Run, model: FlatModel) -> None:
         f = _gradient(run, model, k)
         recorded, rounding = _recorded_gradient(run, k)
         size = max(f.norm().item(), recorded[rounding < recorded.abs()].norm().item())
-        told = rounding <= tolerance * size  # a weight that hardly moved says nothing of its gradient
+        told = rounding <= tolerance * size  # a weight that hardly changed says nothing about its gradient
         difference = (f - recorded)[told].norm().item()
         if not difference <= tolerance * size + rounding[told].norm().item():
             raise RunError(
-                f"the model of problem {run.problem.name!r} does not have the gradient that step {k} of the run was "
-                f"taken with: relative difference {difference / size:.1e}. Its model or loss is another than the "
-                "recorded one (pass the problem it was recorded with), or the loop changed gradients in a way that was "
-                "not recorded"
+                f"the model of problem {run.problem.name!r} does not have the gradient of step {k} of the run: "
+                f"relative difference {difference / size:.1e}. Either its model or loss differs from the recorded one "
+                "(pass the problem that was recorded), or the loop changed gradients in a way that was not recorded"
             )
         compared += bool(told.any())
 
@@ -73,7 +72,7 @@ def _gradient(run: Run, model: FlatModel, k: int) -> Tensor:
 
 
 def _recorded_gradient(run: Run, k: int) -> tuple[Tensor, Tensor]:
-    """What the step says its gradient was, and how much of each entry rounding hides; 0 and infinity if everything."""
+    """The gradient that the step implies, and its uncertainty from rounding; 0 and infinity if it cannot be known."""
     step = run.step(k)
     before, after, v = (x.double() for x in (run.weights(k), run.weights(k + 1), run.buffer(k)))
     M, a = step.preconditioner.double(), _double(step.buffer_share)

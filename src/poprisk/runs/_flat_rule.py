@@ -1,4 +1,4 @@
-r"""The optimizer of a run as a pure function of flat vectors: what is differentiated, stacked and run again."""
+r"""The optimizer of a run as a pure function of flat vectors, for derivatives, ensembles and replays."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ State = tuple[Tensor, ...]
 class FlatRule(ABC):
     r"""One optimizer step :math:`(w, g, \mathrm{state}) \mapsto (w', \mathrm{state}')` on flat vectors [d].
 
-    Made by :func:`flat_rule`. Learning rates and every other option of step k are those that the run recorded for it,
-    parameter group by parameter group; step counts and bias corrections follow from k. All functions are pure and can
-    be put under ``torch.func.vmap``, ``jvp`` and ``vjp``; weights, gradient and states may also have one more axis in
-    front, one row for each member of an ensemble.
+    Made by :func:`flat_rule`. Learning rates and all other options of step k are those recorded for it, for each
+    parameter group; step counts and bias corrections follow from k. All functions are pure and work with
+    ``torch.func.vmap``, ``jvp`` and ``vjp``; weights, gradient and states may also have a leading axis, with one row
+    for each member of an ensemble.
 
     >>> from poprisk.runs import Problem
     >>> from poprisk.runs import train
@@ -59,9 +59,9 @@ class FlatRule(ABC):
     state_names: tuple[str, ...]
     """The state vectors by name: ``()``, ``("momentum",)``, ``("m", "v")`` or ``("m", "v", "s")``."""
     elementwise: bool
-    """Whether each weight's step depends on its own numbers alone (not with a gate pooled over rows or tensors)."""
+    """Whether each weight's step depends on that weight alone (false if a gate is pooled over rows or tensors)."""
     _saved: ClassVar[dict[str, str]]
-    """The optimizer's own name for each state vector."""
+    """The optimizer's name for each state vector."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._layout = run, run.layout
@@ -78,7 +78,7 @@ class FlatRule(ABC):
         self._reader: SegmentReader | None = None
 
     def initial(self, w: Float[Tensor, "*members d"]) -> State:
-        """The state before step 0, beside ``w`` (its shape, dtype and device): zeros, or what the recording found."""
+        """The state before step 0, zeros unless the optimizer had one, with the shape, dtype and device of ``w``."""
         return tuple(self._first_state(name).to(w).expand(w.shape) for name in self.state_names)
 
     def step(
@@ -93,18 +93,18 @@ class FlatRule(ABC):
         """Step k of the run, with these weights, this gradient and this state in place of the recorded ones.
 
         Args:
-            k: Which step's options and counts to use.
+            k: Step whose options and counts are used.
             w: Weights before the step.
-            g: The gradient that the optimizer sees: of the batch, times the clipping factor.
-            state: As :attr:`state_names` has them, before the step.
-            gate: A gate to use in place of the one computed from the state, e.g. :meth:`gate` of the recorded step
-                held fixed. Rules without a gate have no use for it.
+            g: Gradient of the batch, times the clipping factor.
+            state: State vectors before the step, in the order of :attr:`state_names`.
+            gate: Gate to use instead of the one computed from the state, e.g. :meth:`gate` of the recorded step. Rules
+                without a gate ignore it.
 
         Returns:
             Weights and state after the step.
 
         Raises:
-            DataError: k is not a step of the run, or the vectors or their number do not fit.
+            DataError: k is not a step of the run, or the number or shapes of the vectors are wrong.
             RunError: something other than the optimizer moved the weights in this step.
         """
         self._check(k, w, g, state)
@@ -123,7 +123,7 @@ class FlatRule(ABC):
     def gate(
         self, k: int, w: Float[Tensor, "*members d"], g: Float[Tensor, "*members d"], state: State
     ) -> Float[Tensor, "*members d"]:
-        """The gate q that step k computes from this gradient and this state; ones for a rule that has none."""
+        """The gate q that step k computes from this gradient and this state; ones for a rule without a gate."""
         self._check(k, w, g, state)
         if not self.elementwise and w.dim() > 1:
             return vmap(lambda w, g, *state: self.gate(k, w, g, state))(w, g, *state)
@@ -134,7 +134,7 @@ class FlatRule(ABC):
             gates.append(q.reshape(piece.of(w).shape))
         return gates[0] if len(gates) == 1 else torch.cat(gates, -1)
 
-    # What the rules differ in.
+    # Different for each rule.
 
     @staticmethod
     @abstractmethod
@@ -156,7 +156,7 @@ class FlatRule(ABC):
     def _gate_of(self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor]) -> Tensor:
         return torch.ones_like(w)
 
-    # What they share.
+    # Common to all rules.
 
     def _shaped(self, piece: Piece, x: Tensor) -> Tensor:
         part = x if len(self._pieces) == 1 else piece.of(x)
@@ -190,8 +190,8 @@ class FlatRule(ABC):
                 self._reader = self._run.recorded(k)
             if isinstance(self._reader.step(k).source, Tensor):
                 raise RunError(
-                    f"something other than the optimizer moved the weights in step {k} (a projection, a clamp), "
-                    "so the step is not a function of its gradient alone: do it in the model's forward"
+                    f"the weights were changed in step {k} by something other than the optimizer (a projection, a "
+                    "clamp), so the step is not a function of its gradient alone: do it in the model's forward"
                 )
             self._looked_at.add(k)
 
@@ -225,7 +225,7 @@ class _AdamRule(FlatRule):
     @staticmethod
     def _names_of(every_option: Sequence[Options]) -> tuple[str, ...]:
         if any(options["amsgrad"] for options in every_option):
-            raise RunError("AMSGrad's running maximum is not supported here: train with amsgrad=False")
+            raise RunError("amsgrad=True is not supported here: train with amsgrad=False")
         return ("m", "v")
 
     @staticmethod
@@ -248,7 +248,7 @@ class _PopulationRule(FlatRule):
     def _names_of(every_option: Sequence[Options]) -> tuple[str, ...]:
         hypers = [hyper_of(dict(options)) for options in every_option]
         if any(options["state_dtype"] for options in every_option):
-            raise RunError("states rounded at random (state_dtype) have no flat rule: train with state_dtype=None")
+            raise RunError("a state_dtype, which rounds at random, is not supported here: train with state_dtype=None")
         return ("m", "v", "s") if any(hyper.tracks_variance for hyper in hypers) else ("m", "v")
 
     @staticmethod
@@ -288,7 +288,7 @@ class _PopulationRule(FlatRule):
         hyper = hyper_of(dict(options))
         begun = _begin_variance(past, hyper)
         s = state[2] if hyper.tracks_variance else None
-        if s is not None and begun != past:  # the optimizer has no s before its first gated step, or begins it again
+        if s is not None and begun != past:  # the optimizer creates s at its first gated step
             s = torch.zeros_like(s)
         return hyper, PopulationState(state[0], state[1], s, *_counts(begun, hyper))
 
@@ -300,10 +300,10 @@ def flat_rule(run: Run) -> FlatRule:
         run: A run of SGD, Adam, AdamW or PopRiskAdamW, whose weights have one dtype, float32 or float64.
 
     Returns:
-        The rule; exact to rounding: with the recorded gradients it gives the recorded weights.
+        The rule. With the recorded gradients it gives the recorded weights, up to rounding.
 
     Raises:
-        RunError: amsgrad, states of low precision, or weights too coarse or of several dtypes.
+        RunError: the run used amsgrad or states of low precision, or weights of low precision or several dtypes.
 
     >>> from poprisk.runs import Problem
     >>> from poprisk.runs import train
@@ -315,7 +315,7 @@ def flat_rule(run: Run) -> FlatRule:
     """
     dtypes = sorted(set(run.layout.dtypes))
     if len(dtypes) != 1 or dtypes[0] not in ("torch.float32", "torch.float64"):
-        raise RunError(f"exact work needs weights of one dtype, float32 or float64, got {', '.join(dtypes)}")
+        raise RunError(f"the weights must all be float32 or all float64, got {', '.join(dtypes)}")
     rules: dict[str, type[FlatRule]] = {
         "torch.optim.SGD": _SGDRule,
         "torch.optim.Adam": _AdamRule,
@@ -326,7 +326,7 @@ def flat_rule(run: Run) -> FlatRule:
 
 
 def _with_gate(gate: Tensor, w: Tensor, g: Tensor, after: PopulationState, hyper: Hyper) -> Tensor:
-    """Line 10 of Algorithm 1 with a gate from elsewhere."""
+    """Line 10 of Algorithm 1 with a given gate."""
     open_gate = linearize(after, replace(hyper, gate=None, gated_decay=False))
     decay = open_gate.decay * gate if hyper.gated_decay else open_gate.decay
     moved = w - gate * open_gate.preconditioner * after.m - decay * w
@@ -334,7 +334,7 @@ def _with_gate(gate: Tensor, w: Tensor, g: Tensor, after: PopulationState, hyper
 
 
 def _begin_variance(past: Past, hyper: Hyper) -> Past:
-    """What the optimizer creates in a state before its step, where a gate or its calibration begins late."""
+    """The state that the optimizer creates before its step, if a gate or its calibration starts after step 0."""
     if hyper.gate is None:
         return past
     if hyper.tracks_variance and not past.has_variance:

@@ -3,11 +3,11 @@ r"""The gradient of one step: computed from a problem's examples, watched, and c
 Between ``backward()`` and ``step()`` the gradients may stay as they are or be multiplied by one common factor, as
 clipping by norm and unscaling do; anything else (clipping by value, noise, a factor per layer) is refused. The factor
 belongs to the selection S of :class:`~poprisk.runs.AffineStep`. It is observed, so it does not matter which function
-clips: a hook on each parameter's gradient notes its version counter and some of its entries. Just before the optimizer
-moves, gradients with an unchanged version have a factor of exactly 1, at no cost; for the others the factor is the
-number c, in the gradients' own precision, for which fl(c · noted) equals the current gradient bit by bit. A dense
-recording compares every entry of every gradient. A sparse one, for which time counts, compares a few entries of a few
-parameters; what it misses is found when the run is replayed.
+clips: a hook on each parameter's gradient notes its version counter and some of its entries. Just before the
+optimizer's update, gradients with an unchanged version have a factor of exactly 1, at no cost; for the others the
+factor is the number c, in the gradients' own precision, for which fl(c · noted) equals the current gradient bit by bit.
+A dense recording compares every entry of every gradient. A sparse recording, which must be fast, compares a few entries
+of a few parameters; other changes are found when the run is replayed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,12 +59,12 @@ def add_gradients(
 
 
 def check_gradient(problem: Problem, module: nn.Module, parameters: Sequence[Tensor], step: StepContext) -> None:
-    r"""Compares ``.grad`` with :math:`c \sum_i \omega_i \nabla \ell_i` at the weights as they are.
+    r"""Compare ``.grad`` with :math:`c \sum_i \omega_i \nabla \ell_i` at the current weights.
 
-    Left out where there is no such gradient: forwards that draw at random or mix examples, weights of low precision.
+    Nothing is compared if the forward pass is random or mixes examples, or if the weights are of low precision.
 
     Raises:
-        RunError: they differ by more than the root of the machine epsilon.
+        RunError: they differ by more than the square root of the machine epsilon.
     """
     exact = all(p.dtype in (torch.float32, torch.float64) for p in parameters)
     if not exact or randomness_of(module) is not None:
@@ -78,9 +78,9 @@ def check_gradient(problem: Problem, module: nn.Module, parameters: Sequence[Ten
     if not difference <= tolerance * size:
         raise RunError(
             f"the gradient of step {step.number} is not that of the recorded examples under loss={problem.loss!r}: "
-            f"relative difference {difference / size if size else difference:.1e}. Are these the right indices, is the "
-            "loss their mean (else pass weights=), are gradients zeroed, are inputs not changed at random (else "
-            "augmentation=)? verify_steps=0 records without this check"
+            f"relative difference {difference / size if size else difference:.1e}. Check that the indices are right, "
+            "that the loss is their mean (otherwise pass weights=), that gradients are zeroed, and that inputs are not "
+            "changed at random (otherwise pass augmentation=). verify_steps=0 records without this check"
         )
 
 
@@ -120,12 +120,12 @@ def common_factor(before: Tensor, after: Tensor) -> float:
         return 1.0
     largest = before.abs().argmax()
     center = after[largest] / before[largest]
-    for candidate in _neighbours(center):  # the first is nearly always it
+    for candidate in _neighbours(center):  # nearly always the first
         if torch.equal(before * candidate, after):
             return float(candidate)
     if not bool(center.isfinite()) or not bool(after.isfinite().all()):
         raise _not_one_factor()
-    # Two factors in a row (unscaled, then clipped) round twice: no single one has the same bits.
+    # Two factors in a row (unscaling, then clipping) round twice: no single factor gives the same bits.
     slack = 8 * torch.finfo(before.dtype).eps * after.abs() + torch.finfo(before.dtype).tiny
     if bool(((before * center - after).abs() <= slack).all()):
         return float(center)
@@ -133,11 +133,11 @@ def common_factor(before: Tensor, after: Tensor) -> float:
 
 
 class GradientWatch:
-    """Hooks behind the gradients of some parameters.
+    """Hooks that watch the gradients of some parameters.
 
     Args:
-        parameters: Whose gradients.
-        every_entry: Note all entries of all of them: what dense recording can afford.
+        parameters: The trained parameters.
+        every_entry: Whether to note all entries of all gradients (slower, for dense recording) or a few.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, every_entry: bool = False) -> None:
@@ -146,7 +146,7 @@ class GradientWatch:
         self._handles = [probe.parameter.register_post_accumulate_grad_hook(probe.note) for probe in self._probes]
 
     def factor(self) -> float:
-        """By what the gradients were multiplied since the last ``backward()``; 1 where none has been seen.
+        """Factor by which the gradients were multiplied since the last ``backward()``; 1 if there was none.
 
         Raises:
             RunError: they were changed in another way.
@@ -155,7 +155,7 @@ class GradientWatch:
         if not seen:
             return 1.0
         if len(seen) < len(self._probes):
-            raise RunError("a gradient was set by hand, others by backward(): let one backward() make them all")
+            raise RunError("some gradients were set by hand, others by backward(): compute all of them with backward()")
         changed = [probe.has_changed() for probe in seen]
         if not any(changed):
             return 1.0
@@ -166,12 +166,12 @@ class GradientWatch:
         return factor
 
     def forget(self) -> None:
-        """To be called after each step."""
+        """Forget the noted gradients; call it after each step."""
         for probe in self._probes:
             probe.grad = probe.noted = None
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self.forget()
@@ -204,19 +204,19 @@ class _Probe:
 
     def _entries(self, grad: Tensor) -> Tensor:
         grad = grad.detach() if grad.requires_grad else grad
-        if grad.is_contiguous():  # one operation and not three: this runs in every step
+        if grad.is_contiguous():  # one operation instead of three: this runs in every step
             return torch.as_strided_copy(grad, (self._count,), (self._stride,), grad.storage_offset())
         return grad.reshape(-1)[:: self._stride].clone()
 
 
 def _spread(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """A few from the first to the last: the layers at both ends are among them."""
+    """A few parameters, evenly spaced; the first and the last are among them."""
     last, count = len(parameters) - 1, min(PROBED_PARAMETERS, len(parameters))
     return [parameters[round(i * last / max(1, count - 1))] for i in range(count)]
 
 
 def _neighbours(center: Tensor) -> Iterator[Tensor]:
-    """The number, then the two next to it on each side, where its precision knows neighbours."""
+    """The number, then its two nearest neighbours on each side (float32 and float64 only)."""
     yield center
     if center.dtype not in (torch.float32, torch.float64):
         return
@@ -230,6 +230,6 @@ def _neighbours(center: Tensor) -> Iterator[Tensor]:
 def _not_one_factor() -> RunError:
     return RunError(
         "the gradients were changed between backward() and step() by more than one common factor (clipping by value, "
-        "noise, a factor for each layer?): such a step is not one of the recorded loss; clip by the norm of all "
-        "gradients, or not at all"
+        "added noise, or a factor for each layer), which cannot be recorded: clip by the norm of all gradients, or do "
+        "not clip"
     )

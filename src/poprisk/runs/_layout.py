@@ -1,4 +1,4 @@
-"""Where each parameter lies in the flat weight vector, and to which group of the optimizer it belongs."""
+"""The position of each parameter in the flat weight vector, and its parameter group in the optimizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ from poprisk.errors import RunError
 
 @dataclass(frozen=True)
 class Layout:
-    """The trainable parameters in the order of :class:`poprisk._core.autodiff.FlatModel`; shared ones once."""
+    """The trainable parameters in the order of ``Module.named_parameters``; shared parameters appear once."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -25,7 +25,7 @@ class Layout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Entries of each parameter."""
+        """Number of entries of each parameter."""
         return [torch.Size(shape).numel() for shape in self.shapes]
 
     @property
@@ -35,7 +35,7 @@ class Layout:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of the flat vector: the widest of the parameters'."""
+        """Data type of the flat vector: the widest one of the parameters."""
         dtypes = [getattr(torch, name.removeprefix("torch.")) for name in self.dtypes]
         widest = dtypes[0]
         for dtype in dtypes[1:]:
@@ -43,23 +43,23 @@ class Layout:
         return widest
 
     def flatten(self, pieces: Sequence[Tensor]) -> Float[Tensor, "d"]:
-        """A new vector of the pieces, in the layout's dtype."""
+        """Concatenate pieces into a new flat vector, in the layout's dtype."""
         return torch.cat([piece.detach().reshape(-1).to(self.dtype) for piece in pieces])
 
     def split(self, flat: Float[Tensor, "d"]) -> list[Tensor]:
-        """The pieces of a flat vector, in each parameter's shape."""
+        """Split a flat vector into pieces with the parameters' shapes."""
         pieces = flat.split(self.sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def spread(self, values: Sequence[float]) -> float | Float[Tensor, "d"]:
-        """One number per group, for every weight: a float where they are all the same."""
+        """Expand one number per group to one per weight; a float if all are equal."""
         if len(set(values)) == 1:
             return float(values[0])
         per_parameter = torch.tensor([values[g] for g in self.groups], dtype=self.dtype)
         return per_parameter.repeat_interleave(torch.tensor(self.sizes))
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON value."""
+        """The layout as a JSON value."""
         return asdict(self)
 
     @classmethod
@@ -73,7 +73,7 @@ def layout_of(module: nn.Module, optimizer: Optimizer) -> tuple[Layout, list[nn.
     """The layout, and the parameters in its order.
 
     Raises:
-        RunError: the optimizer has a parameter that is not the module's, or misses one that is trainable.
+        RunError: the optimizer has a parameter that is not in the module, or lacks a trainable one.
     """
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -93,10 +93,10 @@ def layout_of(module: nn.Module, optimizer: Optimizer) -> tuple[Layout, list[nn.
     strange = next((name for name, p in named.items() if not p.is_floating_point()), None)
     if strange is not None:
         raise RunError(
-            f"parameter {strange!r} is {named[strange].dtype}: only real floating-point weights are recorded"
+            f"parameter {strange!r} is {named[strange].dtype}: only real floating-point weights can be recorded"
         )
     if not named:
-        raise RunError("the model has no trainable parameter: there is nothing to record")
+        raise RunError("the model has no trainable parameters: set requires_grad_(True) on those to train")
     parameters = list(named.values())
     shapes, dtypes = (tuple(p.shape) for p in parameters), (str(p.dtype) for p in parameters)
     return Layout(tuple(named), tuple(shapes), tuple(dtypes), tuple(group_of[id(p)] for p in parameters)), parameters

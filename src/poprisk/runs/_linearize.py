@@ -11,8 +11,8 @@ AdamW                 the same                         1 - β1     1     0     l
 PopRiskAdamW          the same times the gate q        1 - β1     1     0     lr decay    0
 ===================== ================================ ========== ===== ===== =========== =========
 
-SGD's κ is 1 at a parameter's first step, whatever the dampening. With ``amsgrad`` v̂ is the running maximum. Every way
-torch carries out a step (for-loop, foreach, fused) has the same linearization to rounding.
+SGD's κ is 1 at a parameter's first step, whatever the dampening. With ``amsgrad`` v̂ is the running maximum. All of
+torch's implementations (for-loop, foreach, fused) have the same linearization up to rounding.
 """
 
 import math
@@ -37,15 +37,15 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "poprisk.PopRiskAdamW": PopRiskAdamW,
 }
 COLUMNS = ("scale", "momentum", "new_gradient", "buffer_share", "direct_share", "decay", "coupled_decay")
-"""Numbers that each parameter group has of its own; ``scale`` is M where M is one number, else NaN."""
+"""Numbers kept for each parameter group; ``scale`` is M if M is one number, otherwise NaN."""
 BUFFERS = ("momentum_buffer", "exp_avg")
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
-    """The name under which a run keeps its optimizer.
+    """Name of the optimizer in a run's manifest.
 
     Raises:
-        RunError: a rule whose linearization is not known, by name, or an option that has none.
+        RunError: the linearization of the optimizer, or of one of its options, is not known.
 
     >>> optimizer_name(SGD([torch.zeros(1, requires_grad=True)]))
     'torch.optim.SGD'
@@ -60,7 +60,7 @@ def optimizer_name(optimizer: Optimizer) -> str:
         for option in ("maximize", "differentiable"):
             if group.get(option):
                 raise RunError(
-                    f"{name} with {option}=True cannot be recorded: a run descends; minimize the negative loss"
+                    f"{name} with {option}=True cannot be recorded: use {option}=False (minimize the negative loss)"
                 )
         if group.get("signal", "ema") != "ema":
             raise RunError(f'{name} with signal={group["signal"]!r} has no linearization: use signal="ema"')
@@ -68,7 +68,7 @@ def optimizer_name(optimizer: Optimizer) -> str:
 
 
 def affine_map(layout: Layout, linear: Mapping[str, Tensor]) -> dict[str, PerWeight]:
-    """The fields of :class:`~poprisk.runs.AffineStep` that the optimizer decides, from what a step keeps of it."""
+    """The fields of :class:`~poprisk.runs.AffineStep` that depend on the optimizer, from the linearization on disk."""
     table = linear["coefficients"]
     values = {name: layout.spread(table[:, i].tolist()) for i, name in enumerate(COLUMNS)}
     vectors = {name: linear[name] for name in ("preconditioner", "decay") if name in linear}
@@ -76,12 +76,12 @@ def affine_map(layout: Layout, linear: Mapping[str, Tensor]) -> dict[str, PerWei
 
 
 class Linearizer:
-    """Looks at an optimizer before and after its step.
+    """Computes the linearization of each of an optimizer's steps.
 
     Args:
         optimizer: One of ``OPTIMIZERS``.
-        layout: Where its parameters lie.
-        parameters: In the layout's order.
+        layout: Layout of the flat weights.
+        parameters: Parameters in the layout's order.
 
     >>> from poprisk.runs._layout import layout_of
     >>> model = torch.nn.Linear(1, 1)
@@ -99,16 +99,16 @@ class Linearizer:
     def __init__(self, optimizer: Optimizer, layout: Layout, parameters: Sequence[Tensor]) -> None:
         self.name = optimizer_name(optimizer)
         self.optimizer, self.layout, self.parameters = optimizer, layout, parameters
-        self._is_sgd = self.name == "torch.optim.SGD"  # then M is one number for each group
+        self._is_sgd = self.name == "torch.optim.SGD"  # then M is one number per group
         self._fresh: list[bool] = []
 
     def before_a_sparse_step(self) -> None:
-        """The same as :meth:`before` where nobody will ask for :meth:`after`: the least that must be looked at."""
+        """Like :meth:`before` if :meth:`after` will not be called: only checks that all gradients exist."""
         if any(p.grad is None for p in self.parameters):
             self.before()
 
     def before(self) -> None:
-        """To be called when gradients are ready: refuses what has no linearization, and sees who takes a first step.
+        """Call it when gradients are ready: checks that the step can be linearized, and notes which are first steps.
 
         Raises:
             RunError: a parameter has no gradient or a sparse one, or the groups have changed.
@@ -122,7 +122,7 @@ class Linearizer:
                 raise RunError(f"parameter {name!r} has a sparse gradient, which cannot be recorded: use sparse=False")
         groups = self.optimizer.param_groups
         if sum(len(g["params"]) for g in groups) != len(self.parameters):
-            raise RunError("the optimizer's parameter groups have changed during the run: start another recording")
+            raise RunError("the optimizer's parameter groups changed during the run: start another recording")
         if not self._is_sgd:
             return
         self._fresh = []
@@ -135,11 +135,11 @@ class Linearizer:
             self._fresh.append(True in fresh)
 
     def after(self) -> dict[str, Tensor]:
-        """The step just taken, as it is kept on disk. ``before()`` must have been called before it.
+        """The linearization of the step just taken, as kept on disk; ``before()`` must be called before the step.
 
         Returns:
-            ``coefficients`` [groups, 7], a row of ``COLUMNS`` for each parameter group; and as flat vectors, where
-            there are any, ``preconditioner`` (rules of Adam's kind), ``decay`` (where it is gated) and ``buffer``.
+            ``coefficients`` [groups, 7], a row of ``COLUMNS`` for each parameter group; and the flat vectors
+            ``preconditioner`` (Adam and its relatives), ``decay`` (if gated) and ``buffer`` (with momentum).
         """
         with torch.no_grad():
             lins = self._linearizations()
@@ -167,13 +167,13 @@ class Linearizer:
         return found
 
     def _row(self, lin: Linearization, p: Tensor) -> list[float]:
-        """The numbers of ``COLUMNS``, NaN where a vector has them."""
+        """The numbers of ``COLUMNS``, NaN if they are kept as a vector."""
         scale = float(lin.preconditioner) if self._is_sgd else math.nan
         decay = math.nan if _has_entries(lin.decay, p) else float(lin.decay)
         return [scale, lin.momentum, lin.kappa, lin.buffer_share, lin.direct_share, decay, lin.coupled_decay]
 
     def _spread(self, name: str, lins: Mapping[Tensor, Linearization]) -> Tensor | None:
-        """One vector of every parameter's entries; None where a number for each group says it all."""
+        """One value for each weight; None if there is one number per group."""
         values = [(getattr(lins[p], name), p) for p in self.parameters]
         if not any(_has_entries(value, p) for value, p in values):
             return None
@@ -188,7 +188,7 @@ class Linearizer:
 def flat_buffer(
     layout: Layout, states: Sequence[Mapping[str, Any]], parameters: Sequence[Tensor]
 ) -> Float[Tensor, "d"] | None:
-    """The momentum buffers as one vector, zero where there is none yet; None if there is none at all."""
+    """The momentum buffers as one vector, zero for parameters without one; None if no parameter has one."""
     found = [next((s[key] for key in BUFFERS if s.get(key) is not None), None) for s in states]
     if all(buffer is None for buffer in found):
         return None
@@ -204,7 +204,7 @@ def unexplained(
     after: Float[Tensor, "d"],
     parameters: Sequence[Tensor],
 ) -> Float[Tensor, "d"] | None:
-    """What moved the weights beside the step's own affine map; None if that is rounding."""
+    """The change of the weights that the step's affine map does not explain; None if it is within rounding."""
     values = {k: x.to(before) if isinstance(x, Tensor) else x for k, x in affine_map(layout, linear).items()}
     driven = gradient + values["coupled_decay"] * before
     without_momentum = torch.as_tensor(values["momentum"], device=before.device) == 0
@@ -217,5 +217,5 @@ def unexplained(
 
 
 def _has_entries(value: Any, p: Tensor) -> bool:
-    """Whether a value is given for each entry of a parameter, and not as one number."""
+    """Whether there is a value for each entry of a parameter instead of one number."""
     return isinstance(value, Tensor) and value.shape == p.shape

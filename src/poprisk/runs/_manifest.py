@@ -1,8 +1,8 @@
 """The manifest of a run: versions, numerics, problem, obstacles to exact analyses; and the formats that can be opened.
 
-A change that older programs would misread gets a new ``FORMAT_VERSION`` and a migration from the version before; an
-entry that is only added (and may be missing) needs none. Migrations work on what was read, one after another, and write
-nothing: a run stays on disk as it was recorded, and ``Run.save`` writes it in the present format.
+A change that older versions would misread gets a new ``FORMAT_VERSION`` and a migration from the previous one; an
+optional new entry needs none. Migrations are applied one after another to what was read and write nothing: a run stays
+on disk as it was recorded, and ``Run.save`` writes it in the current format.
 """
 
 import hashlib
@@ -33,31 +33,31 @@ Content = tuple[dict[str, Tensor], Any]
 
 @dataclass(frozen=True)
 class Migration:
-    """From one version to the next."""
+    """The changes from one version to the next."""
 
     name: str
-    """What changed, in words."""
+    """Description of the change."""
     manifest: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
-    """The manifest of the next version, without its format_version."""
+    """Converts the manifest to the next version, without its format_version."""
     content: Callable[[Content], Content] = lambda content: content
-    """One file's tensors and notes, in the next version."""
+    """Converts one file's tensors and notes to the next version."""
 
 
 MIGRATIONS: Mapping[int, Migration] = {}
-"""By the version that they start from: one for each before the present. Empty as long as there has been one format."""
+"""One migration from each earlier version, by that version. Empty, because there has been only one format."""
 
 
 def checked(manifest: dict[str, Any], where: object) -> dict[str, Any]:
-    """A manifest as it was on disk, without its hash, if it is whole and of a version that can be read.
+    """Check a manifest read from disk, and remove its hash.
 
     Raises:
-        DataError: it is of a later or unknown version (the message names the poprisk that reads it), or damaged.
+        DataError: it is damaged, or of a later or unknown version (the message names the poprisk that can read it).
 
     >>> try:
     ...     checked({"format_version": 7, "environment": {"poprisk": "9.1"}}, "run/manifest.json")
     ... except DataError as error:
     ...     print(str(error).partition(": ")[2])
-    it needs poprisk 9.1, which wrote it, or a later one
+    read it with poprisk 9.1, which wrote it, or a later version
     """
     version = manifest.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or not _oldest() <= version <= FORMAT_VERSION:
@@ -69,30 +69,30 @@ def checked(manifest: dict[str, Any], where: object) -> dict[str, Any]:
 
 
 def migrated_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A checked manifest, in the present format."""
+    """Convert a checked manifest to the current format."""
     for version in range(manifest["format_version"], FORMAT_VERSION):
         manifest = {**MIGRATIONS[version].manifest(manifest), "format_version": version + 1}
     return manifest
 
 
 def migrated_content(content: Content, version: int) -> Content:
-    """A file of a run of some version, in the present format."""
+    """Convert the content of a file from some version to the current format."""
     for step in range(version, FORMAT_VERSION):
         content = MIGRATIONS[step].content(content)
     return content
 
 
 def require_present(version: int, where: object) -> None:
-    """Refuses to add to a run of an older format: its new files would be of another than its old ones.
+    """Check that a run has the current format, so that steps can be added.
 
     Raises:
-        RunError: with the way to go on.
+        RunError: it has an older format; the message says how to continue.
     """
     if version != FORMAT_VERSION:
         changed = "; ".join(MIGRATIONS[step].name for step in range(version, FORMAT_VERSION))
         raise RunError(
-            f"{where} holds a run of format_version {version}, and poprisk {__version__} writes "
-            f"{FORMAT_VERSION} ({changed}): write a copy with Run.load(path).save(another), and continue that one"
+            f"{where} holds a run of format_version {version}, but poprisk {__version__} writes "
+            f"{FORMAT_VERSION} ({changed}): write a copy with Run.load(path).save(new_path), and continue the copy"
         )
 
 
@@ -111,12 +111,12 @@ def _unknown(version: Any, manifest: Mapping[str, Any], where: object) -> DataEr
     writer = about.get("poprisk") if isinstance(about, Mapping) else None
     which = f"poprisk {writer}, which wrote it" if isinstance(writer, str) else "the poprisk that wrote it"
     later = isinstance(version, int) and version > FORMAT_VERSION
-    needs = f"it needs {which}, or a later one" if later else f"read it with {which}"
-    return DataError(f"{where} has format_version {version!r}, and poprisk {__version__} reads {reads}: {needs}")
+    needs = f"read it with {which}{', or a later version' if later else ''}"
+    return DataError(f"{where} has format_version {version!r}, but poprisk {__version__} reads {reads}: {needs}")
 
 
 def describe_training(module: nn.Module, problem: Problem | None, loss: str | ExampleLoss) -> dict[str, Any]:
-    """The part of a manifest that does not depend on how it is recorded."""
+    """The part of a manifest that does not depend on the recording's options."""
     return {
         "format_version": FORMAT_VERSION,
         "kind": "run",
@@ -131,7 +131,7 @@ def describe_training(module: nn.Module, problem: Problem | None, loss: str | Ex
 
 
 def numerics(device: torch.device) -> dict[str, Any]:
-    """What decides on bits beside versions."""
+    """Settings, other than versions, on which the last bits depend."""
     return {
         "device": device.type,
         "threads": torch.get_num_threads(),
@@ -143,36 +143,36 @@ def numerics(device: torch.device) -> dict[str, Any]:
 
 
 def obstacles(module: nn.Module, layout: Layout, augmentation: str | None) -> list[str]:
-    """Why no exact analysis will be possible, in words."""
+    """The reasons why exact analyses will not be possible."""
     found = [randomness_of(module)]
     low = sorted({d for d in layout.dtypes if d not in ("torch.float32", "torch.float64")})
     if low:
-        found.append(f"the weights are {low[0]}, too coarse for exact work: train in float32 or float64")
+        found.append(f"the weights are {low[0]}, which is not precise enough: train in float32 or float64")
     if augmentation == "unseeded":
         found.append("inputs were changed at random without a seed: use problem.augment with step.generator")
     return [text for text in found if text is not None]
 
 
 def check_same_run(manifest: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuses to go on with a run that was set up otherwise.
+    """Check that a run to continue was set up in the same way.
 
     Raises:
-        RunError: with the first thing that differs.
+        RunError: it was not; the message names the first difference.
     """
     problem = manifest["problem"] and manifest["problem"]["fingerprint"]
     there = {**manifest, "optimizer": manifest["optimizer"]["name"], "problem": problem}
     for what, value in here.items():
         if there[what] != value:
-            shown = "they differ" if what in ("layout", "problem") else f"{there[what]} there, {value} here"
-            raise RunError(f"the directory holds another run ({what}: {shown}): record into another one")
+            shown = "differs" if what in ("layout", "problem") else f"was {there[what]}, is {value}"
+            raise RunError(f"the directory holds another run ({what} {shown}): record into another directory")
 
 
 def plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """The value after a round trip through JSON."""
     return json.loads(json.dumps(value))
 
 
 @cache
 def _environment() -> dict[str, Any]:
-    """Asked once per process: it looks for the commit."""
+    """Cached, because it asks git for the commit."""
     return environment()

@@ -1,4 +1,4 @@
-r"""What was trained: a model factory, a loss, examples by index, and how to show one."""
+r"""A training problem: a model factory, a loss, training examples, and how to display one."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -20,13 +20,13 @@ BatchLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Problem:
-    r"""A training problem that a later process can recognise, and rebuild if its parts can be imported.
+    r"""A training problem: model, loss and training examples.
 
-    The training objective is :math:`\Phi_S = \frac1n \sum_i \ell(F(w, z_i), y_i)`. What is saved with a run is a
-    description: import paths (``"package.module:function"`` or ``"script.py:function"``, and JSON arguments) of the
-    functions, and a fingerprint (SHA-256 over dtypes, shapes and bytes) of the data, never the data themselves. A
-    problem made with :meth:`build` is rebuilt by whoever opens the run; any other must be given again,
-    ``Run.load(path, problem=…)``, and is checked.
+    The training objective is :math:`\Phi_S = \frac1n \sum_i \ell(F(w, z_i), y_i)`. A run saves a description of its
+    problem: import paths of the functions (``"package.module:function"`` or ``"script.py:function"``, with JSON
+    arguments) and a fingerprint of the data (SHA-256 over dtypes, shapes and bytes), never the data themselves. A
+    problem made with :meth:`build` is rebuilt when the run is opened; any other must be passed again,
+    ``Run.load(path, problem=…)``, and is checked against the description.
 
     Args:
         make_model: Builds the module: a function or class, called with ``arguments`` under ``seed``.
@@ -38,14 +38,15 @@ class Problem:
         arguments: Keyword arguments of ``make_model``, JSON values if the run is to be reopened by itself.
         show: Function that returns a display of the example with a given index; default: a line of text.
         test: Test inputs and targets.
-        augment: Function applied to a batch of inputs and a seeded generator; only what it draws from that is replayed.
-        batch_loss: The mean of ``loss`` over a batch of outputs and targets, written as the training loop computes it,
-            where that must be repeated bit by bit.
+        augment: Function of a batch of inputs and a seeded generator that returns augmented inputs; it must draw all
+            its random numbers from the generator, or it cannot be replayed.
+        batch_loss: Mean of ``loss`` over a batch of outputs and targets, computed exactly as in the training loop, for
+            replays that are equal bit by bit.
         seed: Seed for the initial weights.
 
     Raises:
-        DataError: inputs and targets (or those to test on) differ in length, or there are none.
-        HyperparameterError: ``make_model`` is a module and not a function that makes one, or the loss is unknown.
+        DataError: inputs and targets (or the test inputs and targets) differ in length, or are empty.
+        HyperparameterError: ``make_model`` is a module instead of a function that builds one, or the loss is unknown.
 
     >>> problem = Problem(nn.Linear, "squared", torch.ones(4, 2), torch.zeros(4, 1),
     ...                   arguments={"in_features": 2, "out_features": 1})
@@ -88,14 +89,14 @@ class Problem:
 
     @classmethod
     def build(cls, factory: str | Callable[..., "Problem"], **arguments: Any) -> "Problem":
-        """Call a function that returns a problem, and remember how: a run of it can be opened with no further help.
+        """Call a function that returns a problem, and remember the call, so that a run of it can be opened by its path.
 
         Args:
             factory: The function, or its import path ``"package.module:function"``, or ``"folder/script.py:function"``.
-            arguments: Keyword arguments for it, JSON values.
+            arguments: Keyword arguments for the function, as JSON values.
 
         Raises:
-            DataError: the path leads nowhere, or the function returns something else.
+            DataError: the path cannot be imported, or the function does not return a problem.
         """
         function = resolve(factory) if isinstance(factory, str) else factory
         if not callable(function):
@@ -116,7 +117,7 @@ class Problem:
         return self.targets.device
 
     def module(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> nn.Module:
-        """A new module with the weights that ``seed`` gives, beside the examples unless said otherwise."""
+        """A new module with the initial weights given by ``seed``, by default on the device of the examples."""
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(self.seed)
@@ -136,7 +137,7 @@ class Problem:
         generator: Generator | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[Inputs, Tensor]:
-        """Examples by index (default: all), floating-point ones in ``dtype``, augmented where a generator is given."""
+        """Inputs and targets by index (default: all), cast to ``dtype``, augmented if a generator is given."""
         rows = slice(None) if indices is None else indices.to(self.device)
         inputs, targets = take_examples(self.inputs, rows), self.targets[rows]
         if self.augment is not None and generator is not None:
@@ -164,7 +165,7 @@ class Problem:
             DataError: there is no such example.
         """
         if not 0 <= i < len(self):
-            raise DataError(f"the examples are 0 … {len(self) - 1}, got {i}")
+            raise DataError(f"the index of an example must lie in 0 … {len(self) - 1}, got {i}")
         if self._show is not None:
             return self._show(i)
         parts = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}" for x in _parts(self.inputs)]
@@ -187,7 +188,7 @@ class Problem:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What a run keeps of its problem, as JSON values."""
+        """The description that a run saves, as JSON values."""
         optional = {"augment": self.augment, "batch_loss": self._batch_loss}
         return {
             "name": self.name,
@@ -207,19 +208,19 @@ class Problem:
         return {"make_model": importable(self.make_model, self.arguments).as_json(), "loss": loss}
 
     def check_is(self, description: Mapping[str, Any]) -> None:
-        """Refuses to pass for another problem.
+        """Check that this is the described problem.
 
-        Compared are the examples, the loss, and the import path and arguments of ``make_model`` (and of a loss that is
-        a function) where both sides have one; a function made on the spot is taken at its word here, and by what the
-        recorded steps say where a run is analysed.
+        The examples, the loss, and the import path and arguments of ``make_model`` (and of a loss that is a function)
+        are compared where both sides have one. A function without an import path is accepted here; it is checked
+        against the recorded steps when the run is analyzed.
 
         Raises:
-            DataError: the training examples, the loss or the model are not those of the description.
+            DataError: the training examples, the loss or the model differ from the description.
         """
         if description["fingerprint"] != self.fingerprint:
             data = {k: f"{x.dtype} {list(x.shape)}" for k, x in _named(self.inputs, self.targets).items()}
             raise DataError(
-                f"the run was trained on other examples than those of problem {self.name!r}: fingerprint "
+                f"the run was not trained on the examples of problem {self.name!r}: expected fingerprint "
                 f"{description['fingerprint'][:12]} of {description['data']}, got {self.fingerprint[:12]} of {data}"
             )
         for part, here in self._functions.items():
@@ -227,9 +228,9 @@ class Problem:
             if there is None or there == now or (now is None and not named):
                 continue
             raise DataError(
-                f"the run was trained with {part}={there}, problem {self.name!r} has {part}="
+                f"the run was trained with {part}={there}, but problem {self.name!r} has {part}="
                 f"{now or repr(getattr(self, part))}: pass the one that was used"
-                + ("" if named else "; if this is the same by another name, wrap it in a lambda: the steps decide then")
+                + ("" if named else "; if it is the same function under another name, wrap it in a lambda")
             )
 
     @classmethod
@@ -237,11 +238,11 @@ class Problem:
         """Rebuild a problem that was made with :meth:`build`, and check that it is the same one.
 
         Args:
-            description: As :attr:`description` gave it.
-            folder: The directory that it was kept in, to which the path of a script is relative.
+            description: The value of :attr:`description` when the problem was saved.
+            folder: Directory in which the description was saved; the path of a script is relative to it.
 
         Raises:
-            DataError: it was made otherwise, cannot be imported, or has other examples now.
+            DataError: the problem was not made with :meth:`build`, cannot be imported, or has other examples now.
         """
         source = description["source"]
         if source is None or source["path"] is None:
@@ -259,11 +260,11 @@ class Problem:
 
 
 def _called(description: Mapping[str, Any]) -> str | None:
-    """What a description calls a loss or a function, with its arguments; None where it has no import path."""
+    """Name of a described loss or function, with its arguments; None without an import path."""
     if "name" in description:
         return repr(description["name"])
     path, arguments = description["path"], description["arguments"]
-    path = path and path.replace(".py:", ":")  # a script, or imported from its folder: the same function
+    path = path and path.replace(".py:", ":")  # as a script or imported from its folder: the same function
     return path and f"{path}({', '.join(f'{k}={v!r}' for k, v in sorted(arguments.items()))})"
 
 

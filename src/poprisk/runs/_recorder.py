@@ -1,4 +1,4 @@
-r"""Recording a training loop: what happened in each optimizer step, with nothing changed in the loop."""
+r"""Recording a training loop: what happened in each optimizer step, without changing the loop."""
 
 import math
 from collections.abc import Sequence
@@ -44,16 +44,16 @@ class Recorder:
 
     *Dense* (``every=1``): weights, preconditioner and momentum buffer of every step are kept, about three weight
     vectors a step (SGD: one or two). *Sparse* (``every=100``): weights and optimizer state of every hundredth step;
-    the steps between are computed again on demand and checked against the next checkpoint bit by bit.
+    the steps in between are recomputed on demand and checked against the next checkpoint bit by bit.
 
-    Clipping by norm and unscaling are observed (:mod:`poprisk.runs._gradients`), micro-batches may be accumulated,
-    and learning rates and other options of each parameter group may change. In dense recording whatever else moves the
-    weights before the block ends is kept as the step's source. With a ``problem`` the first steps are checked: is the
-    gradient really that of the recorded examples under the recorded loss?
+    Clipping by norm and unscaling are detected, micro-batches may be accumulated, and learning rates and other options
+    of each parameter group may change. In dense recording, any other change of the weights before the block ends is
+    kept as the step's source. With a ``problem``, the first steps are checked: the gradient must be that of the
+    recorded examples under the recorded loss.
 
-    Optimizers: torch's SGD (momentum, dampening, Nesterov), Adam and AdamW (amsgrad too) in every implementation, and
-    PopRiskAdamW; others are refused by name, as are ``maximize`` and sparse gradients. With a ``variance`` source
-    PopRiskAdamW can be recorded only densely.
+    Supported optimizers: torch's SGD (momentum, dampening, Nesterov), Adam and AdamW (also with amsgrad) in every
+    implementation, and PopRiskAdamW. Other optimizers, ``maximize`` and sparse gradients raise an error. PopRiskAdamW
+    with a ``variance`` source can be recorded only densely.
 
     Args:
         path: Directory for the run, new or empty; None keeps the run in memory.
@@ -74,8 +74,8 @@ class Recorder:
         training: Any JSON value that describes the training loop; kept in the manifest.
 
     Raises:
-        RunError: the directory holds something else; the optimizer is not known or not the model's; there is not enough
-            space on the disk for the planned steps.
+        RunError: the directory holds other files; the optimizer is not supported or not built from the model's
+            parameters; there is not enough disk space for the planned steps.
         HyperparameterError: an argument is out of range or missing.
 
     >>> model = nn.Linear(2, 1)
@@ -121,7 +121,7 @@ class Recorder:
         self.layout, self._parameters = layout_of(model, optimizer)
         self._linearizer = Linearizer(optimizer, self.layout, self._parameters)
         if every > 1 and getattr(optimizer, "_variance_source", None) is not None:
-            raise RunError("a PopRiskAdamW with a variance source cannot be replayed: record it with every=1")
+            raise RunError("PopRiskAdamW with a variance source cannot be replayed: record it with every=1")
         self._segment_steps = every if every > 1 else segment_steps or usual_segment(self.layout)
         self._augmentation = augmentation or ("seeded" if problem is not None and problem.augment else None)
         self._verify_steps = 0 if problem is None or self._augmentation == "unseeded" else verify_steps
@@ -134,7 +134,7 @@ class Recorder:
         self._closed = self._broken = False
         self._versions: list[int] | None = None
         self._weights_after: Tensor | None = None
-        self._find_a_place(resume)
+        self._prepare_storage(resume)
         self._watch = GradientWatch(self._parameters, every_entry=self.is_dense)
         self._hooks = [
             optimizer.register_step_pre_hook(self._pre_step),
@@ -166,11 +166,14 @@ class Recorder:
         """The training set with each example's index in front, for a DataLoader or a loop.
 
         Raises:
-            RunError: its examples have no index, or it is not as long as the recorded one.
+            RunError: the dataset has no ``__getitem__`` or ``__len__``, or another length than the recorded one.
         """
         wrapped = IndexedDataset(dataset)
         if len(wrapped) != self.examples:
-            raise RunError(f"the dataset has {len(wrapped)} examples, the run is over {self.examples}")
+            raise RunError(
+                f"the run has {self.examples} training examples, the dataset has {len(wrapped)}: pass the whole "
+                "training set"
+            )
         return wrapped
 
     def step(
@@ -183,15 +186,15 @@ class Recorder:
         """A block around forward, backward and ``optimizer.step()`` of one step.
 
         Args:
-            indices: Which examples the loss is a mean over. Several tensors, or ``step.micro_batch(…)`` inside the
-                block: micro-batches whose mean losses are divided by their number and added up.
+            indices: Indices of the examples whose losses are averaged. For micro-batches, pass several tensors or call
+                ``step.micro_batch(…)`` inside the block; their mean losses are averaged.
             weights: Weight of each example's loss in the loss of the step, if it is not a plain mean (ones for a sum).
-            loss_scale: What the loss is multiplied by before ``backward()`` and the gradients are divided by before
-                ``step()``, e.g. ``scaler.get_scale()``. Only then may the optimizer skip the step.
+            loss_scale: Factor by which the loss is multiplied before ``backward()`` and the gradients are divided
+                before ``step()``, e.g. ``scaler.get_scale()``. The optimizer may skip a step only if this is not 1.
 
         Raises:
-            RunError: the recorder is closed, another step is open, or the weights have been moved since the last step.
-            DataError: an index out of range.
+            RunError: the recorder is closed, another step is open, or the weights have changed since the last step.
+            DataError: an index is out of range.
         """
         careful = self.is_dense or self.num_steps < _CAREFUL  # later the indices are checked when they are written
         return StepContext(self, self.num_steps, micro_batches(indices, weights), loss_scale, check_now=careful)
@@ -208,13 +211,13 @@ class Recorder:
         """Write the steps so far, even if they do not fill a file, so that the run can be read during training.
 
         Returns:
-            The run up to here.
+            The run up to the last step.
 
         Raises:
             RunError: a step is open, or nothing has been recorded.
         """
         if self._open is not None:
-            raise RunError("a step is open: flush between steps")
+            raise RunError("a step is still open: call flush() between steps, outside of the block")
         self._writer.flush()
         return self.run
 
@@ -240,9 +243,9 @@ class Recorder:
         if self._closed:
             raise RunError("the recorder is closed: make another one, with resume=True to continue the same run")
         if self._broken:
-            raise RunError("the optimizer's update was interrupted by an error: resume from the last checkpoint")
+            raise RunError("an error interrupted the optimizer's update: resume from the last checkpoint")
         if self._open is not None:
-            raise RunError("a step is open already: `with recorder.step(…):` blocks cannot be nested")
+            raise RunError("another step is still open: `with recorder.step(…):` blocks cannot be nested")
         if not self._writer.has_begun:
             self._begin(step)
         versions = [p._version for p in self._parameters]
@@ -263,7 +266,7 @@ class Recorder:
             self._broken = True
         if step.state != "moved":
             if not failed and step.loss_scale == 1.0:
-                raise RunError("optimizer.step() was not called inside the block: nothing was recorded")
+                raise RunError("no step was recorded: call optimizer.step() once inside the block")
             return
         record = StepRecord(step.parts, step.factor, step.loss_scale, step.detached_loss())
         if self.is_dense:
@@ -278,13 +281,13 @@ class Recorder:
         self._writer.add(record)
 
     def _pre_step(self, _: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        # args holds the optimizer itself in front; a closure makes the gradients, so the look at them comes after it.
+        # args[0] is the optimizer; a closure computes the gradients, so they are looked at after it.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._gradients_are_ready()
             return None
 
-        def with_a_look(*a: Any, **k: Any) -> Any:
+        def observed(*a: Any, **k: Any) -> Any:
             loss = closure(*a, **k)
             if self._open is not None and self._open.loss is None and isinstance(loss, Tensor | float):
                 self._open.loss = loss
@@ -292,8 +295,8 @@ class Recorder:
             return loss
 
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": with_a_look}
-        return (args[0], with_a_look, *args[2:]), kwargs
+            return args, {**kwargs, "closure": observed}
+        return (args[0], observed, *args[2:]), kwargs
 
     def _gradients_are_ready(self) -> None:
         step = self._open
@@ -303,12 +306,12 @@ class Recorder:
                 "put it inside the block, or call recorder.close() to stop recording"
             )
         if step.state != "open":
-            raise RunError("optimizer.step() twice in one recorded step: open a block for each")
+            raise RunError("optimizer.step() was called twice in one block: use one `with recorder.step(…):` per step")
         if not step.parts:
             raise RunError("the step has no batch: pass its indices to recorder.step(…), or call step.micro_batch(…)")
         if getattr(self._optimizer, "grad_scale", None) is not None:
             raise RunError(
-                "a fused optimizer unscales inside its step: call scaler.unscale_(optimizer) before the step"
+                "the fused optimizer unscales gradients in its step: call scaler.unscale_(optimizer) before the step"
             )
         if self.is_dense or self.num_steps < _CAREFUL:
             self._linearizer.before()
@@ -333,7 +336,7 @@ class Recorder:
 
     # Files.
 
-    def _find_a_place(self, resume: bool) -> None:
+    def _prepare_storage(self, resume: bool) -> None:
         storage = self._writer.storage
         if isinstance(storage, MemoryStorage):
             return
@@ -352,7 +355,7 @@ class Recorder:
         self._writer.resume(manifest, steps, run.checkpoint(steps), run.options(steps))
 
     def _begin(self, step: StepContext) -> None:
-        """Say how much disk it will take, then write the first checkpoint."""
+        """Announce the disk space needed, then write the first checkpoint."""
         if self._writer.storage.path is not None:
             indices = 8 * sum(len(index) for index, _ in step.parts) * (self.steps or 1000)
             announce(self._writer.storage.path, self.estimated_bytes + indices, self.steps)
@@ -384,6 +387,6 @@ class Recorder:
 
 def _moved(step: int) -> RunError:
     return RunError(
-        f"the weights were changed between steps {step - 1} and {step}, outside of the recorded blocks: change them "
-        "inside, or close the recorder and record another run"
+        f"the weights changed between steps {step - 1} and {step}, outside of `with recorder.step(…):`: change them "
+        "inside the block, or close the recorder and record another run"
     )

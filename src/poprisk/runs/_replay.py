@@ -1,4 +1,4 @@
-r"""Executing a run again from its checkpoints, and comparing where it gets to."""
+r"""Executing a run again from its checkpoints, and comparing the weights."""
 
 import math
 from collections.abc import Callable
@@ -21,25 +21,26 @@ from poprisk.runs._segment import SegmentReader
 
 @dataclass(frozen=True)
 class Replay:
-    """A run executed again."""
+    """A run that was executed again."""
 
     run: Run
-    """The steps as they came out this time, dense and in memory; its step 0 is the first one replayed."""
+    """The replayed steps, dense and in memory; its step 0 is the first replayed step."""
     deviations: dict[int, float]
-    r"""At each recorded moment k, :math:`\|w'_k - w_k\| / \|w_k\|`; 0 exactly where all bits agree."""
+    r"""For each recorded step k, :math:`\|w'_k - w_k\| / \|w_k\|`; exactly 0 if all bits agree."""
 
     @property
     def exact(self) -> bool:
-        """Whether every recorded weight came out with the same bits."""
+        """Whether all recorded weights were reproduced bit by bit."""
         return all(deviation == 0 for deviation in self.deviations.values())
 
 
 def replay(run: Run, *, start: int = 0, stop: int | None = None, tolerate: bool = False) -> Replay:
-    """Execute a run again: same weights, batches, factors and options, the problem's own examples and loss.
+    """Execute a run again: same weights, batches, factors and options, with the problem's examples and loss.
 
-    It begins at a checkpoint and goes on from its own weights; at every recorded moment (each step of a dense run, each
-    checkpoint of a sparse one) the weights are compared. Bits depend on processor, threads and versions; what was used
-    is in ``run.manifest``. A loop of your own has the same bits only if ``problem.batch_loss`` does what the loop does.
+    The replay starts at a checkpoint and continues from its own weights; they are compared with the recorded ones (at
+    each step of a dense run, at each checkpoint of a sparse run). The last bits depend on processor, threads and
+    versions, which are listed in ``run.manifest``. Your own loop is reproduced bit by bit only if
+    ``problem.batch_loss`` computes the loss as the loop does.
 
     Args:
         run: A run with a problem.
@@ -48,7 +49,7 @@ def replay(run: Run, *, start: int = 0, stop: int | None = None, tolerate: bool 
         tolerate: Whether to continue if the weights deviate, and report by how much. Default: raise an error.
 
     Raises:
-        RunError: the weights deviate, or the run cannot be executed again (no problem, unseeded chance).
+        RunError: the weights deviate, or the run cannot be executed again (no problem, unseeded random numbers).
 
     >>> from poprisk.runs import Problem
     >>> from poprisk.runs import train
@@ -60,7 +61,10 @@ def replay(run: Run, *, start: int = 0, stop: int | None = None, tolerate: bool 
     """
     stop = run.num_steps if stop is None else stop
     if start not in run.checkpoints or not start < stop <= run.num_steps:
-        raise RunError(f"a replay starts at a checkpoint {run.checkpoints} and ends after it, got {start} … {stop}")
+        raise RunError(
+            f"start must be one of run.checkpoints ({run.checkpoints}) and stop lie in start + 1 … {run.num_steps}, "
+            f"got start={start}, stop={stop}"
+        )
     recorded = set(range(stop + 1)) if run.is_dense else set(run.checkpoints)
     deviations: dict[int, float] = {}
 
@@ -71,14 +75,14 @@ def replay(run: Run, *, start: int = 0, stop: int | None = None, tolerate: bool 
         if deviations[k] != 0 and not tolerate:
             raise RunError(
                 f"the replayed weights deviate from the recorded ones at step {k} by {deviations[k]:.1e} (relative): "
-                f"{_why(run)}; tolerate=True goes on and reports the deviation"
+                f"{_why(run)}; tolerate=True continues and reports the deviation"
             )
 
     return Replay(_execute(run, start, stop, compare), deviations)
 
 
 def replay_segment(run: Run, start: int, stop: int, *, tolerate: bool) -> SegmentReader:
-    """The steps between two checkpoints, as a dense recording would have them."""
+    """The steps between two checkpoints, as in a dense recording."""
     dense = replay(run, start=start, stop=stop, tolerate=tolerate).run
     reader = dense.recorded(0)
     reader.start, reader.stop = start, stop
@@ -123,7 +127,9 @@ def _rebuild(run: Run, problem: Problem, start: int) -> tuple[nn.Module, Optimiz
     if hindered:
         raise RunError(f"the run cannot be executed again: {hindered[0]}")
     if manifest["augmentation"] == "seeded" and problem.augment is None:
-        raise RunError(f"the run was augmented and problem {problem.name!r} has no augment: pass the one that was used")
+        raise RunError(
+            f"inputs were augmented in the run, but problem {problem.name!r} has no augment: pass the one that was used"
+        )
     module = run.module()
     parameters = [p for p in module.parameters() if p.requires_grad]
     options = run.options(start)
@@ -145,17 +151,17 @@ def _deviation(here: Tensor, recorded: Tensor) -> float:
 
 
 def _why(run: Run) -> str:
-    """What differs between there and here that bits may depend on."""
+    """Differences of numerics and versions that may explain a deviation."""
     from poprisk.runs._manifest import numerics
 
     there, here = run.manifest["numerics"], numerics(run.problem.device)
     different = [
-        f"{key} {there[key]} there, {here[key]} here" for key in here if key != "torch_seed" and there[key] != here[key]
+        f"{key} was {there[key]}, is {here[key]}" for key in here if key != "torch_seed" and there[key] != here[key]
     ]
     version = run.manifest["environment"]["torch"]
     if version != torch.__version__:
-        different.append(f"torch {version} there, {torch.__version__} here")
+        different.append(f"torch was {version}, is {torch.__version__}")
     return "; ".join(different) or (
-        "the problem's model or loss may be another than the recorded one, or the loop may not have computed the loss "
-        "as problem.batch_loss does"
+        "the problem's model or loss may differ from the recorded one, or the loop may not have computed the loss as "
+        "problem.batch_loss does"
     )

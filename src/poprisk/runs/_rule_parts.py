@@ -1,4 +1,4 @@
-"""What a flat rule is made of: stretches of the flat vector, what their states count, each step's options."""
+"""The parts of a flat rule: pieces of the flat vector, the counters of their states, each step's options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the flat vector that the rule treats alike: one parameter, or neighbours of one group."""
+    """A contiguous piece of the flat vector with the same options: one parameter, or neighbours in one group."""
 
     start: int
     stop: int
@@ -23,13 +23,13 @@ class Piece:
     group: int
 
     def of(self, x: Tensor) -> Tensor:
-        """This stretch of a vector."""
+        """This piece of a vector."""
         return x[..., self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a parameter's state knows beside its vectors: it follows from the step number and the options alone."""
+    """The counters and flags of a parameter's state, which follow from the step number and the options alone."""
 
     step: float = 0.0
     var_step: float = 0.0
@@ -40,7 +40,7 @@ class Past:
 
 
 def past_of(state: Mapping[str, Tensor]) -> Past:
-    """What a recorded state counts."""
+    """The counters and flags of a recorded state."""
     counts = {key: float(state[key]) for key in ("step", "var_step") if key in state}
     return Past(
         **counts,
@@ -52,7 +52,7 @@ def past_of(state: Mapping[str, Tensor]) -> Past:
 
 
 def pieces_of(layout: Layout, pasts: Sequence[Past], *, merged: bool) -> tuple[list[Piece], list[Past]]:
-    """The stretches of the flat vector, neighbours with the same options and past made one where that is allowed."""
+    """The pieces of the flat vector; if ``merged``, neighbours with the same options and past become one piece."""
     pieces: list[Piece] = []
     found: list[Past] = []
     start = 0
@@ -68,7 +68,7 @@ def pieces_of(layout: Layout, pasts: Sequence[Past], *, merged: bool) -> tuple[l
 
 
 def options_by_step(run: Run) -> list[list[dict[str, Any]]]:
-    """Each step's options of each group; steps that share them share the objects."""
+    """Options of each group at each step; steps with equal options share the objects."""
     steps: list[list[dict[str, Any]]] = []
     while len(steps) < run.num_steps:
         reader = run.recorded(len(steps))
@@ -92,5 +92,5 @@ def _parsed(options: Options) -> dict[str, Any]:
 
 
 def distinct(steps: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """All options that ever held in a group, once each."""
+    """All distinct options of all groups."""
     return list({id(group): group for groups in steps for group in groups}.values())

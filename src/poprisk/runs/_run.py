@@ -20,16 +20,16 @@ from poprisk.runs._step import AffineStep
 from poprisk.runs._storage import DirectoryStorage, Storage, file_records, relocate
 
 _QUICK = 64 * 2**20
-"""A notebook's summary reads the losses where the files are not larger."""
+"""Size of the files up to which the summary in a notebook reads the losses."""
 
 
 class Run:
     r"""What happened in a training run, step by step.
 
     Weights, buffers and steps are flat vectors over the trainable parameters, in the order of
-    ``Module.named_parameters``, on the CPU whatever device the run was recorded on. Where only checkpoints were
-    recorded, the steps between them are computed again on demand, one stretch at a time, and must lead to the next
-    checkpoint bit by bit; ``tolerate=True`` accepts a deviation, e.g. on another machine.
+    ``Module.named_parameters``, on the CPU whatever device the run was recorded on. If only checkpoints were recorded,
+    the steps between them are recomputed on demand, from one checkpoint to the next, which must agree bit by bit;
+    ``tolerate=True`` accepts a deviation, e.g. on another machine.
 
     A run is made by :func:`~poprisk.runs.train`, :meth:`Recorder.close <poprisk.runs.Recorder.close>` or :meth:`load`.
 
@@ -43,19 +43,20 @@ class Run:
     """
 
     _replay_segment: ClassVar[Callable[..., SegmentReader]]
-    """Executes a stretch of steps again; set by :mod:`poprisk.runs._replay`, which is built on this class."""
+    """Recomputes the steps between two checkpoints; set by :mod:`poprisk.runs._replay`, which imports this module."""
 
     def __init__(self, storage: Storage, *, problem: Problem | None = None, tolerate: bool = False) -> None:
         manifest = storage.read_manifest()
         if manifest is None:
-            raise DataError(f"{getattr(storage, 'path', 'the storage')} holds no run: its manifest is missing")
+            raise DataError(f"{getattr(storage, 'path', 'the storage')} is not a recorded run: it has no manifest")
         self._storage, self._manifest, self._tolerate = storage, manifest, tolerate
         self.layout = Layout.from_json(manifest["layout"])
         if problem is not None and manifest["problem"] is not None:
             problem.check_is(manifest["problem"])
         elif problem is not None and len(problem) != manifest["examples"]:
             raise DataError(
-                f"the run is over {manifest['examples']} examples, problem {problem.name!r} has {len(problem)}"
+                f"the run has {manifest['examples']} training examples, but problem {problem.name!r} has "
+                f"{len(problem)}: pass the problem that was trained"
             )
         self._problem = problem
         self._content = lru_cache(maxsize=4)(self._read)
@@ -63,15 +64,15 @@ class Run:
 
     @classmethod
     def load(cls, path: str | Path, *, problem: Problem | None = None, tolerate: bool = False) -> "Run":
-        """Open a run from its directory, also one whose process was killed: it ends with its last whole segment.
+        """Open a run from its directory. If the process was killed, the run ends with its last complete segment.
 
         Args:
             path: The directory.
             problem: The problem that was trained, if it cannot be rebuilt from its import path; its data are checked.
-            tolerate: Accept replayed weights that deviate from the recorded checkpoints.
+            tolerate: Whether to accept replayed weights that deviate from the recorded checkpoints.
 
         Raises:
-            DataError: there is no run, a file is missing or damaged (by name), or the problem is another one.
+            DataError: there is no run, a file is missing or damaged, or the problem is another one.
         """
         storage = DirectoryStorage(path)
         run = cls(storage, problem=problem, tolerate=tolerate)
@@ -82,7 +83,7 @@ class Run:
         """Write the run into a new directory, e.g. one that was recorded in memory, and open it there.
 
         Raises:
-            RunError: the directory holds something else.
+            RunError: the directory is not empty.
         """
         target = DirectoryStorage(path)
         target.check_is_free()
@@ -138,35 +139,37 @@ class Run:
         """The problem that was trained.
 
         Raises:
-            RunError: it was not recorded, or cannot be rebuilt here: the message says what to pass to :meth:`load`.
+            RunError: the problem was not recorded or cannot be rebuilt; the message says what to pass to :meth:`load`.
         """
         if self._problem is not None:
             return self._problem
         description = self._manifest["problem"]
         if description is None:
             raise RunError(
-                f"the run was recorded without a problem: Run.load(path, problem=…) with {self.num_examples} examples"
+                "the run was recorded without a problem: open it with Run.load(path, problem=…), a problem with "
+                f"{self.num_examples} training examples"
             )
         try:
             return Problem.from_description(description, self.path)
         except DataError as error:
-            raise RunError(f"Run.load(path, problem=…) is needed: {error}") from None
+            raise RunError(f"open the run with Run.load(path, problem=…): {error}") from None
 
     def module(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """A new module as the run had it, beside the problem's examples; only its weights are those of the seed.
+        """A new module, as in the run but with the problem's initial weights, on the device of the examples.
 
-        Parts that were in evaluation mode are so again. Weights of any moment go in by ``layout.split(weights(k))``.
+        Submodules that were in evaluation mode are in evaluation mode again. ``layout.split(weights(k))`` gives the
+        parameters before step k.
 
         Args:
             dtype: Data type of the weights; default: the recorded one.
 
         Raises:
-            RunError: the problem is not known, or builds another model: other names, shapes or frozen numbers.
+            RunError: the problem is not known, or its model differs in parameter names, shapes or frozen values.
         """
         return checkpoint.rebuild_module(self.problem, self._manifest, self.layout).to(dtype=dtype)
 
     def model(self, dtype: torch.dtype | None = None) -> FlatModel:
-        """The same as functions of flat weights, with the problem's loss.
+        """The model as functions of its flat weights, with the problem's loss.
 
         Raises:
             RunError: as for :meth:`module`.
@@ -175,31 +178,31 @@ class Run:
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """The reasons why exact analyses are not possible; empty if they are possible."""
+        """The reasons why exact analyses are not possible; empty if they are."""
         return tuple(self._manifest["obstacles"])
 
     def require_exact(self) -> None:
-        """Refuses a run on which no exact analysis is possible.
+        """Check that exact analyses of this run are possible.
 
         Raises:
-            RunError: with the first of its ``obstacles``.
+            RunError: they are not; the message gives the first of the ``obstacles``.
         """
         if self.obstacles:
             raise RunError(f"no exact analysis of this run is possible: {self.obstacles[0]}")
 
     @property
     def augmented(self) -> bool:
-        """Whether inputs were augmented, so that steps did not see ``problem.inputs`` unchanged."""
+        """Whether the inputs of the steps were augmented."""
         return self._manifest["augmentation"] is not None
 
     @cached_property
     def losses(self) -> Float[Tensor, "steps"]:
-        """The loss of each step's batch before the step, in float64; NaN where the loop did not set it."""
+        """The loss of each step's batch before the step, in float64; NaN if the loop did not set it."""
         parts = [self._segment(i).losses for i in range(len(self._manifest["segments"]))]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 
     def weights(self, k: int) -> Float[Tensor, "d"]:
-        """The flat weights before step k; ``weights(num_steps)`` are the last."""
+        """The flat weights before step k; ``weights(num_steps)`` are the final weights."""
         self._check(k, self.num_steps)
         at = self.checkpoints
         if k in at:
@@ -207,7 +210,7 @@ class Run:
         return self._dense(k).weights(k)
 
     def buffer(self, k: int) -> Float[Tensor, "d"]:
-        """The momentum buffer v that step k finds; zero at a fresh start, and where there is no momentum."""
+        """The momentum buffer v before step k; zero before the first step and without momentum."""
         self._check(k, self.num_steps)
         at = self.checkpoints
         if k in at:
@@ -215,21 +218,21 @@ class Run:
         return self._dense(k).buffer_after(k - 1)
 
     def step(self, k: int) -> AffineStep:
-        """Step k, in the terms the operators of a run are made of."""
+        """Step k as an affine map of its gradient."""
         self._check(k, self.num_steps - 1)
         return self._dense(k).step(k)
 
     def batch(self, k: int) -> Int[Tensor, "b"]:
-        """Which training examples step k saw."""
+        """Indices of the training examples in step k's batch."""
         return self.recorded(k).batch(k)
 
     def recorded(self, k: int) -> SegmentReader:
-        """The stretch that has step k, as it was written: batches, factors and losses, never computed again."""
+        """The file that contains step k, as it was written: batches, factors and losses, never recomputed."""
         self._check(k, self.num_steps - 1)
         return self._segment(next(i for i, s in enumerate(self._manifest["segments"]) if k < s["stop"]))
 
     def options(self, k: int) -> list[dict[str, Any]]:
-        """Each parameter group's options at step k (after the last step: as that left them)."""
+        """Each parameter group's options at step k; ``options(num_steps)`` are those of the last step."""
         self._check(k, self.num_steps)
         if not self.num_steps:
             return [dict(group) for group in self._manifest["optimizer"]["groups"]]
@@ -237,14 +240,14 @@ class Run:
         return self.recorded(last).options(last)
 
     def checkpoint(self, k: int) -> dict[str, Tensor]:
-        """Weights and optimizer state before step k, one of ``checkpoints``."""
+        """Weights and optimizer state before step k, which must be one of ``checkpoints``."""
         return self._checkpoint(self.checkpoints.index(k))
 
     def verify(self) -> None:
         """Read every file and check its hash.
 
         Raises:
-            DataError: a file is missing or damaged; the message has its name.
+            DataError: a file is missing or damaged; the message names it.
         """
         for record in file_records(self._manifest):
             self._storage.read(record)
@@ -258,27 +261,27 @@ class Run:
         about, optimizer = self._manifest, self._manifest["optimizer"]
         rates = sorted({f"{group['lr']:g}" for group in optimizer["groups"] if "lr" in group})
         rows = {
-            "steps": f"{self.num_steps}" + ("" if about["closed"] else ", not closed: it goes on, or was interrupted"),
+            "steps": f"{self.num_steps}" + ("" if about["closed"] else " (still running, or interrupted)"),
             "examples": self.num_examples,
             "weights": self.num_weights,
-            "optimizer": optimizer["name"] + (f", first lr {' and '.join(rates)}" if rates else ""),
+            "optimizer": optimizer["name"] + (f", initial lr {' and '.join(rates)}" if rates else ""),
             "recorded": "every step" if self.is_dense else f"a checkpoint every {about['every']} steps",
-            "where": "in memory" if self.path is None else self.path,
-            "begun": about["created"],
-            "with": f"poprisk {about['environment']['poprisk']}, torch {about['environment']['torch']}",
-            "exact analyses": f"no: {self.obstacles[0]}" if self.obstacles else "possible",
+            "location": "in memory" if self.path is None else self.path,
+            "started": about["created"],
+            "versions": f"poprisk {about['environment']['poprisk']}, torch {about['environment']['torch']}",
+            "exact analyses": f"not possible: {self.obstacles[0]}" if self.obstacles else "possible",
         }
         losses, notes = self._losses_to_show()
         if losses:
-            rows["loss of a batch"] = f"{losses[0]:.4g} → {losses[-1]:.4g}"
+            rows["batch loss"] = f"{losses[0]:.4g} → {losses[-1]:.4g}"
         name = (about["problem"] or {}).get("name", "no problem was recorded")
         return card(f"Run: {name}", rows, picture=sparkline(losses, "loss of each step's batch"), notes=notes)
 
     def _losses_to_show(self) -> tuple[list[float], list[str]]:
-        """The finite losses, unless that means reading much; and why not, where files are damaged."""
+        """The finite losses, and a note if the files are too large or damaged."""
         files = [segment["file"] for segment in self._manifest["segments"]]
         if "losses" not in vars(self) and sum(file.get("size", 0) for file in files) > _QUICK:
-            return [], ["the files are large: run.losses reads them"]
+            return [], ["losses not shown, because the files are large; run.losses reads them"]
         try:
             return self.losses[self.losses.isfinite()].tolist(), []
         except PopRiskError as error:
@@ -289,7 +292,7 @@ class Run:
             raise DataError(f"the run has {self.num_steps} steps: k must lie in 0 … {last}, got {k}")
 
     def _read(self, i: int) -> tuple[dict[str, Tensor], Any]:
-        """The content of file i: 0 is the start, i + 1 the segment i."""
+        """The content of file i: 0 is the start, i + 1 is segment i."""
         return self._storage.read(file_records(self._manifest)[i])
 
     def _checkpoint(self, i: int) -> dict[str, Tensor]:

@@ -21,16 +21,16 @@ class SegmentWriter:
     start: int
     examples: int
     start_options: list[dict[str, Any]]
-    """Of each parameter group, before the first of these steps."""
+    """Options of each parameter group before the first of these steps."""
     records: list[StepRecord] = field(default_factory=list)
     options: list[Any] = field(default_factory=list)
-    """[step, group, {option: value}] wherever an option differs from the step before."""
+    """[step, group, {option: value}] for each change of options from one step to the next."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that was collected.
+        """The collected steps as tensors, by their names on disk.
 
         Raises:
-            DataError: an index is out of range (those on the CPU have been checked before).
+            DataError: an index is out of range (indices on the CPU may have been checked before).
         """
         records = self.records
         parts = [part for record in records for part in record.parts]
@@ -77,16 +77,16 @@ class SegmentReader:
 
     @property
     def is_dense(self) -> bool:
-        """Whether weights and linearization of every step are here."""
+        """Whether weights and linearization of every step were recorded."""
         return "weights" in self._tensors
 
     @property
     def losses(self) -> Float[Tensor, "steps"]:
-        """NaN where none was given."""
+        """Loss of each step; NaN if it was not set."""
         return self._tensors["loss"]
 
     def parts(self, k: int) -> list[tuple[Tensor, Tensor | None]]:
-        """The micro-batches of step k: indices, and weights of the examples where they were given."""
+        """The micro-batches of step k: indices, and weights of the examples if they were given."""
         found = []
         for part in range(*self._part_range[k - self.start]):
             rows = slice(*self._entry_range[part])
@@ -96,11 +96,11 @@ class SegmentReader:
         return found
 
     def batch(self, k: int) -> Int[Tensor, "b"]:
-        """Which examples step k saw."""
+        """Indices of the examples in step k's batch."""
         return torch.cat([index for index, _ in self.parts(k)])
 
     def selection(self, k: int) -> Float[Tensor, "b"]:
-        r"""The diagonal of S: n times the weight of each example's loss in the gradient that was used."""
+        r"""The diagonal of S: n times the weight of each example's loss in the gradient."""
         parts = self.parts(k)
         weights = [
             torch.full((len(index),), 1 / (len(parts) * len(index)), dtype=torch.float64) if w is None else w
@@ -110,7 +110,7 @@ class SegmentReader:
         return (torch.cat(weights) * (self._examples * factor * scale)).to(self._layout.dtype)
 
     def factor(self, k: int) -> tuple[float, float]:
-        """What the gradient was multiplied by after backward(), and what the loss was multiplied by before."""
+        """Factors of the gradient after backward() and of the loss before it."""
         i = k - self.start
         return self._tensors["factor"][i].item(), self._tensors["loss_scale"][i].item()
 
@@ -123,16 +123,16 @@ class SegmentReader:
         return groups
 
     def weights(self, k: int) -> Float[Tensor, "d"]:
-        """Before step k."""
+        """The flat weights before step k."""
         return self._tensors["weights"][k - self.start].clone()
 
     def buffer_after(self, k: int) -> Float[Tensor, "d"]:
-        """The momentum buffer that step k left; zero where there is no momentum."""
+        """The momentum buffer after step k; zero without momentum."""
         buffer = self._vector("buffer", k)
         return torch.zeros(self._layout.size, dtype=self._layout.dtype) if buffer is None else buffer
 
     def step(self, k: int) -> AffineStep:
-        """Step k in the terms the operators are made of."""
+        """Step k as an affine map of its gradient."""
         names = ("preconditioner", "decay", "source")
         vectors = {name: vector for name in names if (vector := self._vector(name, k)) is not None}
         values = affine_map(self._layout, {"coefficients": self._tensors["coefficients"][k - self.start], **vectors})
@@ -160,6 +160,6 @@ def _numbers(values: Sequence[float]) -> Float[Tensor, "steps"]:
 
 
 def _stacked(vectors: Sequence[Tensor | None]) -> Float[Tensor, "steps d"]:
-    """One row for each step, NaN where it has no such vector: options may change in the middle of a segment."""
+    """One row per step, NaN for steps without the vector: options may change in the middle of a segment."""
     like = next(x for x in vectors if x is not None)
     return torch.stack([torch.full_like(like, math.nan) if x is None else x for x in vectors]).cpu()

@@ -1,7 +1,7 @@
 r"""The steps of a run: how a loop hands one over, what is kept of it, and what it was as an affine map.
 
-:class:`StepContext` is the block around a step of the training loop, :class:`StepRecord` what is written when the step
-is over, :class:`AffineStep` what the operators of a run are made of.
+:class:`StepContext` is the block around a step of the training loop, :class:`StepRecord` is what is written after the
+step, and :class:`AffineStep` is the step as an affine map of its gradient, from which operators are built.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ class AffineStep:
     """
 
     batch: Int[Tensor, "b"]
-    """Which training examples, by index; an example drawn twice is there twice."""
+    """Indices of the training examples; an example drawn twice appears twice."""
     selection: Float[Tensor, "b"]
-    """The diagonal of S on the batch: n/b for a mean, times the clip factor; weights of examples go here."""
+    """The diagonal of S on the batch: n/b for a mean, times the clip factor and the weights of the examples."""
     preconditioner: Float[Tensor, "d"]
-    """M, with learning rate, gate and bias corrections inside."""
+    """M, including learning rate, gate and bias corrections."""
     momentum: PerWeight = 0.0
     """β."""
     new_gradient: PerWeight = 1.0
@@ -50,27 +50,27 @@ class AffineStep:
     direct_share: PerWeight = 0.0
     """b."""
     decay: PerWeight = 0.0
-    """λ, decoupled weight decay, the learning rate inside."""
+    """λ, decoupled weight decay, including the learning rate."""
     coupled_decay: PerWeight = 0.0
-    """λᶜ, decay that enters the gradient (torch's SGD and Adam)."""
+    """λᶜ, weight decay that is added to the gradient (torch's SGD and Adam)."""
     source: PerWeight = 0.0
-    """σ, whatever else moved the weights."""
+    """σ, any other change of the weights."""
 
 
 @dataclass
 class StepRecord:
-    """What is known of one step when it is over."""
+    """What is recorded of one step."""
 
     parts: list[tuple[Tensor, Tensor | None]]
-    """Indices of each micro-batch, and the weight of each example's loss where it is not 1 / (their number)."""
+    """Indices of each micro-batch, and the weight of each example's loss if it is not 1 / (their number)."""
     factor: float
-    """What the gradients were multiplied by after backward()."""
+    """Factor by which the gradients were multiplied after backward()."""
     loss_scale: float
     loss: Tensor | float | None
     weights: Float[Tensor, "d"] | None = None
-    """Before the step; this and what follows only in dense recording."""
+    """Weights before the step; this field and the next two are set only in dense recording."""
     linear: dict[str, Tensor] | None = None
-    """What the optimizer did, by the names on disk: see :meth:`Linearizer.after`."""
+    """Linearization of the optimizer's step, by the names on disk: see :meth:`Linearizer.after`."""
     source: Float[Tensor, "d"] | None = None
 
 
@@ -80,27 +80,27 @@ Parts = list[tuple[Any, Tensor | None]]
 
 @runtime_checkable
 class Observer(Protocol):
-    """Who wants to know when a step begins and ends: the recorder."""
+    """What is told when a step begins and ends: the recorder."""
 
     seed: int
     examples: int
 
     def enter(self, step: "StepContext") -> None:
-        """The block begins."""
+        """Called when the block begins."""
         ...
 
     def leave(self, step: "StepContext", failed: bool) -> None:
-        """The block ends."""
+        """Called when the block ends."""
         ...
 
 
 class StepContext:
-    """One step on its way: made by :meth:`Recorder.step`, used as a block."""
+    """The block around one step, as returned by :meth:`Recorder.step <poprisk.runs.Recorder.step>`."""
 
     def __init__(self, recorder: Observer, number: int, parts: Parts, loss_scale: float, *, check_now: bool) -> None:
         self._recorder, self.number, self.loss_scale, self._check_now = recorder, number, loss_scale, check_now
         self.loss: Tensor | float | None = None
-        """Set it to keep the loss of the step; it is detached."""
+        """Loss of the step, recorded if you set it; it is detached."""
         self.state: Literal["new", "open", "moving", "moved", "over"] = "new"
         self.parts: list[tuple[Tensor, Tensor | None]] = []
         self.factor = 1.0
@@ -112,18 +112,18 @@ class StepContext:
 
     @property
     def generator(self) -> Generator:
-        """A new generator, seeded for this step: augmentation that draws from it alone can be replayed."""
+        """A new generator, seeded for this step; augmentation that draws only from it can be replayed."""
         return step_generator(self._recorder.seed, self.number)
 
     def micro_batch(self, indices: Indices, weights: Tensor | None = None) -> None:
         """Add the examples of one micro-batch to the step.
 
         Raises:
-            RunError: the step is over.
-            DataError: an index out of range.
+            RunError: the block has not begun, or optimizer.step() was called already.
+            DataError: an index is out of range.
         """
         if self.state != "open":
-            raise RunError("micro_batch belongs inside the step's block, before optimizer.step()")
+            raise RunError("call micro_batch inside the step's block, before optimizer.step()")
         self._add(indices, weights)
 
     def detached_loss(self) -> Tensor | float | None:
@@ -140,13 +140,13 @@ class StepContext:
             raise RunError(
                 f"weights must have one entry for each of the {len(index)} indices, got {list(weights.shape)}"
             )
-        if self._check_now and index.device.type == "cpu":  # on a device a look would have to wait
+        if self._check_now and index.device.type == "cpu":  # on other devices this would wait for the device
             check_range(index, self._recorder.examples)
         self.parts.append((index.detach().long().clone(), None if weights is None else weights.detach().clone()))
 
     def __enter__(self) -> "StepContext":
         if self.state != "new":
-            raise RunError("a recorded step can be used once: call recorder.step(…) for each")
+            raise RunError("a step can be recorded only once: call recorder.step(…) for each step")
         self._recorder.enter(self)
         self.state = "open"
         return self
@@ -160,28 +160,30 @@ class StepContext:
 
 
 def micro_batches(indices: Any, weights: Any) -> Parts:
-    """Indices and weights of each micro-batch, however they were given."""
+    """Indices and weights of each micro-batch, from one tensor or several."""
     if indices is None:
         return []
     several = isinstance(indices, list | tuple) and len(indices) > 0 and isinstance(indices[0], Tensor | list | tuple)
     if several and all(not isinstance(x, Tensor) or x.dim() == 1 for x in indices):
         given = [None] * len(indices) if weights is None else list(weights)
         if len(given) != len(indices):
-            raise RunError(f"{len(indices)} micro-batches need as many weights, got {len(given)}")
+            raise RunError(
+                f"weights must have one entry for each of the {len(indices)} micro-batches, got {len(given)}"
+            )
         return list(zip(indices, given, strict=True))
     return [(indices, weights)]
 
 
 def check_range(index: Tensor, examples: int) -> None:
-    """Refuses indices of examples that do not exist.
+    """Check that all indices are in range.
 
     Raises:
-        DataError: one is negative or too large.
+        DataError: an index is negative or too large.
     """
-    values = index.numpy()  # a step has little time, and this takes less of it than torch's own
+    values = index.numpy()  # faster than torch's min and max, and this runs in every step
     low, high = int(values.min()), int(values.max())
     if low < 0 or high >= examples:
         raise DataError(
-            f"the training examples are 0 … {examples - 1}, got index {low if low < 0 else high}: pass positions in "
-            "the training set, e.g. from recorder.dataset(…)"
+            f"indices must lie in 0 … {examples - 1}, got {low if low < 0 else high}: pass positions in the training "
+            "set, e.g. from recorder.dataset(…)"
         )

@@ -41,7 +41,7 @@ _LEFTOVERS = ("start.safetensors", "segment-*.safetensors", ".*.tmp")
 
 
 class MemoryStorage:
-    """Nothing reaches the disk."""
+    """The files of a run, kept in memory."""
 
     path: Path | None = None
 
@@ -50,7 +50,7 @@ class MemoryStorage:
         self._manifest: dict[str, Any] | None = None
 
     def write(self, name: str, tensors: dict[str, Tensor], notes: Any) -> dict[str, Any]:
-        """Keep tensors, on the CPU."""
+        """Keep tensors on the CPU."""
         self._files[name] = ({key: tensor.detach().cpu() for key, tensor in tensors.items()}, notes)
         return {"name": name}
 
@@ -68,10 +68,10 @@ class MemoryStorage:
 
 
 class DirectoryStorage:
-    """Files written aside and renamed; the manifest, written last, lists them with size and SHA-256.
+    """The files of a run in a directory, each written atomically; the manifest lists them with size and SHA-256.
 
-    A process killed at any moment leaves the manifest of the last whole segment, and perhaps a file that no manifest
-    names, which the next recorder writes over.
+    The manifest is written last. A process killed at any moment leaves the manifest of the last complete segment, and
+    perhaps a file that no manifest lists, which the next recorder overwrites.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -80,10 +80,10 @@ class DirectoryStorage:
         self._version = FORMAT_VERSION
 
     def check_is_free(self) -> None:
-        """Refuses a directory in which something else lives.
+        """Check that a new run can be written to the directory.
 
         Raises:
-            RunError: it holds a run, or files that are not what a killed recorder leaves.
+            RunError: it holds a run, or files other than those left by a killed recorder.
         """
         if (self._folder / MANIFEST).exists():
             raise RunError(
@@ -95,7 +95,7 @@ class DirectoryStorage:
                 raise RunError(f"{self._folder} holds other files ({strange.name}): record into an empty directory")
 
     def prepare(self) -> None:
-        """Make the directory, and clear what a killed recorder left before its first manifest.
+        """Create the directory, and remove what a killed recorder left before its first manifest.
 
         Raises:
             RunError: it holds a run of an older format.
@@ -113,16 +113,16 @@ class DirectoryStorage:
         return asdict(write_tensors(self._folder / f"{name}.safetensors", tensors, notes))
 
     def read(self, record: dict[str, Any]) -> Content:
-        """Read a file back, its size and hash checked, in the present format."""
+        """Read a file, check its size and hash, and convert it to the current format."""
         return migrated_content(read_tensors(self._folder, TensorFile(**record)), self._version)
 
     def check_sizes(self, records: list[dict[str, Any]]) -> None:
-        """Refuses a run with missing or truncated files, without reading them."""
+        """Check that no file is missing or truncated, without reading them."""
         for record in records:
             check_size(self._folder, TensorFile(**record))
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Replace the manifest, with a hash of itself; laid out for reading when the run is closed."""
+        """Replace the manifest, with a hash of itself; indented if the run is closed."""
         signed = {**manifest, "sha256": digest(manifest)}
         if manifest["closed"]:
             write_json(self._folder / MANIFEST, signed)
@@ -158,22 +158,22 @@ Storage = DirectoryStorage | MemoryStorage
 
 
 def file_records(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every file a manifest names."""
+    """All files that a manifest lists."""
     return [manifest["start"], *(segment["file"] for segment in manifest["segments"])]
 
 
 def relocate(manifest: dict[str, Any], old: Path | None, new: Path | None) -> None:
-    """Let the manifest of a run in directory ``old`` lead to its problem's script from directory ``new``."""
+    """Make the path of the problem's script, relative to directory ``old``, relative to directory ``new``."""
     source = manifest["problem"] and manifest["problem"]["source"]
     if source:
         manifest["problem"]["source"] = located(source, old, new)
 
 
 class RunWriter:
-    """Writes whole segments, each before the manifest that names it: a kill at any moment leaves a run that opens.
+    """Writes complete segments, each before the manifest that lists it: a run killed at any moment can be opened.
 
-    A directory is written in a thread of its own, one segment behind at most, because waiting for a disk takes longer
-    than many a training step; what goes wrong there is raised at the next segment, or at the end.
+    A directory is written in a separate thread, at most one segment behind, because a disk can be slower than a
+    training step; errors are raised at the next segment or at the end.
 
     Args:
         storage: Where the run is written.
@@ -227,7 +227,7 @@ class RunWriter:
     def resume(
         self, manifest: dict[str, Any], num_steps: int, last: dict[str, Tensor], options: list[dict[str, Any]]
     ) -> None:
-        """Put module and optimizer where the run's last checkpoint was, and go on from there."""
+        """Restore module and optimizer from the run's last checkpoint, and continue from there."""
         if isinstance(self.storage, DirectoryStorage):
             self.storage.prepare()
         checkpoint.restore(last, self._layout, self._module, self._parameters, self._optimizer, options)
@@ -238,12 +238,12 @@ class RunWriter:
         self._segment = self._new_segment()
 
     def add(self, record: StepRecord) -> None:
-        """One more step, just taken."""
+        """Add the step that was just taken."""
         for g, group in enumerate(self._optimizer.param_groups):
             raw = [value for key, value in group.items() if key != "params"]
             if raw == self._raw.get(g):
                 continue
-            if not any(isinstance(value, Tensor) for value in raw):  # a tensor is the same object with another value
+            if not any(isinstance(value, Tensor) for value in raw):  # tensors are changed in place
                 self._raw[g] = raw
             old, new = self._options[g], checkpoint.plain_options(group)
             if new != old:
@@ -260,7 +260,7 @@ class RunWriter:
         self._flush()
 
     def finish(self, *, whole: bool, closed: bool) -> None:
-        """Write what is left (unless the last step is not ``whole``) and say whether the run ended as it should."""
+        """Write the remaining steps (unless the last one is not ``whole``), and whether the run was ``closed``."""
         if self._manifest is None:
             return
         if whole:
@@ -272,10 +272,10 @@ class RunWriter:
         self.storage.write_manifest(self._manifest)
 
     def wait(self) -> None:
-        """Until all that was handed over is on the disk.
+        """Wait until all segments so far are on disk.
 
         Raises:
-            OSError: it could not be written.
+            OSError: they could not be written.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -305,7 +305,7 @@ class RunWriter:
         self.storage.write_manifest(manifest)
 
     def _note_buffers(self) -> None:
-        """Version counters would not do: batch normalization writes its statistics past them."""
+        """Copies, because batch normalization changes its statistics without changing their version counter."""
         self._first_buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
 
     def _new_segment(self) -> SegmentWriter:

@@ -156,4 +156,4 @@ def _check(
     if accumulate < 1 or batch_size % accumulate:
         raise HyperparameterError(f"accumulate must divide batch_size={batch_size}, got {accumulate}")
     if resume and path is None:
-        raise RunError("resume=True needs the path of the run to go on with")
+        raise RunError("resume=True needs path=, the directory of the run to continue")

@@ -70,7 +70,7 @@ def test_link_is_followed_and_directory_refused(tmp_path):
     write_bytes(link, b"new")
     assert link.is_symlink()
     assert real.read_text() == "new"
-    with pytest.raises(IsADirectoryError, match="move it away"):
+    with pytest.raises(IsADirectoryError, match="remove it or choose another name"):
         write_text(tmp_path, "no")
 
 

@@ -234,7 +234,7 @@ def test_what_cannot_be_audited_is_refused(run, tmp_path):
     inputs, given, _ = clusters()
     wide = Problem(lambda: nn.Sequential(nn.Linear(6, 25), nn.ReLU(), nn.Linear(25, CLASSES)), "cross_entropy",
                    inputs, given)  # fmt: skip
-    with pytest.raises(RunError, match="another model"):
+    with pytest.raises(RunError, match="a model that differs"):
         audit(Run.load(tmp_path / "run", problem=wide), progress=False)
 
 

@@ -120,7 +120,7 @@ def test_json_is_one_line(folder, capsys):
     ("arguments", "message"),
     [
         ([], "RUN"),
-        (["nowhere"], "holds no run"),
+        (["nowhere"], "is not a recorded run"),
         (["RUN", "--output", "table.xlsx"], "ending"),
         (["RUN", "--tier", "quick"], "tier must be"),
         (["RUN", "--top", "-1"], "--top"),

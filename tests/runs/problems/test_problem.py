@@ -95,7 +95,7 @@ def test_showing_an_example():
     custom = Problem(make, "cross_entropy", INPUTS, LABELS, show=lambda i: f"<{i}>")
     assert custom.show(3) == "<3>"
     for wrong in (-1, 6):
-        with pytest.raises(DataError, match="the examples are 0 … 5"):
+        with pytest.raises(DataError, match="must lie in 0 … 5"):
             custom.show(wrong)
 
 
@@ -123,7 +123,7 @@ def test_a_built_problem_comes_back():
     assert description["source"]["arguments"] == {"shift": 0.5}
     assert Problem.build(description["source"]["path"], shift=0.5).fingerprint == problem.fingerprint
     description["source"]["arguments"] = {"shift": 0.25}  # as if the function's data had changed
-    with pytest.raises(DataError, match="trained on other examples"):
+    with pytest.raises(DataError, match="not trained on the examples"):
         Problem.from_description(description)
 
 
@@ -131,7 +131,7 @@ def test_a_problem_made_by_hand_says_what_is_needed():
     with pytest.raises(DataError, match=r"not made by Problem.build; pass problem=….*test_problem:make"):
         Problem.from_description(classes().description)
     local = Problem.build(lambda: classes(0.0))
-    with pytest.raises(DataError, match="made on the spot"):
+    with pytest.raises(DataError, match="lambda or nested function"):
         Problem.from_description(local.description)
 
 
@@ -158,7 +158,7 @@ def test_importable_functions_and_others():
         pass
 
     reasons = {
-        "made on the spot": local,
+        "lambda or nested function": local,
         "positional arguments": functools.partial(make, 2),
         "no import path": functools.partial(make).__call__,
     }
@@ -195,8 +195,8 @@ def test_another_model_or_loss_is_not_the_same_problem():
     unnamed.check_is(recorded)  # nothing to compare by; the recorded steps decide
     same.check_is(unnamed.description)
     others = {
-        r"make_model=.*make_square\(width=2\), problem 'problem' has make_model=.*make_square\(bias=False, width=2\).*"
-        "wrap it in a lambda": Problem(make_square, absolute, *data, arguments={"width": 2, "bias": False}),
+        r"make_model=.*make_square\(width=2\), but problem 'problem' has make_model=.*make_square\(bias=False, width=2\)"
+        ".*wrap it in a lambda": Problem(make_square, absolute, *data, arguments={"width": 2, "bias": False}),
         r"make_model=.*make_square\(width=2\), .* has make_model=torch.nn.modules.linear:Linear": Problem(
             nn.Linear, absolute, *data, arguments={"in_features": 2, "out_features": 2}
         ),

@@ -1,4 +1,4 @@
-"""Atomic, versioned files: the one way anything reaches disk."""
+"""Atomic, versioned files; everything that is written to disk goes through this package."""
 
 from poprisk._core.store.envelope import FORMAT_VERSION as FORMAT_VERSION
 from poprisk._core.store.envelope import environment as environment

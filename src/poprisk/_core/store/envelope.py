@@ -1,4 +1,4 @@
-"""What a saved result carries beside its numbers: format, configuration, environment, commit."""
+"""Result files: a result with its format version, configuration, environment and commit."""
 
 import json
 import os
@@ -14,17 +14,17 @@ from poprisk._version import __version__
 from poprisk.errors import DataError
 
 FORMAT_VERSION = 1
-"""Of result files; a file of another version is refused."""
+"""Version of result files; files of other versions are not read."""
 
 
 def save_result(path: str | Path, kind: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
-    """Write a result with all that is needed to know where it came from.
+    """Write a result with its configuration and environment.
 
     Args:
-        path: Where to; replaced as a whole if it exists.
-        kind: What the result is of, checked when it is loaded.
-        config: What was asked for.
-        result: What came out, as plain JSON values.
+        path: Path of the file; an existing file is replaced.
+        kind: Kind of the result, checked when it is loaded.
+        config: The configuration, as plain JSON values.
+        result: The result, as plain JSON values.
     """
     envelope = {
         "format_version": FORMAT_VERSION,
@@ -38,29 +38,31 @@ def save_result(path: str | Path, kind: str, config: Mapping[str, Any], result: 
 
 
 def load_result(path: str | Path, kind: str) -> dict[str, Any]:
-    """Read a saved result back, with its envelope.
+    """Read a saved result, with its configuration and environment.
 
     Raises:
-        DataError: the file is no result of this kind, or of a format this version does not know.
+        DataError: the file is not a result of this kind, or has an unknown format version.
     """
     try:
         envelope = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{path} should be a saved {kind!r} result, but is not JSON ({error}); make it again") from None
+        raise DataError(
+            f"{path} should be a saved {kind!r} result, but is not JSON ({error}); create it again"
+        ) from None
     found = envelope.get("kind") if isinstance(envelope, dict) else None
     if found != kind:
         raise DataError(f"{path} should be a saved {kind!r} result, but its kind is {found!r}")
     version = envelope.get("format_version")
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path} has format_version {version!r}, and poprisk {__version__} reads {FORMAT_VERSION}: make "
+            f"{path} has format_version {version!r}, but poprisk {__version__} reads {FORMAT_VERSION}: create "
             "the result again, or read it with the version that wrote it"
         )
     return envelope
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processor, threads and commit: what a number may depend on, and nothing that names the machine."""
+    """Versions, processor, threads and commit, on which numbers may depend; nothing that identifies the machine."""
     import numpy
     import torch
 
@@ -94,7 +96,7 @@ def _commit() -> str | None:
     package = Path(__file__).resolve().parents[2]
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() / "src" / "poprisk" != package:
-        return None  # a checkout around the installation is some other project's
+        return None  # installed inside the checkout of another project
     commit = _git(package, "rev-parse", "HEAD")
     changed = _git(package, "status", "--porcelain", "--untracked-files=normal", "--", ".")
     return f"{commit}+changes" if commit and changed else commit

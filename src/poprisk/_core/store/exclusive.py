@@ -1,4 +1,4 @@
-"""Files that processes on several machines agree by: made by exactly one of them, marked in place, appended to.
+"""Files by which processes on several machines coordinate: created by exactly one, changed in place, appended to.
 
 These are the only files that are not replaced as a whole. None of them holds a result.
 """
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def create_exclusively(path: str | Path, content: bytes) -> bool:
-    """Make a file that was not there, with its content, and say whether it was us who made it.
+    """Create a file with its content if it does not exist, and return whether this call created it.
 
-    The content is written aside and linked to the name, which is atomic on local and on network file systems; the
-    number of links decides, because on a network the answer to a link that succeeded may be lost. Where a file system
-    knows no links, the file is opened exclusively, and may be seen empty for a moment.
+    The content is written to a temporary file and linked to the name, which is atomic on local and on network file
+    systems; the number of links decides, because on a network the answer to a link that succeeded may be lost. On file
+    systems without links, the file is opened exclusively and may be seen empty for a moment.
 
     Raises:
-        OSError: the directory cannot be made or written.
+        OSError: the directory cannot be created or written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -50,13 +50,13 @@ def _open_exclusively(target: Path, content: bytes) -> bool:
 
 
 def overwrite_in_place(path: str | Path, content: bytes) -> None:
-    """Write the first bytes of a file that is there, without replacing it.
+    """Overwrite the first bytes of an existing file, without replacing it.
 
-    A renamed file can stay invisible for a while to a network client that knows the old one by name; a change in place
-    is seen by whoever opens the file after it was closed here.
+    A renamed file can stay invisible for a while to a network client that has cached the old one; a change in place is
+    seen by every process that opens the file after it was closed here.
 
     Raises:
-        OSError: the file is not there, or cannot be written.
+        OSError: the file does not exist, or cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY)
     try:
@@ -66,10 +66,10 @@ def overwrite_in_place(path: str | Path, content: bytes) -> None:
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Add a line at the end, in one write, so that it is there whole or not at all.
+    """Append a line in a single write, so that it is complete or absent.
 
     Raises:
-        OSError: the directory cannot be made or written.
+        OSError: the directory cannot be created or written.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside, flushed to the disk, then renamed."""
+"""Atomic files: written to a temporary file, flushed to disk, then renamed."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 @runtime_checkable
 class Figure(Protocol):
-    """What a figure must be able to do; matplotlib's can."""
+    """Interface of a figure, as in matplotlib."""
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
         """Draw into a file-like object."""
@@ -21,24 +21,24 @@ class Figure(Protocol):
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write UTF-8 text with Unix line ends."""
+    """Write UTF-8 text with Unix line endings."""
     return write_bytes(path, text.encode())
 
 
 def write_json(path: str | Path, value: Any) -> Path:
-    """Write a JSON document, lists of numbers on one line; NaN and infinity, unknown to JSON, become null."""
+    """Write a JSON document, lists of numbers on one line; NaN and infinity become null."""
     return write_text(path, _json(value, "") + "\n")
 
 
 def write_bytes(path: str | Path, content: bytes) -> Path:
-    """Write bytes; whoever reads the path meanwhile sees the old content or the new, never a part."""
+    """Write bytes atomically: other processes see the old content or the new, never a part."""
     with atomic_file(path) as file:
         file.write(content)
     return Path(path)
 
 
 def write_figure(path: str | Path, figure: Figure, dpi: int = 200) -> Path:
-    """Draw a figure in the format its file name ends in; the same figure gives the same bytes."""
+    """Write a figure in the format given by the file's suffix; the same figure gives the same bytes."""
     buffer = io.BytesIO()
     kind = Path(path).suffix.removeprefix(".") or "png"
     undated: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -48,17 +48,17 @@ def write_figure(path: str | Path, figure: Figure, dpi: int = 200) -> Path:
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write to that takes the place of ``path`` when the block ends, and disappears if it fails.
+    """A file to write to that replaces ``path`` when the block ends, and is removed if the block fails.
 
-    The parent directory is made if need be. A symbolic link is followed, not replaced.
+    The parent directory is created if it does not exist. A symbolic link is followed, not replaced.
 
     Raises:
-        OSError: the directory cannot be made or written; the path is a directory; the disk is full.
+        OSError: the directory cannot be created or written; the path is a directory; the disk is full.
     """
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
-        raise IsADirectoryError(f"cannot write the file {path}: a directory of that name is there; move it away")
+        raise IsADirectoryError(f"cannot write the file {path}: it is a directory; remove it or choose another name")
     aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         with open(aside, "xb") as file:
@@ -73,10 +73,10 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def writable_directory(path: str | Path) -> Path:
-    """The directory, made if need be, after a file was really written to it.
+    """Create the directory if it does not exist, and check that files can be written to it.
 
     Raises:
-        OSError: a file has that name, or nothing can be written there.
+        OSError: the path is a file, or the directory cannot be written.
     """
     directory = Path(path)
     if directory.exists() and not directory.is_dir():
@@ -107,7 +107,7 @@ def _json(value: Any, indent: str) -> str:
 
 
 def _flush_directory(directory: Path) -> None:
-    """Make the rename itself durable, where the system can."""
+    """Flush the rename itself to disk, where the system supports it."""
     with suppress(OSError, AttributeError):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,6 +1,6 @@
-"""Functions as text, so that a later process can call them again: where they are, and JSON arguments.
+"""Import paths of functions, with JSON arguments, so that another process can call them.
 
-Where they are is ``"package.module:function"``, or ``"script.py:function"`` with the script's folder.
+An import path is ``"package.module:function"``, or ``"script.py:function"`` with the script's folder.
 """
 
 import functools
@@ -18,34 +18,34 @@ from poprisk.errors import DataError
 
 @dataclass(frozen=True)
 class Importable:
-    """How to get at a function later, or why that is not possible."""
+    """The import path of a function, or the reason why it has none."""
 
     path: str | None
     """``"package.module:function"`` or ``"script.py:function"``; None if it cannot be imported."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments, JSON values all."""
+    """Keyword arguments, as JSON values."""
     reason: str | None = None
-    """Why there is no path, in words."""
+    """The reason why there is no path."""
     folder: str | None = None
-    """Where the script is; None where the function is in a package."""
+    """Folder of the script; None if the function is in a package."""
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON value, without the folder: that belongs to this machine, see ``located``."""
+        """As a JSON value, without the folder, which depends on the machine; see ``located``."""
         return {key: value for key, value in asdict(self).items() if key != "folder"}
 
 
 def importable(function: Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> Importable:
-    """Describe a function (or class, or :func:`functools.partial` with keywords) for a later process.
+    """The import path of a function, class, or :func:`functools.partial` with keyword arguments.
 
     >>> importable(json.dumps, {"indent": 2}).as_json()
     {'path': 'json:dumps', 'arguments': {'indent': 2}, 'reason': None}
     >>> importable(lambda: 0).reason
-    "a function made on the spot ('<lambda>') cannot be imported"
+    "a lambda or nested function ('<lambda>') cannot be imported"
     """
     given = dict(arguments or {})
     while isinstance(function, functools.partial):
         if function.args:
-            return Importable(None, {}, "a partial with positional arguments cannot be written down; use keywords")
+            return Importable(None, {}, "a partial with positional arguments cannot be saved; use keyword arguments")
         function, given = function.func, {**function.keywords, **given}
     reason = _why_not(function)
     script = None if reason else script_of(function.__module__)
@@ -62,21 +62,21 @@ def _why_not(function: Any) -> str | None:
     if module is None or name is None:
         return f"an object of type {type(function).__name__} has no import path"
     if module == "__main__":
-        return f"{name!r} lives in the script that ran (__main__) and cannot be imported"
+        return f"{name!r} is defined in the script that ran (__main__) and cannot be imported"
     if "<" in name:
-        return f"a function made on the spot ({name.split('.')[-1]!r}) cannot be imported"
+        return f"a lambda or nested function ({name.split('.')[-1]!r}) cannot be imported"
     try:
         found = resolve(f"{module}:{name}")
     except DataError as error:
         return str(error)
-    return None if found is function else f"{module}:{name} is another object than the one used"
+    return None if found is function else f"{module}:{name} is not the object that was used"
 
 
 def resolve(path: str) -> Any:
-    """The object behind ``"package.module:name"`` or ``"folder/script.py:name"``.
+    """Import the object at ``"package.module:name"`` or ``"folder/script.py:name"``.
 
     Raises:
-        DataError: there is no such module, script or name, or the text is no such path.
+        DataError: there is no such module, script or name, or the text is not an import path.
 
     >>> resolve("json:dumps") is json.dumps
     True
@@ -96,7 +96,7 @@ def resolve(path: str) -> Any:
 
 
 def described(path: str, arguments: Mapping[str, Any] | None = None) -> Importable:
-    """The same as :func:`importable`, of the function behind a path; of a script, whatever it has under that name.
+    """Like :func:`importable`, but for the function at an import path.
 
     >>> described("json:dumps").path
     'json:dumps'
@@ -113,10 +113,10 @@ def _stand_in() -> None:
 
 
 def located(source: Mapping[str, Any], old: Path | None, new: Path | None) -> dict[str, Any]:
-    """A description whose script's folder, relative to the directory ``old``, is made relative to ``new``.
+    """Make the folder of a description's script, relative to the directory ``old``, relative to ``new``.
 
-    So the description, kept in a directory, leads to the script wherever both are moved together. None stands for no
-    directory: then the folder is absolute.
+    A description that is saved in a directory then stays valid if directory and script are moved together. If a
+    directory is None, the folder is absolute.
 
     >>> located({"path": "task.py:make", "folder": "/a/b"}, None, Path("/a/runs/first"))["folder"]
     '../../b'

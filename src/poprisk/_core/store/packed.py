@@ -1,4 +1,4 @@
-"""Dataclasses as a JSON value and tensors beside it, and back: every number comes back as it was, bit by bit."""
+"""Converts dataclasses to a JSON value and named tensors, and back, without loss."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -9,17 +9,17 @@ from torch import Tensor
 from poprisk.errors import DataError
 
 _KIND = "#"
-"""Marks what JSON has no form for: tensors, tuples, mappings, dataclasses."""
+"""Marks values that JSON cannot represent: tensors, tuples, mappings, dataclasses."""
 
 
 def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A JSON value in which tensors stand by name, and the tensors.
+    """Convert a value to JSON, with tensors replaced by names, and the tensors.
 
     Args:
-        value: None, numbers, texts, lists, tuples, mappings, tensors and dataclasses, in each other.
+        value: None, numbers, strings, lists, tuples, mappings, tensors and dataclasses, nested in any way.
 
     Raises:
-        DataError: something else is in it.
+        DataError: the value contains something else.
 
     >>> import torch
     >>> form, tensors = pack({"x": torch.ones(2), 3: (1.5,)})
@@ -34,7 +34,7 @@ def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
         if x is None or isinstance(x, bool | int | float | str):
             return x
         if isinstance(x, Tensor):
-            tensors[name := str(len(tensors))] = x.detach().clone()  # a file takes none that share their memory
+            tensors[name := str(len(tensors))] = x.detach().clone()  # tensors in a file must not share memory
             return {_KIND: "tensor", "name": name}
         if isinstance(x, list):
             return [packed(each) for each in x]
@@ -44,21 +44,21 @@ def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
             return {_KIND: "mapping", "items": [[packed(k), packed(v)] for k, v in x.items()]}
         if is_dataclass(x) and not isinstance(x, type):
             return {_KIND: type(x).__name__, "fields": {f.name: packed(getattr(x, f.name)) for f in fields(x)}}
-        raise DataError(f"only plain values, tensors and dataclasses of them can be kept, got {type(x).__name__}")
+        raise DataError(f"only plain values, tensors and dataclasses of them can be saved, got {type(x).__name__}")
 
     return packed(value), tensors
 
 
 def unpack(form: Any, tensors: Mapping[str, Tensor], classes: tuple[type, ...]) -> Any:
-    """What :func:`pack` was given.
+    """Restore the value that was given to :func:`pack`.
 
     Args:
-        form: Its JSON value.
-        tensors: Its tensors.
-        classes: The dataclasses that may be in it.
+        form: The JSON value.
+        tensors: The tensors.
+        classes: The dataclasses that the value may contain.
 
     Raises:
-        DataError: another class is in it, or one has other fields now.
+        DataError: the value contains another class, or a class has other fields now.
     """
     known = {each.__name__: each for each in classes}
 
@@ -75,10 +75,10 @@ def unpack(form: Any, tensors: Mapping[str, Tensor], classes: tuple[type, ...]) 
         if kind == "mapping":
             return {unpacked(k): unpacked(v) for k, v in x["items"]}
         if kind not in known:
-            raise DataError(f"a {kind!r} is kept there, expected {', '.join(known) or 'no dataclass'}: make it again")
+            raise DataError(f"expected {', '.join(known) or 'no dataclass'}, got a {kind!r}: compute the value again")
         try:
             return known[kind](**{name: unpacked(each) for name, each in x["fields"].items()})
         except TypeError as error:
-            raise DataError(f"a {kind} of another version is kept there ({error}): make it again") from None
+            raise DataError(f"the {kind} was saved by another version ({error}): compute it again") from None
 
     return unpacked(form)

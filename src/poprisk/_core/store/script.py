@@ -1,4 +1,4 @@
-"""Functions of a script that no package holds: ``"folder/script.py:function"``, loaded as Python would run the file."""
+"""Functions of a script outside any package, ``"folder/script.py:function"``, loaded as Python would run the file."""
 
 import hashlib
 import importlib.util
@@ -11,11 +11,11 @@ from typing import Any
 from poprisk.errors import DataError
 
 _FILES: dict[str, Path] = {}
-"""The scripts that were loaded, by the name of their module."""
+"""Loaded scripts, by the name of their module."""
 
 
 def is_script(path: str) -> bool:
-    """Whether a text names a function of a file, not of a module.
+    """Whether an import path names a function in a file, not in a module.
 
     >>> is_script("tasks/mine.py:make_task"), is_script("package.module:function")
     (True, False)
@@ -24,7 +24,7 @@ def is_script(path: str) -> bool:
 
 
 def split_script(path: str) -> tuple[Path, str]:
-    """The whole path of the file, and the function's name.
+    """The absolute path of the file, and the function's name.
 
     >>> file, name = split_script("tasks/mine.py:make_task")
     >>> file.is_absolute(), file.name, name
@@ -35,23 +35,23 @@ def split_script(path: str) -> tuple[Path, str]:
 
 
 def script_of(module: str | None) -> Path | None:
-    """The file behind a module that :func:`load_script` made; None for any other."""
+    """The file of a module that :func:`load_script` loaded; None for any other module."""
     return None if module is None else _FILES.get(module)
 
 
 def load_script(file: Path) -> ModuleType:
-    """The module of a script, run once for each content that the file has had.
+    """Load a script as a module; it is executed again only if the file has changed.
 
-    The script's folder joins ``sys.path`` in front, as when Python runs it, so that it finds the files beside it; what
-    stands under ``if __name__ == "__main__":`` is not run.
+    The script's folder is put first in ``sys.path``, as when Python runs it, so that the script can import files beside
+    it; code under ``if __name__ == "__main__":`` is not executed.
 
     Raises:
-        DataError: there is no such file, or it fails; the message has the line.
+        DataError: there is no such file, or it raises an error; the message names the line.
     """
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the script {file} ({error.strerror or error}): name one that is there") from None
+        raise DataError(f"cannot read the script {file} ({error.strerror or error}): check the path") from None
     digest = hashlib.sha256(str(file).encode() + b"\0" + content).hexdigest()[:12]
     name = f"poprisk_script_{digest}"
     if name in sys.modules:
@@ -67,7 +67,8 @@ def load_script(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name], _FILES[name]
-        advice = "; keep what ends the process under if __name__ == '__main__':" if _is_exit(error) else ""
+        exits = isinstance(error, SystemExit)
+        advice = "; put code that exits the process under if __name__ == '__main__':" if exits else ""
         raise DataError(f"{where(error, file)}{advice}") from error
     except BaseException:
         del sys.modules[name], _FILES[name]
@@ -79,7 +80,7 @@ def function_of(file: Path, name: str) -> Any:
     """A function of a script.
 
     Raises:
-        DataError: the script cannot be loaded, or has nothing of that name.
+        DataError: the script cannot be loaded, or does not define the name.
     """
     module = load_script(file)
     found: Any = module
@@ -93,7 +94,7 @@ def function_of(file: Path, name: str) -> Any:
 
 
 def where(error: BaseException, file: Path | None = None) -> str:
-    """An error as one line that names its place: in the script if it passed through it, else the innermost one.
+    """Describe an error in one line, with its location: in the script if the traceback contains it, else innermost.
 
     >>> try:
     ...     _ = [][0]
@@ -110,7 +111,3 @@ def where(error: BaseException, file: Path | None = None) -> str:
         place = "" if frame is None else f"{frame.filename}, line {frame.lineno}"
     text = str(error).strip().splitlines()
     return f"{place}: {type(error).__name__}{f': {text[0]}' if text else ''}"
-
-
-def _is_exit(error: BaseException) -> bool:
-    return isinstance(error, SystemExit)

@@ -1,4 +1,4 @@
-"""Tensor files that are whole or refused: safetensors, with size and SHA-256 kept by whoever refers to them."""
+"""Tensor files in the safetensors format, verified by a size and SHA-256 that are kept elsewhere."""
 
 import hashlib
 import json
@@ -12,13 +12,13 @@ from torch import Tensor, uint8
 from poprisk._core.store.files import write_bytes
 from poprisk.errors import DataError
 
-# One key only: the order in which safetensors writes several changes from process to process, and with it the bytes.
+# One key only: safetensors writes several keys in an order that changes from process to process.
 _NOTES = "poprisk"
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file by name, and what its content must be."""
+    """Name, size and hash of a file."""
 
     name: str
     size: int
@@ -26,15 +26,15 @@ class TensorFile:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], notes: Any = None) -> TensorFile:
-    """Write tensors by name, with a JSON value beside them; the same content gives the same bytes.
+    """Write named tensors and a JSON value; the same content gives the same bytes.
 
     Args:
-        path: Where to; replaced as a whole if it exists.
-        tensors: On any device; strides are not kept.
+        path: Path of the file; an existing file is replaced.
+        tensors: Tensors on any device; strides are not kept.
         notes: Any JSON value.
 
     Returns:
-        What :func:`read_tensors` checks the file against.
+        Size and hash, which :func:`read_tensors` checks.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -52,26 +52,26 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], notes: Any = 
 
 
 def check_size(folder: str | Path, file: TensorFile) -> Path:
-    """The file's path, after a look at whether it is there with all its bytes.
+    """The file's path, after checking that it exists and has the expected size.
 
     Raises:
-        DataError: it is missing, or shorter or longer than it was.
+        DataError: it is missing, or has another size.
     """
     path = Path(folder) / file.name
     try:
         size = path.stat().st_size
     except OSError:
-        raise DataError(f"{path} is missing: restore it from a copy, or make it again") from None
+        raise DataError(f"{path} is missing: restore it from a copy, or create it again") from None
     if size != file.size:
-        raise DataError(f"{path} is damaged: it should have {file.size} bytes and has {size}; restore it from a copy")
+        raise DataError(f"{path} is damaged: expected {file.size} bytes, got {size}; restore it from a copy")
     return path
 
 
 def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor], Any]:
-    """Read tensors and notes back, on the CPU.
+    """Read tensors (on the CPU) and notes from a file.
 
     Raises:
-        DataError: the file is missing, truncated or changed; the message has its name.
+        DataError: the file is missing, truncated or changed; the message names it.
     """
     from safetensors.torch import load
 
@@ -84,7 +84,7 @@ def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes: equal on every device, different for any changed bit.
+    """SHA-256 over names, dtypes, shapes and bytes: the same on every device, different if any bit differs.
 
     >>> import torch
     >>> x = torch.zeros(2)
