@@ -160,7 +160,7 @@ def test_a_directory_goes_on_only_with_its_own_run(folder, capsys):
         (["task.py:breaks"], r"task.py:breaks failed: .*task.py, line \d+: KeyError: 'nothing'"),
         (["task.py:wrong_shapes", "--steps", "2"], "the training failed: .*RuntimeError: mat1 and mat2 shapes"),
         (["broken.py:make_task"], r"broken.py, line 2: SyntaxError"),
-        (["exits.py:make_task"], r"exits.py, line 1: SystemExit: 4; keep what ends the process under if __name__"),
+        (["exits.py:make_task"], r"exits.py, line 1: SystemExit: 4; put code that exits the process under if __name__"),
         (["nowhere.module:function"], "nowhere.module:function cannot be imported"),
         (["task.py:make_task", "--optimizer", "adam"], "optimizer must be one of poprisk, adamw, sgd, got 'adam'"),
         (["task.py:make_task", "--lr", "fast"], "'--lr': expected a number from"),

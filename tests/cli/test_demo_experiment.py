@@ -78,7 +78,7 @@ def test_the_recorded_run_is_the_first_seed_s(tiny_result, tmp_path):
     assert run.num_steps == TINY.steps
     record_demo(TINY, tmp_path / "run")  # writes over its own
     (tmp_path / "other").mkdir()
-    with pytest.raises(RunError, match="holds something else than a demo's run"):
+    with pytest.raises(RunError, match="does not contain a run of the demo"):
         record_demo(TINY, tmp_path / "other")
 
 

@@ -195,8 +195,10 @@ def test_another_model_or_loss_is_not_the_same_problem():
     unnamed.check_is(recorded)  # nothing to compare by; the recorded steps decide
     same.check_is(unnamed.description)
     others = {
-        r"make_model=.*make_square\(width=2\), but problem 'problem' has make_model=.*make_square\(bias=False, width=2\)"
-        ".*wrap it in a lambda": Problem(make_square, absolute, *data, arguments={"width": 2, "bias": False}),
+        r"make_model=.*make_square\(width=2\), but problem 'problem' has make_model="
+        r".*make_square\(bias=False, width=2\).*wrap it in a lambda": Problem(
+            make_square, absolute, *data, arguments={"width": 2, "bias": False}
+        ),
         r"make_model=.*make_square\(width=2\), .* has make_model=torch.nn.modules.linear:Linear": Problem(
             nn.Linear, absolute, *data, arguments={"in_features": 2, "out_features": 2}
         ),
