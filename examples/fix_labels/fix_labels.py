@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from poprisk import AuditTable, Problem, Run, audit, train
 from poprisk.runs import digits_split, replace_labels
-from poprisk.runs._digits import Split
 
 HOW = (
     "unchanged",
@@ -25,19 +24,19 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def trained(split: Split, labels: Tensor, steps: int, seed: int) -> Run:
+def trained(inputs: Tensor, labels: Tensor, steps: int, seed: int) -> Run:
     """Train and record checkpoints only, which the audit uses."""
-    problem = Problem(network, "cross_entropy", split.train_inputs, labels, name="digits", seed=seed)
+    problem = Problem(network, "cross_entropy", inputs, labels, name="digits", seed=seed)
     optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     every = max(1, steps // 60)
     return train(problem, optimizer, steps, batch_size=50, seed=seed, every=every, progress=False)
 
 
-def accuracy(run: Run, split: Split) -> float:
+def accuracy(run: Run, inputs: Tensor, labels: Tensor) -> float:
     module = run.problem.module()
     nn.utils.vector_to_parameters(run.weights(run.num_steps), module.parameters())
     with torch.no_grad():
-        return (module(split.test_inputs).argmax(1) == split.test_labels).double().mean().item()
+        return (module(inputs).argmax(1) == labels).double().mean().item()
 
 
 def with_true(labels: Tensor, true: Tensor, inspected: Tensor) -> Tensor:
@@ -51,7 +50,8 @@ def one_seed(options: argparse.Namespace, seed: int) -> tuple[list[float], Audit
     split = digits_split(seed, options.size)
     generator = torch.Generator().manual_seed(seed)
     spoiled = replace_labels(split.train_labels, options.wrong, 10, generator)
-    run = trained(split, spoiled.labels, options.steps, seed)
+    test = split.test_inputs, split.test_labels
+    run = trained(split.train_inputs, spoiled.labels, options.steps, seed)
     table = audit(run, tier="any", progress=False)
 
     number = int(options.inspect * options.size)
@@ -62,8 +62,8 @@ def one_seed(options: argparse.Namespace, seed: int) -> tuple[list[float], Audit
         table.cleaned_targets(),
         split.train_labels,
     )
-    again = [accuracy(trained(split, labels, options.steps, seed), split) for labels in versions]
-    return [accuracy(run, split), *again], table, spoiled.wrong
+    runs = [run, *(trained(split.train_inputs, labels, options.steps, seed) for labels in versions)]
+    return [accuracy(each, *test) for each in runs], table, spoiled.wrong
 
 
 def main() -> None:

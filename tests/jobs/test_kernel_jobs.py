@@ -183,7 +183,7 @@ def test_the_file_is_one_that_numpy_maps(tmp_path, run):
 
 def test_what_other_processes_could_not_find_is_refused(tmp_path, run):
     memory = train(Problem.build(job_problems.blobs), torch.optim.SGD, 1, progress=False)
-    with pytest.raises(JobError, match=r"only in memory: run\.save"):
+    with pytest.raises(JobError, match=r"only in memory: call run\.save"):
         JobPlan(tmp_path).train_kernel(memory, 0)
     local = job_problems.blobs()
     train(local, torch.optim.SGD, 1, path=tmp_path / "local", progress=False)

@@ -5,7 +5,7 @@ from typing import Any
 from poprisk import _moved
 from poprisk.jobs._assemble import assemble_matrix, assemble_resampled
 from poprisk.jobs._disk_matrix import DiskMatrix
-from poprisk.jobs._manifest import JobGroup, JobSpec, Manifest
+from poprisk.jobs._manifest import Manifest
 from poprisk.jobs._operator_columns import probe_columns
 from poprisk.jobs._plan import JobPlan
 from poprisk.jobs._slurm import slurm_script

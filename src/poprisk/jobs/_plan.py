@@ -1,4 +1,4 @@
-r"""Plans jobs: kernels at recorded steps, columns of operators, members of a resampling."""
+"""Plans jobs: kernels at recorded steps, columns of operators, trainings of a K-fold."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,12 +83,8 @@ class JobPlan:
                 precision is unknown or does not go with the method or dtype.
             DeviceError: the device does not support the precision.
         """
-        kind = {
-            "method": Method.checked(method),
-            "dtype": dtype,
-            "precision": None if precision is None else Precision.checked(precision),
-        }
-        return self._kernels("train", run, steps, name, side=side, preconditioner=preconditioner, **kind)
+        kind = {"preconditioner": preconditioner, "method": method, "dtype": dtype, "precision": precision}
+        return self._kernels("train", run, steps, name, side=side, **kind)
 
     def cross_kernel(
         self,
@@ -111,12 +107,8 @@ class JobPlan:
                 precision is unknown or does not go with the method or dtype.
             DeviceError: the device does not support the precision.
         """
-        kind = {
-            "method": Method.checked(method),
-            "dtype": dtype,
-            "precision": None if precision is None else Precision.checked(precision),
-        }
-        return self._kernels("test", run, steps, name, side=side, preconditioner=preconditioner, **kind)
+        kind = {"preconditioner": preconditioner, "method": method, "dtype": dtype, "precision": precision}
+        return self._kernels("test", run, steps, name, side=side, **kind)
 
     def operator_columns(
         self,
@@ -223,26 +215,18 @@ class JobPlan:
         steps: int | Sequence[int],
         name: str,
         *,
+        method: Method | str,
+        precision: Precision | str | None,
         side: int | None,
         **options: Any,
     ) -> list[str]:
-        opened = open_run(run)
         if side is not None and side < 1:
             raise HyperparameterError(f"side must be at least 1 example, got {side}")
+        opened = open_run(run)
+        options |= {"side": side, "memory_limit": self._memory_limit, **self._shared, "method": Method.checked(method)}
+        options["precision"] = None if precision is None else Precision.checked(precision)
         return [
-            self._add(
-                kernel_group(
-                    opened,
-                    self.folder,
-                    f"{name} at step {step}",
-                    step=step,
-                    rows=rows,
-                    memory_limit=self._memory_limit,
-                    side=side,
-                    **options,
-                    **self._shared,
-                )
-            )
+            self._add(kernel_group(opened, self.folder, f"{name} at step {step}", step=step, rows=rows, **options))
             for step in ([steps] if isinstance(steps, int) else steps)
         ]
 

@@ -22,10 +22,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from poprisk._core.autodiff import ExampleLoss, slices
+from poprisk._core.autodiff import ExampleLoss
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.risk._error import corrected_risk_error, example_losses_of, unseen_mistake
-from poprisk.risk._influence.exclusion_sweep import ExcludedOutputs, ExclusionSweep, excluded_outputs
+from poprisk.risk._influence.exclusion_sweep import ExcludedOutputs, excluded_outputs
 from poprisk.risk._influence.label_sensitivity import corrected_displacement
 from poprisk.risk._influence.matrix import evaluation_model
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
@@ -159,19 +159,18 @@ def exclusion(
     outputs, moved, radius = corrected_displacement(unrolled, chosen)
     flat = outputs.reshape(len(outputs), -1)
     found = ExcludedOutputs(chosen, flat, moved, moved, tuple(outputs.shape[1:]))
-    return _evaluated(unrolled, found, unrolled.stop, loss, radius)
+    return exclusion_at(unrolled, found, unrolled.stop, loss=loss, radius=radius)
 
 
 def exclusion_at(
-    unrolled: Unrolled, excluded: ExcludedOutputs, k: int, *, loss: str | ExampleLoss | None = None
+    unrolled: Unrolled,
+    found: ExcludedOutputs,
+    k: int,
+    *,
+    loss: str | ExampleLoss | None = None,
+    radius: Float[Tensor, "m"] | None = None,
 ) -> Exclusion:
-    """Linearized exclusion at the weights before step k, from the outputs of a sweep there."""
-    return _evaluated(unrolled, excluded, k, loss, None)
-
-
-def _evaluated(
-    unrolled: Unrolled, found: ExcludedOutputs, k: int, loss: str | ExampleLoss | None, radius: Tensor | None
-) -> Exclusion:
+    """Exclusion at the weights before step k, from the outputs of a sweep or, with its radius, from the correction."""
     n, targets = unrolled.num_examples, unrolled.targets[found.examples]
     model = evaluation_model(unrolled, loss)
     displaced = [found.outputs, found.outputs + found.tangent, found.outputs + found.displaced]
@@ -222,34 +221,3 @@ def exclusion_risk(
     unrolled = as_unrolled(run)
     chosen = choose_examples(unrolled.num_examples, examples, seed, most=MOST_EXAMPLES)
     return exclusion(unrolled, chosen, method=method, loss=loss).risk
-
-
-def exclusion_displacement(
-    run: Run | Unrolled, examples: int | Int[Tensor, "m"] | None = None, *, method: ExclusionMethod = "linearized"
-) -> Float[Tensor, "m p"]:
-    r"""The predicted :math:`\Delta_i^{ex} = U_{Q_i}^{S_{-i}}(T) - U_{Q_i}^S(T)` of each example, training nothing.
-
-    Args:
-        run: The recorded run, or an :class:`Unrolled` of it.
-        examples: Indices of the examples, or a number of them to draw at random; default: all.
-        method: How it is predicted; see :func:`exclusion`.
-    """
-    return exclusion(run, examples, method=method).displacement
-
-
-def excluded_weights(
-    run: Run | Unrolled, examples: Int[Tensor, "m"], *, mass_preserving: bool = True
-) -> Float[Tensor, "d m"]:
-    r"""The predicted change of the last weights when each example, alone, is left out of the run.
-
-    Args:
-        run: The recorded run, or an :class:`Unrolled` of it.
-        examples: Indices of the examples.
-        mass_preserving: Whether the weights of the others grow by n/(n - 1), as in a mean over n - 1 examples.
-    """
-    unrolled = as_unrolled(run)
-    parts = []
-    for rows in slices(len(examples), unrolled.columns_at_a_time()):
-        sweep = ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving)
-        parts.append(sweep.at(unrolled.stop))
-    return torch.cat(parts).T

@@ -60,8 +60,7 @@ def k_fold(
         DataError: folds or nested are out of range.
         RunError: the run cannot be trained again.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk import Problem, train
     >>> x = torch.linspace(-1, 1, 20).reshape(20, 1)
     >>> problem = Problem(torch.nn.Linear, "squared", x, 2 * x, arguments={"in_features": 1, "out_features": 1})
     >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.5), steps=200, progress=False)

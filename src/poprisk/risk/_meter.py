@@ -47,8 +47,7 @@ class RiskMeter:
     Raises:
         HyperparameterError: an unknown method, or a budget too small for it.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk import Problem, train
     >>> generator = torch.Generator().manual_seed(0)
     >>> x = torch.randn(40, 3, generator=generator)
     >>> y = x[:, :1] + 0.5 * torch.randn(40, 1, generator=generator)

@@ -1,6 +1,7 @@
 """Train without some of the examples and evaluate the models on them: held-out losses, and the risk they estimate."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypedDict
@@ -12,7 +13,6 @@ from torch import Tensor
 from poprisk._core.autodiff import Inputs, resolve_loss, slices, take_examples
 from poprisk.errors import DataError
 from poprisk.risk._error import inflated_error, unseen_mistake
-from poprisk.risk._influence.holdout_weights import holdout_weights
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import example_losses, member_outputs, retrain
 from poprisk.risk._verdict import Found, RiskEstimate, judge_retraining, trained_on
@@ -143,6 +143,35 @@ def resample(
     """Train once without each of the holdouts, and evaluate each model on its holdout."""
     trained = train_members(run, members_without(run.num_examples, held, renormalize=renormalize), options)
     return held_out_result(run, method, held, trained, partition=partition)
+
+
+def holdout_weights(
+    n: int, held_out: Sequence[int] | Tensor, *, renormalize: bool = True, dtype: torch.dtype = torch.float64
+) -> Float[Tensor, "n"]:
+    r"""Example weights :math:`\alpha^{(-I)}` of Prop. ``common_first_variation``: 0 on I, n/(n-k) elsewhere.
+
+    Args:
+        n: Number of examples.
+        held_out: I, the k positions left out.
+        renormalize: Give the weight of those left out to the others, as the paper does. False leaves the others at 1,
+            which is removal at fixed batches.
+        dtype: Data type of the weights.
+
+    Raises:
+        DataError: a position is out of range or comes twice, or nothing would be left.
+
+    >>> holdout_weights(4, [0, 2])
+    tensor([0., 2., 0., 2.], dtype=torch.float64)
+    """
+    index = torch.as_tensor(held_out, dtype=torch.long).reshape(-1)
+    k = len(index)
+    if k and not (int(index.min()) >= 0 and int(index.max()) < n):
+        raise DataError(f"held_out must be among the examples 0 … {n - 1}, got {index.tolist()}")
+    if len(index.unique()) != k or k >= n:
+        raise DataError(f"held_out must be at most {n - 1} different examples of {n}, got {k}: leave some to train on")
+    alpha = torch.full((n,), n / (n - k) if renormalize else 1.0, dtype=dtype)
+    alpha[index.to(alpha.device)] = 0.0
+    return alpha
 
 
 def members_without(n: int, held: list[Tensor], *, renormalize: bool = True) -> Members:

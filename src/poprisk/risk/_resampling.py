@@ -13,11 +13,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from poprisk._core.autodiff import Inputs
 from poprisk.errors import DataError
 from poprisk.risk._k_fold import k_fold
-from poprisk.risk._resampled import Resampled, RetrainOptions, held_out_result, resample, train_members
-from poprisk.risk._retraining.members import Members
+from poprisk.risk._resampled import Resampled, RetrainOptions, resample
 from poprisk.risk._verdict import RiskEstimate
 from poprisk.runs import Run
 
@@ -47,8 +45,7 @@ def leave_one_out(
         DataError: fewer than three examples, or an index that does not exist or comes twice.
         RunError: the run cannot be trained again.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk import Problem, train
     >>> y = torch.tensor([[0.0], [0.0], [3.0]])
     >>> problem = Problem(torch.nn.Linear, "squared", torch.ones(3, 1), y,
     ...                   arguments={"in_features": 1, "out_features": 1, "bias": False})
@@ -127,46 +124,6 @@ def subsets(
         )
     held = [(~mask).nonzero().squeeze(1) for mask in masks.to("cpu")]
     return resample(run, "subsets", held, renormalize, options)
-
-
-def replace_one(
-    run: Run,
-    pairs: Sequence[tuple[int, int]],
-    *,
-    pool: tuple[Inputs, Tensor] | None = None,
-    **options: Unpack[RetrainOptions],
-) -> Resampled:
-    r"""Train with one example replaced by a new one, and evaluate the model on the example that was replaced.
-
-    Theorem ``thm:self_influence``: over independent new examples the mean of
-    :math:`\ell(F(w_T(S^{(i)}), z_i), y_i) - \ell(F(w_T(S), z_i), y_i)` is the generalization gap, and the held-out loss
-    alone is the risk of a model trained on all n examples. It takes one training for each pair.
-
-    Args:
-        run: What was recorded.
-        pairs: (i, j): training example i is replaced by row j of the pool.
-        pool: Inputs and targets drawn like the training examples; default: the problem's test examples.
-        options: ``dtype``, ``memory`` and ``progress`` of :func:`poprisk.risk.retrain`.
-
-    Raises:
-        DataError: there is no pool, no pair, or an index is out of range.
-        RunError: the run cannot be trained again.
-    """
-    n, others = run.num_examples, pool if pool is not None else run.problem.test
-    if others is None:
-        raise DataError(
-            "replacing examples needs other examples: pass pool=(inputs, targets), or give the problem test examples"
-        )
-    index = torch.as_tensor(pairs, dtype=torch.long).reshape(-1, 2)
-    limits = torch.tensor([n, len(others[1])])
-    if not len(index) or bool(((index < 0) | (index >= limits)).any()):
-        raise DataError(f"pairs must be (example, row) below {tuple(limits.tolist())}, at least one, got {pairs!r}")
-    positions = torch.arange(n).repeat(len(index), 1)
-    positions[torch.arange(len(index)), index[:, 0]] = n + index[:, 1]
-    members = Members(torch.ones(len(index), n, dtype=torch.float64), index_map=positions, pool=others)
-    held = [index[j : j + 1, 0] for j in range(len(index))]
-    trained = train_members(run, members, options)
-    return held_out_result(run, "replace-one", held, trained, target=f"a model trained on {n} examples")
 
 
 def _positions(indices: Sequence[int] | Tensor, n: int) -> Tensor:

@@ -53,8 +53,7 @@ def population_risk(
         DataError: fewer than 3 examples.
         HyperparameterError: an unknown method, or one that needs a larger budget.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk import Problem, train
     >>> generator = torch.Generator().manual_seed(0)
     >>> x = torch.randn(60, 3, generator=generator)
     >>> y = x[:, :1] + 0.5 * torch.randn(60, 1, generator=generator)

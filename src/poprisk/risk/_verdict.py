@@ -7,8 +7,7 @@ method                risk of                                   valid while
                                                                 at most 10% of the risk, and by more than the
                                                                 whole displacement for at most 5% of the examples
 ``"first_order"``     this model                                exclusion is valid and differs by at most 10%, and
-                                                                the standard error is at most 7% of the risk; or a
-                                                                few real trainings confirm it
+                                                                the standard error is at most 7% of the risk
 ``"k_fold"`` and      a model trained on the examples kept      no training diverged
 other retraining
 ===================== ========================================= ===================================================
@@ -40,10 +39,6 @@ DOUBTFUL_SENSITIVITY = 0.5
 """Sensitivity to an example's own label beyond which changing the label does not stand for removing the example."""
 LARGEST_ERROR_SHARE = 0.07
 """Standard error of the first order, as a share of the risk: it has no error for what it leaves out."""
-LARGEST_REMAINDER = 0.2
-"""Share of the change seen in real trainings that the first order may miss."""
-FEWEST_TRAINED = 5
-"""Examples below which real trainings are no check of the first order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,30 +146,6 @@ def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:
             "Use method='exclusion', or more examples."
         )
     return _verdict(found, reason, f"within {100 * apart:.1f}% of the risk by exclusion")
-
-
-def judge_trained_first_order(found: Found, trained: int, trainings: float, missed: float) -> RiskEstimate:
-    """The verdict on the first order, checked by real trainings without (or with less of) a few examples.
-
-    Args:
-        found: The risk to first order.
-        trained: Number of examples that were tried.
-        trainings: Number of trainings.
-        missed: Share of the mean change in those trainings that the first order misses.
-    """
-    reason = ""
-    if trained < FEWEST_TRAINED:
-        reason = (
-            f"the first order was checked on {trained} examples, too few (limit {FEWEST_TRAINED}). "
-            f"Use taylor_remainder(run, {FEWEST_TRAINED})."
-        )
-    reason = reason or _not_finite(found, "losses or their derivatives are not finite")
-    if not reason and not missed <= LARGEST_REMAINDER:
-        reason = (
-            f"the first order misses {100 * missed:.3g}% of the change in {trainings:.0f} trainings "
-            f"(limit {100 * LARGEST_REMAINDER:.0f}%). Use method='exclusion', or k_fold(run)."
-        )
-    return _verdict(found, reason, f"misses {100 * missed:.3g}% of the change in {trainings:.0f} trainings")
 
 
 def _verdict(found: Found, reason: str, otherwise: str) -> RiskEstimate:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from poprisk.risk._audit.confident import WrongCount, confident_joint, read_count, wrong_count
-from poprisk.risk._audit.ranks import rank_share
+from poprisk.risk._audit.histories import rank_share
 
 
 def naive_joint(p, labels):

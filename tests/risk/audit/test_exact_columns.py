@@ -10,8 +10,9 @@ from audit_problems import CLASSES, clusters
 from torch import nn
 from torch.optim import SGD
 
-from poprisk.errors import RunError
-from poprisk.risk._audit.exact import _CHEAP, seconds
+from poprisk.errors import DataError, RunError
+from poprisk.operators import Window
+from poprisk.risk._audit.exact import _CHEAP, example_scores, seconds
 from poprisk.risk._audit.run_audit import audit
 from poprisk.risk._audit.table import DESCRIPTIONS
 from poprisk.risk._influence.matrix import influence_matrix
@@ -37,6 +38,17 @@ def test_columns_match_the_influence_matrix_and_retraining(run):
     assert bool((found["displacement"] > 0).all())
     assert set(found.columns) <= set(DESCRIPTIONS)
     assert (found["loo_margin"] < found["margin"] + 1e-9).double().mean() > 0.9
+
+
+def test_scores_are_norms_of_the_examples_columns(run):
+    window = Window.of_run(run, test_inputs=run.problem.test[0].double())
+    G = window.dense_operators().test_transfer.view(5 * CLASSES, 24, CLASSES)
+    norms = torch.stack([torch.linalg.matrix_norm(G[:, i], 2) for i in range(24)])
+    torch.testing.assert_close(example_scores(window), norms)
+    problem = Problem(nn.Linear, "squared", *torch.ones(2, 3, 1), arguments={"in_features": 1, "out_features": 1})
+    without_test = train(problem, partial(SGD, lr=0.05), 2, progress=False)
+    with pytest.raises(DataError, match="test_inputs"):
+        example_scores(Window.of_run(without_test))
 
 
 def test_auto_makes_them_where_they_are_cheap_and_says_so_where_not(run, monkeypatch):

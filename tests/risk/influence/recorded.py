@@ -55,3 +55,16 @@ class Case:
 
     def own_losses(self, model: nn.Module) -> torch.Tensor:
         return self.losses(model(self.inputs), self.targets).detach()
+
+
+def on_device(device, rule):
+    """A run in float64 whose examples are on this device."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(14, 3, generator=generator, dtype=torch.float64)
+    problem = Problem(_network, "cross_entropy", x, torch.randint(3, (14,), generator=generator)).to(device)
+    rules = {"momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adam": partial(torch.optim.Adam, lr=0.02)}
+    return train(problem, rules[rule], 12, batch_size=7, dtype=torch.float64, progress=False)
+
+
+def _network():
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))

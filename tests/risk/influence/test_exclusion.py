@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 from oracles.influence import central_difference
 from poprisk.errors import HyperparameterError
-from poprisk.risk._exclusion import excluded_weights, exclusion, exclusion_risk
+from poprisk.risk._exclusion import exclusion, exclusion_risk
+from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
 from poprisk.risk._influence.label_sensitivity import label_sensitivities
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.runs._problem import Problem
@@ -59,8 +60,8 @@ def test_linear_models_are_exact_whenever_they_stop(mass_preserving):
     outputs, weights = left_out(run, mass_preserving=mass_preserving)
     found = exclusion(run, mass_preserving=mass_preserving)
     assert_close(found.excluded_outputs, outputs, rtol=1e-10, atol=1e-12)
-    moved = excluded_weights(run, torch.arange(12), mass_preserving=mass_preserving)
-    assert_close(moved.T + run.weights(7), weights, rtol=1e-10, atol=1e-12)
+    sweep = ExclusionSweep(Unrolled(run), torch.arange(12), mass_preserving=mass_preserving)
+    assert_close(sweep.at(7) + run.weights(7), weights, rtol=1e-10, atol=1e-12)
     corrected = exclusion(run, method="corrected").excluded_outputs
     assert float((corrected - outputs).norm() / (found.outputs - outputs).norm()) > 1e-3
 

@@ -5,71 +5,29 @@ from functools import partial
 
 import pytest
 import torch
+from held_out import EXACT, MOMENTUM, N, assert_held_out, data, expected, make_mlp, record
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.utils.flop_counter import FlopCounterMode
 
-from oracles.resampling import (
-    averaged_holdout_direction,
-    nested_cross_validation,
-    outputs_of,
-    train_one_by_one,
-)
-from oracles.resampling import (
-    holdout_weights as oracle_weights,
-)
+from oracles.resampling import holdout_weights as oracle_weights
+from oracles.resampling import nested_cross_validation
 from poprisk.errors import DataError
 from poprisk.risk._error import inflated_error
-from poprisk.risk._influence.holdout_weights import common_first_variation, delete_direction, holdout_weights
 from poprisk.risk._k_fold import k_fold
-from poprisk.risk._resampling import cross_validation_risk, holdouts, leave_one_out, replace_one, subsets
+from poprisk.risk._resampled import holdout_weights
+from poprisk.risk._resampling import cross_validation_risk, holdouts, leave_one_out, subsets
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import retrain
 from poprisk.runs._problem import Problem
 from poprisk.runs._replay import replay
 from poprisk.runs._training import train
 
-N = 12
-MOMENTUM = partial(SGD, lr=0.2, momentum=0.9)
-EXACT = {"rtol": 1e-9, "atol": 1e-11}
-
-
-def make_mlp(inputs=4, width=6, outputs=3):
-    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
-
-
-def data(n=N, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.randint(3, (n,), generator=generator)
-
 
 @pytest.fixture(scope="module")
 def run():
-    problem = Problem(make_mlp, "cross_entropy", *data(), test=data(5, seed=2))
-    return train(problem, MOMENTUM, 20, batch_size=4, dtype=torch.float64, progress=False)
-
-
-def expected(run, held, alphas=None, **examples):
-    """Weights of real trainings, and for each (training, example) the outputs."""
-    problem = run.problem
-    alphas = [oracle_weights(N, index) for index in held] if alphas is None else alphas
-    batches = [run.batch(k) for k in range(run.num_steps)]
-    weights = train_one_by_one(problem, MOMENTUM, batches, torch.stack(list(alphas)), **examples)
-    outputs = [outputs_of(problem, weights[k], i) for k, index in enumerate(held) for i in index]
-    return weights, torch.stack(outputs)
-
-
-def assert_held_out(found, run, outputs):
-    problem = run.problem
-    torch.testing.assert_close(found.outputs, outputs, **EXACT)
-    labels = problem.targets[found.example]
-    torch.testing.assert_close(found.losses, F.cross_entropy(outputs, labels, reduction="none"), **EXACT)
-    before = problem.model(torch.float64).outputs(run.weights(run.num_steps), problem.inputs[found.example])
-    torch.testing.assert_close(found.displacement, outputs - before, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(found.own_losses, F.cross_entropy(before, labels, reduction="none"), **EXACT)
-    assert found.gap == pytest.approx((found.losses - found.own_losses).mean().item())
-    assert found.displacement.abs().max() > 0.05
+    return record()
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -175,21 +133,6 @@ def test_holdouts_and_subsets(run):
     assert math.isnan(untouched.risk.value)
 
 
-def test_replace_one(run):
-    problem = run.problem
-    pairs = [(i, i % 5) for i in range(N)]
-    inputs, targets = [problem.inputs.clone() for _ in pairs], [problem.targets.clone() for _ in pairs]
-    for k, (i, j) in enumerate(pairs):
-        inputs[k][i], targets[k][i] = problem.test[0][j], problem.test[1][j]
-    weights, outputs = expected(run, [(i,) for i, _ in pairs], torch.ones(N, N), inputs=inputs, targets=targets)
-    found = replace_one(run, pairs)
-    torch.testing.assert_close(found.weights, weights, **EXACT)
-    assert_held_out(found, run, outputs)
-    assert found.target == "a model trained on 12 examples"
-    given = replace_one(run, pairs[:2], pool=(problem.test[0][:3], problem.test[1][:3]))
-    torch.testing.assert_close(given.outputs, outputs[:2], **EXACT)
-
-
 def test_another_precision_has_a_run_of_its_own():
     inputs, labels = data()
     problem = Problem(make_mlp, "cross_entropy", inputs.float(), labels)
@@ -201,18 +144,9 @@ def test_another_precision_has_a_run_of_its_own():
     assert wide.weights.shape == narrow.weights.shape
 
 
-@pytest.mark.parametrize("n", [3, 6, 7])
-def test_the_common_first_variation(n):
-    """Prop. common_first_variation: averaged over all holdouts that contain i, the direction does not depend on k."""
-    for i in (0, n - 1):
-        e_i = torch.eye(n, dtype=torch.float64)[i]
-        nu = n / (n - 1) * (e_i - 1 / n)
-        torch.testing.assert_close(delete_direction(n, i), nu)
-        torch.testing.assert_close(1 - delete_direction(n, i), holdout_weights(n, [i]))
-        for k in range(1, n):
-            by_hand = averaged_holdout_direction(n, k, i)
-            torch.testing.assert_close(common_first_variation(n, k, i), by_hand)
-            torch.testing.assert_close(by_hand, nu)
+def test_holdout_weights_keep_their_sum_unless_told_otherwise():
+    for held in ([1], [0, 3]):
+        torch.testing.assert_close(holdout_weights(5, held), oracle_weights(5, held))
     assert torch.equal(holdout_weights(4, [1], renormalize=False), torch.tensor([1.0, 0, 1, 1], dtype=torch.float64))
 
 
@@ -339,23 +273,12 @@ def test_bad_input(run):
             subsets(run, masks)
     with pytest.raises(DataError, match="at most 11 different examples"):
         subsets(run, torch.zeros(1, N, dtype=torch.bool))
-    for pairs in ([], [(0, 5)], [(N, 0)], [(-1, 0)]):
-        with pytest.raises(DataError, match=r"below \(12, 5\)"):
-            replace_one(run, pairs)
-    with pytest.raises(DataError, match="needs other examples"):
-        replace_one(small, [(0, 0)])
     for n, held in ((3, [3]), (3, [-1])):
         with pytest.raises(DataError, match="the examples 0 … 2"):
             holdout_weights(n, held)
     for held in ([0, 0], [0, 1, 2]):
         with pytest.raises(DataError, match="at most 2 different"):
             holdout_weights(3, held)
-    for n, i in ((1, 0), (3, 3)):
-        with pytest.raises(DataError, match="at least 2 examples"):
-            delete_direction(n, i)
-    for k in (0, 3):
-        with pytest.raises(DataError, match=r"1 … 2 of 3 examples"):
-            common_first_variation(3, k, 0)
 
 
 def test_ten_folds_cost_ten_trainings():
@@ -374,9 +297,8 @@ def test_ten_folds_cost_ten_trainings():
 
 @pytest.mark.gpu
 def test_on_a_device(run):
-    """The same numbers on a GPU, whatever is left out or replaced."""
-    problem = Problem(make_mlp, "cross_entropy", *data(), test=data(5, seed=2)).to("cuda")
-    there = train(problem, MOMENTUM, 20, batch_size=4, dtype=torch.float64, progress=False)
+    """The same numbers on a GPU, whatever is left out."""
+    there = record("cuda")
     few = torch.rand(8, N, generator=torch.Generator().manual_seed(0)) < 0.4
     for way in (
         leave_one_out,
@@ -384,7 +306,6 @@ def test_on_a_device(run):
         partial(k_fold, folds=4, nested=1),
         partial(holdouts, k=3, count=4),
         partial(subsets, masks=few),
-        partial(replace_one, pairs=[(i, i % 5) for i in range(N)]),
     ):
         found, here = way(there), way(run)
         assert found.outputs.is_cuda

@@ -1,4 +1,4 @@
-r"""Outputs as statements about classes: labels, scores whose largest one is the prediction, probabilities."""
+r"""Classes of a problem: labels from its targets, scores and probabilities from its outputs."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from poprisk.runs import Problem
 
 @dataclass(frozen=True)
 class ClassView:
-    """How a problem's outputs speak about classes."""
+    """The classes of a problem, and how its outputs become scores and probabilities."""
 
     labels: Int[Tensor, "n"]
     num_classes: int
@@ -25,7 +25,7 @@ class ClassView:
         return torch.cat([torch.zeros_like(flat), flat], 1) if self.loss == "logistic" else flat
 
     def probabilities(self, scores: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
-        """Softmax; for the squared loss the outputs, negative ones cut, divided by their sum."""
+        """Softmax of the scores; for the squared loss the scores, clamped at 0 and divided by their sum."""
         if self.loss != "squared":
             return scores.softmax(-1)
         positive = scores.clamp_min(0)
@@ -33,14 +33,14 @@ class ClassView:
         return torch.where(total > 0, positive / total.clamp_min(1e-30), 1 / self.num_classes)
 
     def as_targets(self, labels: Int[Tensor, "n"]) -> Tensor:
-        """Labels in the form in which the problem has its targets."""
+        """Labels in the form of the problem's targets."""
         if self.loss == "squared":
             return torch.nn.functional.one_hot(labels, self.num_classes).to(self.target_dtype)
         return labels.reshape(self.target_shape).to(self.target_dtype)
 
 
 def class_view(problem: Problem, outputs: Tensor) -> ClassView | None:
-    """The view, or None where targets are not one class for each example."""
+    """The classes of a problem, or None where targets are not one class per example."""
     targets, n = problem.targets.cpu(), len(problem)
     width = outputs.reshape(n, -1).shape[1]
     about = (targets.shape, targets.dtype)
@@ -57,7 +57,7 @@ def class_view(problem: Problem, outputs: Tensor) -> ClassView | None:
 def own_and_other(
     values: Float[Tensor, "n classes"], labels: Int[Tensor, "n"]
 ) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"], Int[Tensor, "n"]]:
-    """The value of each example's own label, the largest of the others, and whose that is.
+    """The value of each example's own label, the largest value of the other classes, and the class that has it.
 
     >>> own_and_other(torch.tensor([[1.0, 5.0, 2.0]]), torch.tensor([2]))
     (tensor([2.]), tensor([5.]), tensor([1]))

@@ -1,14 +1,14 @@
-r"""How many labels are wrong: the confident joint of predicted and given labels, and where its count levels off.
+r"""Estimate the number of wrong labels from the confident joint of predicted and given labels along the training.
 
-Confident learning (Northcutt, Jiang and Chuang, 2021) counts an example of given label j as one of class i where its
-probability of i reaches :math:`t_i`, the mean probability of i over the examples labelled i; of several such classes it
-takes the most probable one. The rows of the table of counts are then scaled to the number of examples with each label,
-and what lies off its diagonal is the estimated number of wrong labels.
+Confident learning (Northcutt, Jiang and Chuang, 2021) counts an example with label j as one of class i if its
+probability of i reaches :math:`t_i`, the mean probability of i over the examples labelled i; of several such classes,
+the most probable one counts. Each row of this table is then scaled to the number of examples with its label, and the
+sum of the off-diagonal entries is the estimated number of wrong labels.
 
-It is meant for probabilities of networks that have not seen the example. A network's own training examples are learned
-one after the other: first what most of them say, at last the wrong labels too. So the count falls while the network
-learns, levels off, and falls again while it memorizes. It is read where it is most level on a logarithmic scale of
-time.
+The method is meant for probabilities from networks that have not seen the example. During training, a network first
+learns what most examples have in common and finally memorizes the wrong labels too. The count therefore falls while the
+network learns, levels off, and falls again while it memorizes. The estimate is taken where the count is most level on a
+logarithmic time scale.
 """
 
 import math
@@ -22,14 +22,14 @@ from torch import Tensor
 from poprisk._core.estimate import Estimate
 
 _WINDOW = 1.5
-"""Levelness is judged from t to 1.5 t."""
+"""Ratio of the end of a window to its start."""
 _LEVEL = 0.9
-"""What steepness passes for level; counts of clean labels fall faster than 1 / t to the end."""
+"""Largest steepness that counts as level; with clean labels the count falls faster than 1 / t to the end."""
 
 
 @dataclass(frozen=True)
 class WrongCount:
-    """Labels counted as wrong, and the standard deviation of that count by chance alone."""
+    """Number of labels counted as wrong, and its standard deviation by chance."""
 
     value: float
     deviation: float
@@ -38,7 +38,7 @@ class WrongCount:
 def confident_joint(
     probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, "n"]
 ) -> Float[Tensor, "given predicted"]:
-    """Counts of examples by given label and confidently predicted class; examples without such a class are left out.
+    """Number of examples by given label and confidently predicted class; examples without such a class do not count.
 
     >>> probabilities = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.1, 0.9], [0.8, 0.2]])
     >>> confident_joint(probabilities, torch.tensor([0, 0, 1, 1]))  # the last one looks like a 0
@@ -50,7 +50,7 @@ def confident_joint(
     own = probabilities.gather(1, labels[:, None])[:, 0]
     summed = torch.zeros_like(number).index_add_(0, labels, own)
     thresholds = torch.where(number > 0, summed / number.clamp_min(1), torch.inf)
-    # One rounding below, so that equal probabilities reach their own mean.
+    # Slightly lower, so that equal probabilities reach their own mean despite rounding.
     confident = torch.where(probabilities >= thresholds * (1 - 1e-6), probabilities, -1.0)
     best = confident.max(1)
     has = best.values >= 0
@@ -73,22 +73,22 @@ def wrong_count(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, "
 
 
 def read_count(steps: Sequence[int], counts: Sequence[WrongCount], n: int, classes: int, epoch: float) -> Estimate:
-    r"""The number of wrong labels from its course over training.
+    r"""The estimated number of wrong labels, from the counts along the training.
 
-    Of all windows from t to 1.5 t after the first epoch the most level one is taken: by the power of time with which
-    the count falls there, plus half the power with which it falls in the next window (a pause in learning is followed
-    by more of it), plus :math:`1/\sqrt{count}` for chance. The estimate is the geometric mean over the window. Its
-    standard error joins chance with half the range of the count from :math:`t / 1.5` to :math:`1.5^2 t`.
+    The estimate is the geometric mean of the count over the most level window from t to 1.5 t after the first epoch.
+    Windows are compared by the exponent p of the count's decay :math:`t^{-p}`, plus half that of the next window (a
+    pause in learning is followed by a further fall), plus :math:`1/\sqrt{count}` for chance. The standard error joins
+    chance with half the range of the count from :math:`t / 1.5` to :math:`1.5^2 t`.
 
     Args:
-        steps: Moments of training.
-        counts: At each of them, from probabilities averaged over training so far.
+        steps: Steps at which the labels were counted.
+        counts: The count at each of them, from probabilities averaged over the training so far.
         n: Number of examples.
         classes: Number of classes.
-        epoch: Steps in one pass over the data; before the first is over the network has not seen all of them.
+        epoch: Number of steps in one pass over the data; earlier counts are ignored.
 
     Returns:
-        Not valid where the count is nowhere level, e.g. because the training was too short, or looked at too rarely.
+        Not valid if the count does not level off, e.g. in a short training or one evaluated at few steps.
     """
     values = [count.value for count in counts]
     powers = {i: found for i in range(len(steps)) if (found := _fall(steps, values, i)) is not None}
@@ -105,13 +105,13 @@ def read_count(steps: Sequence[int], counts: Sequence[WrongCount], n: int, class
         spread = _half_range(steps, values, steps[i] / _WINDOW, steps[j] * _WINDOW)
         return Estimate(value, math.hypot(counts[j].deviation, spread))
     spread = _half_range(steps, values, steps[-1] / _WINDOW, steps[-1])
-    reason = "the count of wrong labels does not level off along the training: the last one is given"
+    reason = "the count of wrong labels does not level off along the training; this is the last one"
     error = math.hypot(counts[-1].deviation, spread)
     return Estimate(values[-1], error, valid=False, reason=reason)
 
 
 def _fall(steps: Sequence[int], values: Sequence[float], i: int) -> tuple[int, float] | None:
-    """Where the window from moment i ends, and the power of time with which the count falls or rises in it."""
+    """The end of the window that starts at index i, and the exponent with which the count falls or rises in it."""
     t = steps[i]
     j = next((j for j in range(i + 1, len(steps)) if steps[j] >= 0.95 * _WINDOW * t), None)
     if j is None or steps[j] > _WINDOW**2 * t:

@@ -6,16 +6,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.autodiff import take_examples
 from poprisk._core.progress import Report, training_progress
-from poprisk.errors import PopRiskError, RunError
+from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.operators import Window
 from poprisk.risk._audit.classes import class_view, own_and_other
 from poprisk.risk._audit.table import AuditTable
 from poprisk.risk._exclusion import exclusion
-from poprisk.risk._influence.displacement import example_scores
 from poprisk.risk._influence.matrix import cast_inputs, self_influence
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._influence.step_jacobian import StepJacobian
@@ -143,6 +143,24 @@ def _displacement(unrolled: Unrolled) -> dict[str, Tensor]:
         return {}
     queries = cast_inputs(take_examples(test[0], slice(0, _QUERIES)), torch.float64)
     return {"displacement": _numbers(example_scores(Window.of_run(run, test_inputs=queries)))}
+
+
+def example_scores(window: Window) -> Float[Tensor, "n"]:
+    r"""How much each training example can move the test predictions: :math:`\|\mathsf G_Q^{(i)}(T)\|_{op}`.
+
+    The score is 0 for an example whose output gradient at the window's start has no effect on the test predictions. G
+    is formed by columns or by rows, whichever are fewer.
+
+    Raises:
+        DataError: the window has no test set.
+    """
+    if window.test_inputs is None:
+        raise DataError("scores need a window with a test set: pass test_inputs=… to the window")
+    transfer = window.test_transfer
+    rows, columns = transfer.shape
+    G = transfer.T.to_dense().T if rows < columns else transfer.to_dense()
+    blocks = G.reshape(rows, window.num_examples, -1).movedim(1, 0)
+    return torch.linalg.matrix_norm(blocks, 2)
 
 
 def _numbers(value: float | Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-r"""What is kept of each example over the training, moment by moment, in memory that does not grow with the moments.
+r"""Averages of each example's outputs over the training, in memory that does not grow with the number of evaluations.
 
-Only the per-example losses are kept for every moment. Averages over time weigh each moment by the steps for which it
-stands, so that early moments that lie close together do not count for more.
+Each evaluation is weighted by the number of steps since the one before, so that early evaluations, which lie close
+together, do not count for more.
 """
 
 import torch
@@ -13,12 +13,12 @@ from poprisk.risk._audit.confident import WrongCount, wrong_count
 
 
 class ClassHistory:
-    r"""Margins, probabilities and forgetting of examples that have one label each.
+    r"""Margins, probabilities and forgetting events of examples with one label each.
 
     With time averages :math:`\langle\cdot\rangle`, scores :math:`u`, probabilities :math:`p`, given label y:
     AUM :math:`\langle u_y - \max_{j \ne y} u_j \rangle` (Pleiss et al., 2020), confidence :math:`\langle p_y \rangle`
     and variability :math:`\sqrt{\langle p_y^2 \rangle - \langle p_y \rangle^2}` (Swayamdipta et al., 2020). A
-    forgetting event (Toneva et al., 2019) is an example that was predicted right at one moment and wrong at the next.
+    forgetting event (Toneva et al., 2019) is a right prediction at one evaluation and a wrong one at the next.
     """
 
     def __init__(self, view: ClassView) -> None:
@@ -33,7 +33,7 @@ class ClassHistory:
         self.forgotten = torch.zeros(n, dtype=torch.long)
 
     def add(self, outputs: Tensor, share: float) -> None:
-        """One more moment, which stands for a share of the training."""
+        """Add the outputs at one more step, weighted by a share of the training."""
         scores = self.view.scores(outputs).float()
         p = self.view.probabilities(scores)
         own_score, other_score, _ = own_and_other(scores, self.view.labels)
@@ -52,12 +52,12 @@ class ClassHistory:
 
     @property
     def mean_probabilities(self) -> Float[Tensor, "n classes"]:
-        """Averaged over the training so far."""
+        """Probabilities averaged over the training so far."""
         return self.probabilities / self.total
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """By name, as in the table."""
+        """Columns of the table by name."""
         confidence = self._own / self.total
         return {
             "predicted_label": self.prediction,
@@ -80,7 +80,7 @@ class ResidualHistory:
         self._residuals, self._predictions = torch.zeros_like(self.residual), torch.zeros_like(self.targets)
 
     def add(self, outputs: Tensor, share: float) -> None:
-        """One more moment, which stands for a share of the training."""
+        """Add the outputs at one more step, weighted by a share of the training."""
         predictions = outputs.reshape(len(outputs), -1).double()
         self.residual = (predictions - self.targets).norm(dim=1)
         self._residuals += share * self.residual
@@ -89,12 +89,12 @@ class ResidualHistory:
 
     @property
     def mean_predictions(self) -> Float[Tensor, "n outputs"]:
-        """Averaged over the training."""
+        """Predictions averaged over the training."""
         return self._predictions / self.total
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """By name, as in the table."""
+        """Columns of the table by name."""
         mean = self._residuals / self.total
         return {"residual": self.residual, "mean_residual": mean, "residual_z": robust_z(mean)}
 
@@ -108,3 +108,15 @@ def robust_z(values: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     centre = values.median()
     deviation = 1.4826 * (values - centre).abs().median()
     return (values - centre) / deviation.clamp_min(torch.finfo(values.dtype).tiny)
+
+
+def rank_share(scores: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+    """Ranks from 1/n (lowest score) to 1 (highest); equal scores share the mean of their ranks, NaN counts as highest.
+
+    >>> rank_share(torch.tensor([3.0, 1.0, 3.0, 2.0]))
+    tensor([0.8750, 0.2500, 0.8750, 0.5000], dtype=torch.float64)
+    """
+    values = scores.double().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    _, place, number = torch.unique(values, return_inverse=True, return_counts=True)
+    last = number.cumsum(0).double()
+    return ((last - (number - 1) / 2) / len(values))[place]

@@ -1,4 +1,4 @@
-r"""A run's network at chosen moments of its training, evaluated on every training example."""
+"""Evaluate the network of a run on every training example, at chosen steps of the training."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,28 +11,27 @@ from poprisk.errors import HyperparameterError, RunError
 from poprisk.runs import MODULE_BUFFER, Run
 
 _EARLY, _RATIO = 8, 1.6
-"""So many moments before the first of the evenly spaced ones, each earlier by this factor: much happens there."""
+"""Number of steps before the first of the evenly spaced ones, each earlier than the next by this factor."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Outputs of the network as it was before step ``step``."""
+    """Outputs of the network with the weights before step ``step``."""
 
     step: int
     share: float
-    """Of the training's steps: those since the moment before, for which this one stands in averages over time."""
+    """Share of the training since the previous evaluation: the weight of this one in averages over time."""
     outputs: Tensor
-    """Of all training examples, on the CPU, in evaluation mode."""
+    """Outputs for all training examples, on the CPU, in evaluation mode."""
 
 
 def choose_moments(run: Run, number: int = 20) -> list[int]:
-    """Steps at which to look at a run: ``number`` evenly spaced ones up to the end, and a few early ones.
+    """Steps at which to evaluate a run: ``number`` evenly spaced ones up to the end, and a few early ones.
 
-    Of a run that was recorded densely every step can be had; of another the checkpoints nearest to the wanted steps are
-    taken, and nothing is executed again.
+    If not every step was recorded, the checkpoints nearest to these steps are used, and nothing is executed again.
 
     Raises:
-        HyperparameterError: fewer than one moment asked for.
+        HyperparameterError: ``number`` is less than 1.
         RunError: the run has no steps.
     """
     if not isinstance(number, int) or number < 1:
@@ -50,11 +49,11 @@ def choose_moments(run: Run, number: int = 20) -> list[int]:
 
 
 def evaluate(run: Run, moments: Sequence[int], *, batch_size: int = 1024) -> Iterator[Moment]:
-    """The network's outputs on all training examples at each moment, in evaluation mode, inputs not augmented.
+    """The network's outputs for all training examples at each step, in evaluation mode and without augmentation.
 
-    Buffers such as the statistics of batch normalization are those recorded where a moment is a checkpoint. Between
-    checkpoints the statistics are estimated anew, by one pass over the training examples with the weights of the
-    moment; other buffers are those of the checkpoint before.
+    At a checkpoint, buffers such as the statistics of batch normalization are the recorded ones. Between checkpoints
+    the statistics are estimated by one pass over the training examples with the weights of that step, and other buffers
+    are those of the checkpoint before.
 
     Raises:
         RunError: the run's problem cannot be rebuilt, or builds another model than the recorded one.
@@ -73,7 +72,7 @@ def has_changing_buffers(run: Run) -> bool:
 
 
 class _Network:
-    """The run's module, which can be put where it was."""
+    """The run's module, which can be set to any recorded step."""
 
     def __init__(self, run: Run, batch_size: int) -> None:
         self.run, self.problem = run, run.problem
@@ -113,7 +112,7 @@ class _Network:
             norm.reset_running_stats()
             norm.momentum = None  # the plain average over all batches
             norm.train()
-        # A last batch of one has no variance; it joins the average only if it is all there is.
+        # A batch of one example has no variance.
         for rows in [rows for rows in self.batches if len(rows) > 1] if norms else []:
             self._forward(rows)
         for norm, momentum in zip(norms, momenta, strict=True):
@@ -122,7 +121,7 @@ class _Network:
 
 
 def _module(run: Run) -> nn.Module:
-    """Evaluation mode, the recorded dtype (float32 for anything coarser)."""
+    """The module in evaluation mode, in the recorded dtype or at least float32."""
     module = run.module()
     if run.layout.dtype in (torch.bfloat16, torch.float16):
         module = module.float()

@@ -14,9 +14,8 @@ from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._audit.classes import ClassView, class_view, own_and_other
 from poprisk.risk._audit.confident import read_count, wrong_count
 from poprisk.risk._audit.exact import exact_columns, exact_obstacle
-from poprisk.risk._audit.histories import ClassHistory, ResidualHistory
+from poprisk.risk._audit.histories import ClassHistory, ResidualHistory, rank_share
 from poprisk.risk._audit.moments import choose_moments, evaluate, has_changing_buffers
-from poprisk.risk._audit.ranks import rank_share
 from poprisk.risk._audit.table import AuditTable
 from poprisk.runs import Problem, Run
 
@@ -79,8 +78,7 @@ def audit(
         HyperparameterError: an unknown tier, or no moments.
 
     >>> from functools import partial
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk import Problem, train
     >>> inputs = torch.eye(4).repeat(10, 1)
     >>> labels = torch.arange(4).repeat(10)
     >>> labels[7] = 0  # really a 3

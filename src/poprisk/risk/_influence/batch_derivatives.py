@@ -1,4 +1,4 @@
-r"""First and second derivatives of one step's batch: one pass gives H v and every example's J_i v, for many v at once.
+r"""First and second derivatives of the batch of one step: H v and J_i v of every example, for many v in one pass.
 
 The batch of a step enters its gradient as :math:`g = \sum_{i \in B} \sigma_i \nabla\ell_i(w)` with shares
 :math:`\sigma_i = S_i / n` (1/b for a mean). A direction v in weight space, and a source :math:`\rho_i` in each
@@ -6,7 +6,7 @@ example's residual, change it by
 
 .. math:: \dot g = \sum_i \sigma_i \nabla^2\ell_i\, v + \sum_i J_i^\top \rho_i, \qquad \dot u_i = J_i v
 
-which is what both directions of differentiation through a run are made of: :math:`\langle \nabla\ell_i, v \rangle =
+Forward and adjoint differentiation through a run need nothing else: :math:`\langle \nabla\ell_i, v \rangle =
 \langle r_i, \dot u_i \rangle`, and the response of g to a label is :math:`-\sigma_i J_i^\top`.
 """
 
@@ -37,21 +37,21 @@ from poprisk.errors import DataError
 
 @contextmanager
 def exact_transforms(module: nn.Module | None = None) -> Iterator[None]:
-    """Exact kernels, without PyTorch's word about a buffer of its own in the second derivative of ``logsigmoid``."""
+    """Exact kernels, without PyTorch's warning about its own buffer in the second derivative of ``logsigmoid``."""
     with exact_kernels(module), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "An output with one or more elements was resized", UserWarning)
         yield
 
 
 class BatchDerivatives(ABC):
-    """A batch at fixed weights; rows of every block are directions.
+    """Derivatives of a batch at fixed weights; the rows of a block are directions.
 
     Args:
         model: The network and its loss.
-        w: Where derivatives are taken.
-        inputs: The batch.
-        targets: Its targets.
-        shares: What each example's loss is multiplied by in the step's gradient.
+        w: The weights at which derivatives are taken.
+        inputs: Inputs of the batch.
+        targets: Targets of the batch.
+        shares: Factor of each example's loss in the step's gradient.
     """
 
     gradient: Float[Tensor, "d"]
@@ -72,7 +72,7 @@ class BatchDerivatives(ABC):
         """The change of the gradient along each direction (and under each source), and of every example's outputs."""
 
     def push_alone(self, V: Float[Tensor, "m d"], rows: Int[Tensor, "m"]) -> Float[Tensor, "m d"]:
-        r"""Each direction with one example's own Hessian: :math:`\sigma_i \nabla^2\ell_i v` for :math:`i = rows_m`."""
+        r"""Each direction times the Hessian of one example: :math:`\sigma_i \nabla^2\ell_i v`, :math:`i = rows_m`."""
         forward, score = self.model._forward(), scalar_loss(self.model.loss)
         several = isinstance(self.inputs, tuple)
 
@@ -97,9 +97,9 @@ class BatchDerivatives(ABC):
 
     def input_slopes(self, V: Float[Tensor, "q d"]) -> Tensor:
         r""":math:`\nabla_{x_i} \langle \sigma_i \nabla_w \ell_i, v \rangle` for every direction and example."""
-        x = _one_float_input(self.inputs)
+        x = one_float_input(self.inputs)
 
-        # Never reverse over forward mode: PyTorch's tangent of a layer norm is itself differentiated wrongly.
+        # Never reverse over forward mode: PyTorch differentiates the tangent of a layer norm wrongly.
         def forwards(v: Tensor) -> Tensor:
             return jvp(lambda w: grad(self._total, argnums=1)(w, x), (self.w,), (v,))[1]
 
@@ -115,8 +115,8 @@ class BatchDerivatives(ABC):
         return found
 
     def push_inputs(self, V: Float[Tensor, "q d"], dx: Tensor) -> tuple[Float[Tensor, "q d"], Float[Tensor, "q b p"]]:
-        """The change of the gradient, and of the outputs, where the batch's inputs move by ``dx[q]`` beside w by V."""
-        x = _one_float_input(self.inputs)
+        """The change of the gradient and of the outputs when w changes by V and the batch's inputs by ``dx[q]``."""
+        x = one_float_input(self.inputs)
 
         def outputs(w: Tensor, x: Tensor) -> Tensor:
             return self.model._batch_forward(x)(w).reshape(-1)
@@ -126,7 +126,7 @@ class BatchDerivatives(ABC):
             return jvp(both, (self.w, x), (v, dx))[1]
 
         def backwards(v: Tensor, dx: Tensor) -> Tensor:
-            def along(w: Tensor) -> Tensor:  # ⟨∇L, (v, dx)⟩, whose gradient by w is what is asked for
+            def along(w: Tensor) -> Tensor:  # ⟨∇L, (v, dx)⟩, whose gradient by w is the result
                 by_w, by_x = grad(self._total, argnums=(0, 1))(w, x)
                 return torch.dot(by_w, v) + (by_x * dx).sum()
 
@@ -148,7 +148,7 @@ class BatchDerivatives(ABC):
 
 
 class GeneralBatch(BatchDerivatives):
-    """Any model: forward mode over reverse, reverse over reverse where PyTorch has no forward mode.
+    """Derivatives of any model: forward over reverse mode, or reverse over reverse where PyTorch has no forward mode.
 
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False), "squared")
     >>> x, y = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 1)
@@ -202,13 +202,18 @@ class GeneralBatch(BatchDerivatives):
         return torch.cat([Hv, du.movedim(-1, 0).flatten(1)], 1)
 
     def _tilted(self, w: Tensor, rho: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The batch's loss, tilted by a source in the residuals, and the outputs."""
+        """The batch's loss plus ⟨source, outputs⟩, and the outputs."""
         u = self._forward(w)
         total = (self.shares * vmap(scalar_loss(self.model.loss))(u, self.targets)).sum()
         return (total if rho is None else total + (rho * flatten_outputs(u)).sum()), u
 
 
-def _one_float_input(inputs: Inputs) -> Tensor:
+def one_float_input(inputs: Inputs) -> Tensor:
+    """The inputs, where derivatives by them exist.
+
+    Raises:
+        DataError: there are several tensors, or they hold whole numbers.
+    """
     if isinstance(inputs, tuple) or not inputs.is_floating_point():
         kind = f"{len(inputs)} tensors" if isinstance(inputs, tuple) else str(inputs.dtype)
         raise DataError(f"derivatives by inputs need one floating-point input tensor, got {kind}: leave inputs out")

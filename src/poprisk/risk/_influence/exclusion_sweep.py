@@ -58,8 +58,7 @@ class ExclusionSweep:
         examples: Indices of the training examples, each left out alone.
         mass_preserving: Whether the weights of the others grow by n/(n - 1), as in a mean over n - 1 examples.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk import Problem, train
     >>> y = torch.tensor([[0.0], [0.0], [3.0]])
     >>> problem = Problem(torch.nn.Linear, "squared", torch.ones(3, 1), y,
     ...                   arguments={"in_features": 1, "out_features": 1, "bias": False})

@@ -31,8 +31,7 @@ def label_sensitivities(run: Run | Unrolled, examples: Int[Tensor, "m"] | None =
         run: The recorded run, or an :class:`Unrolled` of it.
         examples: Indices of the examples; default: all.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk import Problem, train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(3), torch.ones(3, 1),
     ...                   arguments={"in_features": 3, "out_features": 1, "bias": False})
     >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=1.5), steps=2, progress=False)

@@ -1,4 +1,4 @@
-r"""A stack of linear layers and activations: its derivatives written out, at the speed of matrix products.
+r"""Derivatives of a stack of linear layers and activations, written out as matrix products.
 
 With :math:`z_l = W_l h_{l-1} + b_l`, :math:`h_l = \varphi(z_l)` and :math:`\delta_l = \partial L/\partial z_l`, one
 forward and one backward sweep of tangents (Pearlmutter's R-operator) give the product with the Hessian:
@@ -10,8 +10,8 @@ forward and one backward sweep of tangents (Pearlmutter's R-operator) give the p
    (H v)_{W_l} &= \dot\delta_l h_{l-1}^\top + \delta_l \dot h_{l-1}^\top, \qquad
    (H v)_{b_l} = \textstyle\sum \dot\delta_l
 
-Automatic differentiation of many directions at once does the same arithmetic in thinner products and larger
-temporaries; on two CPU cores this is several times faster. Columns are examples here: h is [features, b].
+Automatic differentiation of many directions at once does the same arithmetic with thinner products and larger
+temporaries; on two CPU cores these formulas are several times faster. Examples are columns here: h is [features, b].
 """
 
 import copy
@@ -25,27 +25,15 @@ from torch import Tensor, nn
 from poprisk._core.autodiff import FlatModel, Inputs, loss_gradients, loss_hessians
 from poprisk.risk._influence.batch_derivatives import BatchDerivatives, GeneralBatch
 
-_ACTIVATIONS = (
-    nn.ReLU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.GELU,
-    nn.SiLU,
-    nn.Softplus,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.Identity,
-    nn.ReLU6,
-    nn.Hardtanh,
-)
-"""Modules that act on every number alone; their derivatives come from automatic differentiation."""
-_STRAIGHT = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.ReLU6, nn.Hardtanh)
-"""Those made of straight lines, which have no curvature anywhere."""
+_PIECEWISE_LINEAR = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.ReLU6, nn.Hardtanh)
+"""Activations whose second derivative is 0."""
+_ACTIVATIONS = (*_PIECEWISE_LINEAR, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Softplus, nn.ELU)
+"""Elementwise modules; their derivatives come from automatic differentiation."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer, where its weights lie in the flat vector, and the activations after it."""
+    """A linear layer: the positions of its weights in the flat vector, and the activations after it."""
 
     weight: slice
     bias: slice | None
@@ -54,12 +42,12 @@ class Layer:
 
 
 def linear_layers(model: FlatModel, inputs: Inputs | None = None) -> list[Layer] | None:
-    """The layers of a module that is nothing but linear layers and activations, all trainable; None for any other.
+    """The layers of a module that consists of linear layers and activations only, all trainable; None for any other.
 
     Args:
         model: The network.
-        inputs: What it is given. Linear layers act on the last axis: where an example has several, and no ``Flatten``
-            comes first, its layers are shared over places and the module is no such stack.
+        inputs: Inputs of the network. Linear layers act on the last axis: where an example has several axes and no
+            ``Flatten`` comes first, layers are shared over positions, and the result is None.
 
     >>> module = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2, bias=False))
     >>> [layer.shape for layer in linear_layers(FlatModel(module, "squared")) or []]
@@ -104,10 +92,10 @@ class StackBatch(BatchDerivatives):
     Args:
         layers: From :func:`linear_layers`.
         model: The network and its loss.
-        w: Where derivatives are taken.
+        w: The weights at which derivatives are taken.
         inputs: The batch.
         targets: Its targets.
-        shares: What each example's loss is multiplied by in the step's gradient.
+        shares: Factor of each example's loss in the step's gradient.
     """
 
     def __init__(
@@ -143,7 +131,7 @@ class StackBatch(BatchDerivatives):
         self._curvature = self.shares[:, None, None] * loss_hessians(self.model.loss, u, self.targets)
 
     def _backward(self) -> None:
-        """Δ of every layer, and what φ'' is multiplied by."""
+        """δ of every layer, and φ'' times the gradient that reaches it."""
         self.gradient = torch.empty_like(self.w)
         self._deltas: list[Tensor] = [self.residuals] * len(self._layers)
         self._bent: list[Tensor | None] = [None] * len(self._layers)
@@ -159,12 +147,12 @@ class StackBatch(BatchDerivatives):
             back = self._weights[i].T @ delta
 
     def tensors(self) -> list[Tensor | None]:
-        """All that :meth:`push` reads, in a fixed order."""
+        """All tensors that :meth:`push` reads, in a fixed order."""
         fixed = [self.w, self.shares, self.residuals, self._curvature]
         return [*fixed, *self._hidden, *self._deltas, *self._slopes, *self._bent]
 
     def on(self, tensors: Sequence[Tensor | None]) -> "StackBatch":
-        """The same sweeps over other numbers, given as :meth:`tensors` gives them; only for :meth:`push`."""
+        """A copy with other tensors, in the order of :meth:`tensors`; only :meth:`push` may be called on it."""
         made, count = copy.copy(self), len(self._layers)
         given = list(tensors)
         made.w, made.shares, made.residuals, made._curvature = (_there(x) for x in given[:4])
@@ -198,32 +186,14 @@ class StackBatch(BatchDerivatives):
         return self._pull_tangents(V, pieces, changes, tangents, back), du
 
     def push_alone(self, V: Float[Tensor, "m d"], rows: Int[Tensor, "m"]) -> Float[Tensor, "m d"]:
-        """See the base class: the same sweeps, with one example for each direction."""
-        m, curvature = len(V), self._curvature[rows]
-        pieces = [V[:, layer.weight].reshape(m, *layer.shape) for layer in self._layers]
-        hidden = [h[:, rows].T for h in self._hidden]  # [m, features]
-        changes, tangents = [torch.zeros_like(hidden[0])], []
-        for i, layer in enumerate(self._layers):
-            dz = torch.matmul(pieces[i], hidden[i].unsqueeze(2)).squeeze(2) + changes[-1] @ self._weights[i].T
-            if layer.bias is not None:
-                dz += V[:, layer.bias]
-            tangents.append(dz)
-            slope = self._slopes[i]
-            changes.append(dz if slope is None else slope[:, rows].T * dz)
-        back = torch.matmul(curvature, changes[-1].unsqueeze(2)).squeeze(2)
-        out = torch.empty_like(V)
-        for i in reversed(range(len(self._layers))):
-            layer, slope, bent = self._layers[i], self._slopes[i], self._bent[i]
-            d_delta = back if slope is None else slope[:, rows].T * back
-            if bent is not None:
-                d_delta = d_delta + bent[:, rows].T * tangents[i]
-            delta = self._deltas[i][:, rows].T
-            piece = d_delta[:, :, None] * hidden[i][:, None, :] + delta[:, :, None] * changes[i][:, None, :]
-            out[:, layer.weight] = piece.flatten(1)
-            if layer.bias is not None:
-                out[:, layer.bias] = d_delta
-            back = d_delta @ self._weights[i] + torch.matmul(delta.unsqueeze(1), pieces[i]).squeeze(1)
-        return out
+        """See the base class: the same sweeps, where each direction has a batch of one example."""
+        alone = copy.copy(self)
+        alone._hidden, alone._deltas = ([x[:, rows].T.unsqueeze(2) for x in xs] for xs in (self._hidden, self._deltas))
+        alone._slopes, alone._bent = (
+            [None if x is None else x[:, rows].T.unsqueeze(2) for x in xs] for xs in (self._slopes, self._bent)
+        )
+        alone._curvature = self._curvature[rows].unsqueeze(1)
+        return alone.push(V)[0]
 
     def _pull_tangents(
         self, V: Tensor, pieces: list[Tensor], changes: list[Tensor | None], tangents: list[Tensor], back: Tensor
@@ -234,7 +204,7 @@ class StackBatch(BatchDerivatives):
             d_delta = (back if slope is None else slope * back).contiguous()
             if bent is not None:
                 d_delta += bent * tangents[i]
-            piece = torch.matmul(d_delta, self._hidden[i].T)
+            piece = torch.matmul(d_delta, self._hidden[i].mT)
             if dh is not None:
                 piece += torch.matmul(self._deltas[i], dh.mT)
             out[:, layer.weight] = piece.flatten(1)
@@ -253,14 +223,14 @@ def batch_derivatives(
     targets: Tensor,
     shares: Float[Tensor, "b"],
 ) -> BatchDerivatives:
-    """The written-out derivatives where the model is a stack of linear layers, else the general ones."""
+    """The derivatives of a batch, by :class:`StackBatch` if the model is a stack of linear layers."""
     if layers is None or isinstance(inputs, tuple):
         return GeneralBatch(model, w, inputs, targets, shares)
     return StackBatch(layers, model, w, inputs, targets, shares)
 
 
 def _activate(layer: Layer, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """φ, φ' and φ'' at every number; None where φ is the identity, or has no curvature anywhere."""
+    """φ, φ' and φ''; None for φ' of the identity, and for φ'' of a piecewise linear activation."""
     if not layer.activations:
         return z, None, None
 
@@ -268,8 +238,8 @@ def _activate(layer: Layer, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | 
         at = z.detach().requires_grad_()
         h = at
         for activation in layer.activations:
-            h = activation(h.clone())  # which an activation may write over
-        straight = all(type(activation) in _STRAIGHT for activation in layer.activations)
+            h = activation(h.clone())  # an activation may work in place
+        straight = all(type(activation) in _PIECEWISE_LINEAR for activation in layer.activations)
         slope = torch.autograd.grad(h.sum(), at, create_graph=not straight)[0]
         bend = torch.autograd.grad(slope.sum(), at)[0] if slope.requires_grad else None
     return h.detach(), slope.detach(), bend
@@ -289,7 +259,7 @@ def _flat_children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether a hook or a parametrization may change what a forward does."""
+    """Whether hooks or parametrizations may change the forward pass."""
     return any(
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or hasattr(m, "parametrizations")
         for m in module.modules()

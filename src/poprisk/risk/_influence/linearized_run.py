@@ -22,24 +22,15 @@ from poprisk.runs import FlatRule, Run, check_first_steps, flat_rule
 
 State = tuple[Tensor, ...]
 
-# Size of the blocks of rows worked on at a time: these stay in a CPU's last cache from one operation to the next.
+# Size of the blocks of rows processed at a time: they stay in a CPU's last cache from one operation to the next.
 _CACHE_BYTES = 2**23
 _FEWEST_ROWS = 8
 _BLOCK_BYTES = 2**29
-# A GPU has room and wants long operations.
+# A GPU has room for larger blocks, and needs long operations.
 _GPU_BYTES = 2**30
 
-_KINKED = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.Hardtanh,
-    nn.Hardswish,
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-)
+_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardswish, *_MAX_POOLS)
 
 
 class LinearizedRun:

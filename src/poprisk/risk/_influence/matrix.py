@@ -35,8 +35,7 @@ def influence_matrix(run: Run | Unrolled, *, loss: str | ExampleLoss | None = No
         RunError: the run allows no exact analysis.
         DataError: fewer than 3 examples, or an example whose loss is not finite.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk import Problem, train
     >>> x = torch.tensor([[1.0], [1.0], [1.0]])
     >>> problem = Problem(torch.nn.Linear, "squared", x, torch.tensor([[0.0], [0.0], [3.0]]),
     ...                   arguments={"in_features": 1, "out_features": 1, "bias": False})

@@ -1,8 +1,8 @@
-r"""The same work for every step of a run, captured once as a CUDA graph and replayed with each step's numbers.
+r"""The work on each step of a run, captured once as a CUDA graph and replayed with the numbers of every step.
 
-Carrying q directions through a step of a small network is dozens of short operations: launching them from Python takes
-longer than doing them. Steps of one form (the same sizes, the same entries of the rule's table) differ only in numbers,
-so that the work on a still copy of one, captured, serves all of them: numbers are copied in, the graph runs.
+Carrying q directions through a step of a small network takes dozens of short operations, and launching them from Python
+takes longer than computing them. Steps of one form (the same sizes, the same entries in the rule's table) differ only
+in their numbers: the work is captured on a static copy of one step, and replayed with the numbers of each other.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,16 +15,16 @@ from poprisk._core.autodiff import capture_graph
 from poprisk.risk._influence.linear_stack import StackBatch
 from poprisk.risk._influence.step_jacobian import DiagonalJacobian, Entry, StepJacobian
 
-# What is done with a step: reads and writes tensors that stay where they are, gives what is to be looked at, if any.
+# The work on a step: reads and writes tensors that stay in place, and returns a tensor to look at, or None.
 Work = Callable[[StepJacobian], Tensor | None]
 
 
 class ReplayedSteps:
-    """Does the work for one step after the other, from the second of a form on by replaying a graph.
+    """Does the work on one step after the other; from the second step of a form on it replays a graph.
 
     Args:
-        work: Must be the same operations for every step of a form, on tensors that stay in place between steps.
-        capture: Whether graphs are captured. Without, the work is done on the still copies all the same.
+        work: The same operations for every step of a form, on tensors that stay in place between steps.
+        capture: Whether to capture graphs; if not, the work is still done on static copies.
 
     >>> done = []
     >>> ReplayedSteps(lambda step: done.append(step), capture=False) is not None
@@ -34,20 +34,20 @@ class ReplayedSteps:
     def __init__(self, work: Work, *, capture: bool) -> None:
         self._work, self._capture = work, capture
         self.refused: str | None = None
-        """Why the work could not be captured, if it was tried; it is then done as it is."""
+        """Why the work could not be captured, if that failed; it is then done without a graph."""
         self._seen: set[Hashable] = set()
         self._still: dict[Hashable, tuple[StepJacobian, torch.cuda.CUDAGraph | None, Tensor | None]] = {}
 
     @property
     def forms(self) -> int:
-        """How many forms of steps are replayed."""
+        """Number of forms that are replayed."""
         return len(self._still)
 
     def take(self, step: StepJacobian) -> Tensor | None:
-        """The work for this step; what it gives is overwritten by the next one."""
+        """Do the work on this step; the result is overwritten by the next call."""
         form = form_of(step)
         if form is None or self.refused is not None or form not in self._seen:
-            self._seen.add(form)  # the first of a form also loads what a capture must find loaded
+            self._seen.add(form)  # the first step of a form also loads what must be loaded before a capture
             return self._work(step)
         if form not in self._still:
             captured = self._captured(still_copy(step))
@@ -72,14 +72,14 @@ class ReplayedSteps:
 
 
 def form_of(step: StepJacobian) -> Hashable | None:
-    """What two steps must share to be served by one graph; None for a step that cannot be captured."""
+    """What steps that share a graph have in common; None for a step that cannot be captured."""
     if type(step.batch) is not StackBatch or type(step.rule) is not DiagonalJacobian:
         return None
     return tuple(_kind(number) for number in _numbers(step))
 
 
 def still_copy(step: StepJacobian) -> StepJacobian:
-    """The step on tensors of its own; numbers of the rule's table become tensors too."""
+    """A copy of the step with its own tensors; numbers in the rule's table become tensors too."""
     assert isinstance(step.batch, StackBatch)
     assert isinstance(step.rule, DiagonalJacobian)
     like = step.batch.w
@@ -97,7 +97,7 @@ def still_copy(step: StepJacobian) -> StepJacobian:
 
 
 def load(still: StepJacobian, step: StepJacobian) -> None:
-    """Copies a step's numbers into a still copy of its form."""
+    """Copy the numbers of a step into a static copy of its form."""
     for target, source in zip(_numbers(still), _numbers(step), strict=True):
         if isinstance(target, Tensor):
             target.copy_(source) if isinstance(source, Tensor) else target.fill_(source or 0.0)

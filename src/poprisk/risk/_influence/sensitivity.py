@@ -15,6 +15,7 @@ from torch import Tensor
 
 from poprisk._core.autodiff import Inputs, slices
 from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.risk._influence.batch_derivatives import one_float_input
 from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.replayed_steps import ReplayedSteps, Work
 from poprisk.risk._influence.step_jacobian import StepJacobian
@@ -77,8 +78,7 @@ class Unrolled(LinearizedRun):
             or its problem is unknown or not the recorded one.
         DataError: fewer than 3 examples, an empty window, or a loss that is not a mean over examples.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk import Problem, train
     >>> x = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
     >>> problem = Problem(torch.nn.Linear, "squared", x, 2 * x, arguments={"in_features": 1, "out_features": 1})
     >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.1), steps=5, dtype=torch.float64, progress=False)
@@ -233,7 +233,7 @@ class Unrolled(LinearizedRun):
         n, d, p = self.num_examples, self.num_weights, self.num_outputs
         expected: dict[str, tuple[int, ...]] = {"weights": (n,), "labels": (n, p), "initial": (d,)}
         if "inputs" in kinds:
-            expected["inputs"] = _input_shape(self.inputs)
+            expected["inputs"] = tuple(one_float_input(self.inputs).shape)
         columns = next(iter(kinds.values())).shape[-1:]
         for name, x in kinds.items():
             if x.shape != expected[name] + tuple(columns) or not columns[0]:
@@ -258,7 +258,7 @@ class Unrolled(LinearizedRun):
                 "leave it out, or look at its loss first"
             )
         if "inputs" in wrt:
-            _input_shape(self.inputs)
+            one_float_input(self.inputs)
 
 
 class _Gathered:
@@ -268,7 +268,7 @@ class _Gathered:
         self._wrt = wrt
         shapes: dict[By, tuple[int, ...]] = {"weights": (q, n), "labels": (q, n, p)}
         if "inputs" in wrt:
-            shapes["inputs"] = (q, *_input_shape(inputs))
+            shapes["inputs"] = (q, *one_float_input(inputs).shape)
         self._sums = {name: like.new_zeros(shape) for name, shape in shapes.items() if name in wrt}
 
     def add(self, step: StepJacobian, rows: slice, a: Tensor, du: Tensor) -> None:
@@ -298,10 +298,3 @@ def _source(step: StepJacobian, kinds: dict[str, Tensor]) -> Tensor | None:
         shift = -shares * kinds["labels"][step.examples].movedim(-1, 0)
         source = shift if source is None else source + shift
     return source
-
-
-def _input_shape(inputs: Inputs) -> tuple[int, ...]:
-    if isinstance(inputs, tuple) or not inputs.is_floating_point():
-        kind = f"{len(inputs)} tensors" if isinstance(inputs, tuple) else str(inputs.dtype)
-        raise DataError(f"derivatives by inputs need one floating-point input tensor, got {kind}: leave inputs out")
-    return tuple(inputs.shape)

@@ -1,8 +1,8 @@
-r"""The derivative of one step of a run: batch, clipping and optimizer rule, by weights, gradient and optimizer state.
+r"""The derivative of one step of a run (batch, clipping, optimizer rule) by weights, gradient and optimizer state.
 
-Rules that treat every coordinate alone (SGD, Adam, the population rule with element gates) have diagonals only, a
-small table of vectors :math:`\partial\,\mathrm{out}/\partial\,\mathrm{in}`, and carrying many directions is
-multiplying and adding. A gate pooled over rows or tensors couples coordinates; those steps are differentiated whole.
+The derivative of an elementwise rule (SGD, Adam, the population rule with element gates) is a small table of diagonals
+:math:`\partial\,\mathrm{out}/\partial\,\mathrm{in}`, so that carrying many directions takes only multiplications and
+additions. A gate pooled over rows or tensors couples coordinates; such a step is differentiated as a whole.
 """
 
 import copy
@@ -28,7 +28,7 @@ Entry = float | Tensor | None
 
 
 class RuleJacobian(Protocol):
-    """What is needed of a step's derivative."""
+    """The derivative of an optimizer rule at one step."""
 
     def push(self, blocks: Blocks, dg: Float[Tensor, "q d"]) -> Blocks:
         """Directions of weights, states and gradient before the step to those of weights and states after it."""
@@ -41,11 +41,11 @@ class RuleJacobian(Protocol):
 
 @dataclass(frozen=True)
 class StepJacobian:
-    r"""What step k does to small changes; blocks have one row per direction."""
+    r"""The effect of step k on small changes; blocks have one row per direction."""
 
     number: int
     examples: Int[Tensor, "b"]
-    """Which training examples; one drawn twice is there twice."""
+    """Indices of the batch's training examples; one drawn twice appears twice."""
     batch: BatchDerivatives
     rule: RuleJacobian
     clip: Float[Tensor, "d"] | None
@@ -53,12 +53,12 @@ class StepJacobian:
     is held."""
 
     def push(self, blocks: Blocks, source: Float[Tensor, "q b p"] | None = None) -> tuple[Blocks, Tensor]:
-        """Changes before the step to changes after it, with a source in the examples' residuals; and their outputs'."""
+        """From changes before the step and a source in the residuals: changes after it, and those of the outputs."""
         dg, du = self.batch.push(blocks[0], source)
         return self.rule.push(blocks, self.clipped(dg)), du
 
     def pull(self, blocks: Blocks) -> tuple[Blocks, Float[Tensor, "q d"], Float[Tensor, "q b p"]]:
-        """Covectors after the step to those before it, to that of the gradient, and J_i times that one."""
+        """From covectors after the step: those before it, that of the gradient, and J_i times the latter."""
         before, a = self.rule.pull(blocks)
         a = self.clipped(a)
         Ha, du = self.batch.push(a)
@@ -73,8 +73,8 @@ class StepJacobian:
 def clip_direction(g: Float[Tensor, "d"], limit: float) -> Float[Tensor, "d"] | None:
     r"""The c of :class:`StepJacobian` for the gradient g after clipping to a norm.
 
-    With :math:`g = \hat g\, c_{max} / (\|\hat g\| + 10^{-6})` a change of the factor takes out of :math:`\dot g` its
-    part :math:`g \langle g, \dot g \rangle / (c_{max} \|g\|)`.
+    With :math:`g = \hat g\, c_{max} / (\|\hat g\| + 10^{-6})`, the change of the factor removes the part
+    :math:`g \langle g, \dot g \rangle / (c_{max} \|g\|)` from :math:`\dot g`.
 
     >>> clip_direction(torch.tensor([0.0, 2.0]), 2.0)
     tensor([0., 1.])
@@ -92,12 +92,11 @@ def rule_jacobian(
     *,
     gate: GateMode = "differentiated",
 ) -> RuleJacobian:
-    r"""The derivative of step k at the numbers it was taken with.
+    r"""The derivative of step k at the recorded weights, gradient and state.
 
-    A coordinate that never had a gradient stands at the corner of Adam's square root. There the derivative by v has
-    no meaning and is 0 (the coordinate does not move), and the one by g is the limit :math:`-\eta/\epsilon`; neither
-    is ever NaN. A row of such coordinates (a dead unit) stands at the 0/0 of a gate pooled over it, and is treated so
-    too.
+    For a coordinate that never had a gradient, Adam's square root is not differentiable. The derivative by v is then 0
+    (the coordinate does not move) and the one by g its limit :math:`-\eta/\epsilon`; neither is ever NaN. The same
+    holds for a row of such coordinates (a dead unit), for which a gate pooled over the row is 0/0.
 
     Raises:
         RunError: the derivative is not finite at a coordinate that had gradients.
@@ -116,8 +115,8 @@ class DiagonalJacobian:
     def __init__(
         self, rule: FlatRule, k: int, w: Tensor, g: Tensor, state: tuple[Tensor, ...], gate: Tensor | None
     ) -> None:
-        # Every output depends on its own coordinate alone, so the gradient of its sum is its diagonal. Forward mode
-        # gives the same, but takes the zero tangents of numbers like ϵ through Python: much slower for small d.
+        # Every output depends only on its own coordinate, so that the gradient of its sum is the diagonal. Forward mode
+        # gives the same, but handles the zero tangents of numbers like ϵ in Python, which is much slower for small d.
         with torch.enable_grad():
             point = [x.detach().requires_grad_() for x in (w, g, *state)]
             moved, after = rule.step(k, point[0], point[1], tuple(point[2:]), gate=gate)
@@ -131,7 +130,7 @@ class DiagonalJacobian:
         return [entry for row in self._table for entry in row]
 
     def on(self, entries: Sequence[Entry]) -> "DiagonalJacobian":
-        """The same table with other entries, in the order of :meth:`entries`."""
+        """A copy with other entries, in the order of :meth:`entries`."""
         made, width = copy.copy(self), len(self._table[0])
         made._table = [list(entries[i : i + width]) for i in range(0, len(entries), width)]
         return made
@@ -148,7 +147,7 @@ class DiagonalJacobian:
 
 
 class WholeJacobian:
-    """Any rule, by forward and reverse mode through the step as it is; ``never`` marks what had no gradient yet."""
+    """The derivative of any rule, by automatic differentiation; ``never`` marks coordinates without gradients."""
 
     def __init__(
         self,
@@ -180,11 +179,11 @@ class WholeJacobian:
         return [w, *state], g
 
     def _settled(self, found: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-        """The same, 0 where a coordinate never moved and it is not finite; refuses what else is not finite."""
+        """Values that are not finite become 0 where a coordinate never moved, and are refused elsewhere."""
         if all(bool(x.isfinite().all()) for x in found):
             return list(found)
         clean = [torch.where(self._never & ~x.isfinite(), 0.0, x) for x in found]
-        # Directions that have grown past all bounds are the run's chaos and no fault of this step.
+        # Directions that have grown without bound are due to the chaos of the run, not to this step.
         room = torch.finfo(clean[0].dtype).max ** 0.5
         ordinary = torch.stack([(x.abs() < room).all(1) for x in given]).all(0)
         for x in clean:
@@ -217,7 +216,7 @@ def _combined(entries: list[Entry], blocks: Blocks) -> Tensor:
 
 
 def _cleaned(entry: Tensor, moments: list[Tensor], k: int) -> Entry:
-    """The diagonal, 0 where a coordinate never moved and it is not finite; None if all are 0, a float if all equal."""
+    """The diagonal, 0 where it is not finite and the coordinate never moved; None if all 0, a float if all equal."""
     low, high = (float(x) for x in entry.aminmax())
     if not math.isfinite(low + high):
         never = torch.stack([x.detach().abs() < _corner(x.dtype) * 2 for x in moments]).all(0)
@@ -233,24 +232,24 @@ def _cleaned(entry: Tensor, moments: list[Tensor], k: int) -> Entry:
 
 def _not_finite(k: int, weight: int) -> str:
     return (
-        f"the derivative of step {k} by the numbers it was taken with is not finite at weight {weight}: its moments "
-        "are too small for this dtype; use dtype=torch.float64"
+        f"the derivative of step {k} is not finite at weight {weight}, whose moments are too small for this dtype: use "
+        "dtype=torch.float64"
     )
 
 
 def _corner(dtype: torch.dtype) -> float:
-    """A second moment so small that it changes no step, and large enough that 1/√v is a number."""
+    """A second moment small enough not to change any step, and large enough for 1/√v to be finite."""
     return 1e4 * torch.finfo(dtype).tiny
 
 
 def _off_the_corner(rule: FlatRule, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Second moments that are exactly 0 become tiny: derivatives are then those of the limit."""
+    """Replace second moments of exactly 0 by a tiny number, so that derivatives are those of the limit."""
     named = zip(rule.state_names, state, strict=True)
     return tuple(torch.where(x == 0, _corner(x.dtype), x) if name == "v" else x for name, x in named)
 
 
 def _off_the_ratio(rule: FlatRule, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Moments that are exactly 0 become tiny: the 0/0 of a pooled gate is a number, and the gate closed as it was."""
+    """Replace moments of exactly 0 by tiny numbers, so that a pooled gate is not 0/0 and stays closed."""
     corner = _corner(state[0].dtype)
     noise = corner / torch.finfo(state[0].dtype).eps
     tiny = {"m": corner**0.5, "v": noise, "s": noise}

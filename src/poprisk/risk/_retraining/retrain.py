@@ -83,7 +83,7 @@ def retrain(
             its steps cannot be repeated from its optimizer and problem.
         DataError: weights are negative, not finite or of the wrong shape, or an index is out of range.
 
-    >>> from poprisk.runs import train
+    >>> from poprisk import train
     >>> x = torch.tensor([[1.0], [1.0], [1.0]])
     >>> problem = Problem(torch.nn.Linear, "squared", x, torch.tensor([[0.0], [0.0], [3.0]]),
     ...                   arguments={"in_features": 1, "out_features": 1, "bias": False})
@@ -284,7 +284,7 @@ def member_outputs(
 ) -> Float[Tensor, "members b *out"]:
     """Every member's outputs for a batch, or with ``own`` for a batch of its own (inputs [members, b, …]).
 
-    >>> from poprisk.runs import train
+    >>> from poprisk import train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
     ...                   arguments={"in_features": 2, "out_features": 1, "bias": False})
     >>> run = train(problem, torch.optim.SGD, steps=1, progress=False)

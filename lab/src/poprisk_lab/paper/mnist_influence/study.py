@@ -25,7 +25,6 @@ from torch import Generator, Tensor
 from poprisk._core.store import TensorFile, fingerprint, load_result, read_tensors, save_result, write_tensors
 from poprisk.errors import DataError
 from poprisk.risk import Unrolled, influence_on, retrain
-from poprisk.risk._exclusion import excluded_weights
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import example_losses, member_outputs
 from poprisk.runs import Run
@@ -33,6 +32,7 @@ from poprisk_lab.data.idx import ImageSplit
 from poprisk_lab.paper.mnist_influence.metrics import linear_datamodeling_score, loo_correlation
 from poprisk_lab.paper.mnist_influence.mislabels import mislabel_seed, summarize
 from poprisk_lab.paper.mnist_influence.task import SMOKE, MnistConfig, Setting, images, network, train_images
+from poprisk_lab.theory.exclusion import excluded_weights
 
 __all__ = ["Clock", "KIND", "MnistConfig", "Queries", "SMOKE", "Setting", "images", "network", "run", "train_images"]
 

@@ -22,8 +22,8 @@ from poprisk.risk import RiskEstimate, Unrolled, retrain
 from poprisk.risk._exclusion import choose_examples, exclusion_at
 from poprisk.risk._first_order import first_order_of
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
-from poprisk.risk._influence.holdout_weights import holdout_weights
 from poprisk.risk._k_fold import FoldEnsemble
+from poprisk.risk._resampled import holdout_weights
 from poprisk.risk._retraining.members import Members
 from poprisk.risk._retraining.retrain import example_losses, member_outputs
 from poprisk.runs import Problem, Run, train

@@ -1,4 +1,4 @@
-r"""How fast each step lowered population risk, estimated from the gradients of its batch, without other data."""
+r"""The rate at which each step lowered population risk, estimated from the gradients of its batch alone."""
 
 from collections.abc import Sequence
 

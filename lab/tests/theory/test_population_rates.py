@@ -11,9 +11,9 @@ from poprisk.errors import DataError
 from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.rate import population_rate
-from poprisk.risk._influence.live_rate import population_rates
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
+from poprisk_lab.theory.population_rates import population_rates
 
 
 def first_epoch(signal: float, n: int = 600, seed: int = 0):

@@ -1,41 +1,10 @@
-r"""Example weights that leave examples out, and the first-order direction common to every kind of holdout."""
-
-from collections.abc import Sequence
+r"""The direction in which the example weights move to first order, common to every kind of holdout."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.errors import DataError
-
-
-def holdout_weights(
-    n: int, held_out: Sequence[int] | Tensor, *, renormalize: bool = True, dtype: torch.dtype = torch.float64
-) -> Float[Tensor, "n"]:
-    r"""Example weights :math:`\alpha^{(-I)}` of Prop. ``common_first_variation``: 0 on I, n/(n-k) elsewhere.
-
-    Args:
-        n: Number of examples.
-        held_out: I, the k positions left out.
-        renormalize: Give the weight of those left out to the others, as the paper does. False leaves the others at 1,
-            which is removal at fixed batches.
-        dtype: Data type of the weights.
-
-    Raises:
-        DataError: a position is out of range or comes twice, or nothing would be left.
-
-    >>> holdout_weights(4, [0, 2])
-    tensor([0., 2., 0., 2.], dtype=torch.float64)
-    """
-    index = torch.as_tensor(held_out, dtype=torch.long).reshape(-1)
-    k = len(index)
-    if k and not (int(index.min()) >= 0 and int(index.max()) < n):
-        raise DataError(f"held_out must be among the examples 0 … {n - 1}, got {index.tolist()}")
-    if len(index.unique()) != k or k >= n:
-        raise DataError(f"held_out must be at most {n - 1} different examples of {n}, got {k}: leave some to train on")
-    alpha = torch.full((n,), n / (n - k) if renormalize else 1.0, dtype=dtype)
-    alpha[index.to(alpha.device)] = 0.0
-    return alpha
 
 
 def delete_direction(n: int, i: int, *, dtype: torch.dtype = torch.float64) -> Float[Tensor, "n"]:

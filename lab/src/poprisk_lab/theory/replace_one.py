@@ -1,4 +1,4 @@
-r"""How predictions move when one training example is replaced, told by the transfer operators of the two runs.
+r"""What replacing one training example does: by real trainings, and by the transfer operators of the two runs.
 
 With :math:`U_Q^S(T) = U_Q(w_0) - \mathsf G_{Q,S}\, g_S(0)` for both datasets, replacing example i by another moves the
 predictions on Q by
@@ -6,35 +6,80 @@ predictions on Q by
 .. math:: \Delta = U_Q^{S'} - U_Q^{S} = \mathsf G_{Q,S}^{(i)} \delta_i
     + (\mathsf G_{Q,S} - \mathsf G_{Q,S'})\, g_{S'}(0)
 
-the example's own initial gradient, and the change of what training transfers (Lemma ``replace_one_stability``). The
-operators are those of the steps that were taken (:class:`poprisk.operators.Window`); decay and other sources, which the
-paper's flow does not have, are a third part here.
+the effect of the example's own initial gradient, plus the change of what training transfers (Lemma
+``replace_one_stability``). The operators are those of the recorded steps (:class:`poprisk.operators.Window`). Decay and
+other sources, which the paper's flow does not have, are a third part here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk._core.autodiff import ExampleLoss, gauss_legendre, loss_gradients
+from poprisk._core.autodiff import ExampleLoss, Inputs, gauss_legendre, loss_gradients
 from poprisk._core.linalg import spectrum_of_factor
 from poprisk.errors import DataError
 from poprisk.operators import Operators, Window
+from poprisk.risk import Members, Resampled
+from poprisk.risk._resampled import RetrainOptions, held_out_result, train_members
+from poprisk.runs import Run
+
+
+def replace_one(
+    run: Run,
+    pairs: Sequence[tuple[int, int]],
+    *,
+    pool: tuple[Inputs, Tensor] | None = None,
+    **options: Unpack[RetrainOptions],
+) -> Resampled:
+    r"""Train with one example replaced by a new one, and evaluate the model on the example that was replaced.
+
+    Theorem ``thm:self_influence``: over independent new examples the mean of
+    :math:`\ell(F(w_T(S^{(i)}), z_i), y_i) - \ell(F(w_T(S), z_i), y_i)` is the generalization gap, and the held-out loss
+    alone is the risk of a model trained on all n examples. It takes one training for each pair.
+
+    Args:
+        run: What was recorded.
+        pairs: (i, j): training example i is replaced by row j of the pool.
+        pool: Inputs and targets drawn like the training examples; default: the problem's test examples.
+        options: ``dtype``, ``memory`` and ``progress`` of :func:`poprisk.risk.retrain`.
+
+    Raises:
+        DataError: there is no pool, no pair, or an index is out of range.
+        RunError: the run cannot be trained again.
+    """
+    n, others = run.num_examples, pool if pool is not None else run.problem.test
+    if others is None:
+        raise DataError(
+            "replacing examples needs other examples: pass pool=(inputs, targets), or give the problem test examples"
+        )
+    index = torch.as_tensor(pairs, dtype=torch.long).reshape(-1, 2)
+    limits = torch.tensor([n, len(others[1])])
+    if not len(index) or bool(((index < 0) | (index >= limits)).any()):
+        raise DataError(f"pairs must be (example, row) below {tuple(limits.tolist())}, at least one, got {pairs!r}")
+    positions = torch.arange(n).repeat(len(index), 1)
+    positions[torch.arange(len(index)), index[:, 0]] = n + index[:, 1]
+    members = Members(torch.ones(len(index), n, dtype=torch.float64), index_map=positions, pool=others)
+    held = [index[j : j + 1, 0] for j in range(len(index))]
+    trained = train_members(run, members, options)
+    return held_out_result(run, "replace-one", held, trained, target=f"a model trained on {n} examples")
 
 
 @dataclass(frozen=True)
 class ReplaceOneDisplacement:
-    r"""Where the predictions on Q went, and by which of the two ways; :math:`\Delta = content + channel + source`."""
+    r"""The displacement of the predictions on Q and its parts, :math:`\Delta = content + channel + source`."""
 
     displacement: Float[Tensor, "M"]
     r""":math:`\Delta = U_Q^{S'}(T) - U_Q^S(T)`, measured on the two networks."""
     content: Float[Tensor, "M"]
-    r""":math:`\mathsf G^{(i)} \delta_i`: the replaced example's initial gradient."""
+    r""":math:`\mathsf G^{(i)} \delta_i`: the effect of the replaced example's initial gradient."""
     channel: Float[Tensor, "M"]
-    r""":math:`(\mathsf G_S - \mathsf G_{S'})\, g_{S'}`: the change of the transfer."""
+    r""":math:`(\mathsf G_S - \mathsf G_{S'})\, g_{S'}`: the effect of the change of the transfer."""
     source: Float[Tensor, "M"]
-    """What decay and carried-in momentum add; 0 without them."""
+    """Contribution of weight decay and of momentum from before the window; 0 without them."""
     example_score: float
     r""":math:`\|\mathsf G^{(i)}\|_{op}`."""
     bound: float
@@ -48,12 +93,12 @@ class ReplaceOneDisplacement:
 
 
 def replace_one_displacement(window: Window, replaced: Window, example: int) -> ReplaceOneDisplacement:
-    r"""The displacement of predictions between two runs whose data differ in one example, and its split.
+    r"""The displacement of predictions between two runs whose data differ in one example, and its parts.
 
     Args:
-        window: Of the run on S, dense enough for its matrices, with a test set.
-        replaced: Of the run on S', the same steps from the same weights, with the same test set.
-        example: i, the one that was replaced.
+        window: Window of the run on S, small enough for dense matrices, with a test set.
+        replaced: Window of the run on S': the same steps from the same weights, with the same test set.
+        example: i, the example that was replaced.
 
     Raises:
         DataError: the windows have different sizes or starts, no test set, or differ in more than that example.
@@ -87,24 +132,6 @@ def replace_one_displacement(window: Window, replaced: Window, example: int) -> 
     )
 
 
-def example_scores(window: Window) -> Float[Tensor, "n"]:
-    r"""How much each training example can move the test set: :math:`\|\mathsf G_Q^{(i)}(T)\|_{op}`.
-
-    A large score says that this example's output gradient at the window's start reaches the test predictions; 0 that
-    nothing it could have asked for is seen there. G is formed column by column or row by row, whichever are fewer.
-
-    Raises:
-        DataError: the window has no test set.
-    """
-    if window.test_inputs is None:
-        raise DataError("scores of examples on a test set need one: pass test_inputs=… to the window")
-    transfer = window.test_transfer
-    rows, columns = transfer.shape
-    G = transfer.T.to_dense().T if rows < columns else transfer.to_dense()
-    blocks = G.reshape(rows, window.num_examples, -1).movedim(1, 0)
-    return torch.linalg.matrix_norm(blocks, 2)
-
-
 def gap_integrals(
     loss: str | ExampleLoss,
     outputs: Float[Tensor, "n *out"],
@@ -121,11 +148,11 @@ def gap_integrals(
     by Gauss–Legendre quadrature. Averaged over examples and replacements it is the expected generalization gap.
 
     Args:
-        loss: Ψ.
+        loss: Ψ, the loss.
         outputs: Predictions of the run for its examples.
-        targets: Their targets.
-        displacement: Δ_i, how each prediction moves when its own example is replaced.
-        nodes: Of the quadrature; exact for squared loss from 1 on.
+        targets: Targets of the examples.
+        displacement: Δ_i, the change of each prediction when its own example is replaced.
+        nodes: Number of quadrature nodes; a single one is exact for the squared loss.
 
     >>> moved = gap_integrals("squared", torch.tensor([[1.0]]), torch.tensor([[0.0]]), torch.tensor([[2.0]]))
     >>> round(moved.item(), 4)  # (3² - 1²)/2
@@ -160,7 +187,7 @@ def _channel(ops: Operators) -> tuple[Tensor, Tensor]:
 def _check_pair(window: Window, replaced: Window, example: int) -> None:
     for each in (window, replaced):
         if each.test_inputs is None:
-            raise DataError("a displacement is on a test set: pass test_inputs=… to both windows")
+            raise DataError("a displacement needs a test set: pass test_inputs=… to both windows")
     sizes = [(w.num_outputs, w.num_test_outputs, w.num_examples, w.start, w.stop) for w in (window, replaced)]
     if sizes[0] != sizes[1] or window.start != 0:
         raise DataError(

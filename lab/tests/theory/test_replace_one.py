@@ -1,17 +1,19 @@
-"""Replacing an example, seen by the transfer operators of both runs; scores; the integral form of the gap."""
+"""Replacing an example: real trainings, the transfer operators of both runs, the integral form of the gap."""
 
 from functools import partial
 
 import pytest
 import torch
+from held_out import EXACT, N, assert_held_out, data, expected, make_mlp, record
 from recorded import Case
 from torch.testing import assert_close
 
 from poprisk.errors import DataError
 from poprisk.operators._window import Window
-from poprisk.risk._influence.displacement import example_scores, gap_integrals, replace_one_displacement
+from poprisk.risk._audit.exact import example_scores
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
+from poprisk_lab.theory.replace_one import gap_integrals, replace_one, replace_one_displacement
 
 TEST = torch.randn(2, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 DECAYED = partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=0.05)
@@ -39,14 +41,6 @@ def test_the_parts_sum_to_what_happened_and_the_bound_holds(optimizer):
     assert float(found.displacement.norm()) <= found.bound
     assert found.example_score == pytest.approx(float(example_scores(window)[1]), rel=1e-10)
     assert (float(found.source.norm()) == 0) == (optimizer is None)
-
-
-def test_scores_are_norms_of_the_examples_columns():
-    window = pair()[0]
-    G = window.dense_operators().test_transfer.view(6, 6, 3)
-    assert_close(example_scores(window), torch.stack([torch.linalg.matrix_norm(G[:, i], 2) for i in range(6)]))
-    with pytest.raises(DataError, match="test_inputs"):
-        example_scores(Window.of_run(Case("mlp", "momentum").run))
 
 
 def test_the_train_transfer_is_every_examples_own_test_transfer():
@@ -82,3 +76,41 @@ def test_runs_that_differ_in_more_are_refused():
     shorter = Window.of_run(Case("mlp", "momentum").run, test_inputs=TEST, stop=3)
     with pytest.raises(DataError, match="same examples, test set and steps"):
         replace_one_displacement(window, shorter, 1)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return record()
+
+
+def test_replace_one(run):
+    problem = run.problem
+    pairs = [(i, i % 5) for i in range(N)]
+    inputs, targets = [problem.inputs.clone() for _ in pairs], [problem.targets.clone() for _ in pairs]
+    for k, (i, j) in enumerate(pairs):
+        inputs[k][i], targets[k][i] = problem.test[0][j], problem.test[1][j]
+    weights, outputs = expected(run, [(i,) for i, _ in pairs], torch.ones(N, N), inputs=inputs, targets=targets)
+    found = replace_one(run, pairs)
+    torch.testing.assert_close(found.weights, weights, **EXACT)
+    assert_held_out(found, run, outputs)
+    assert found.target == "a model trained on 12 examples"
+    given = replace_one(run, pairs[:2], pool=(problem.test[0][:3], problem.test[1][:3]))
+    torch.testing.assert_close(given.outputs, outputs[:2], **EXACT)
+
+
+def test_bad_pairs_are_refused(run):
+    small = train(Problem(make_mlp, "cross_entropy", *data(2)), DECAYED, 1, progress=False)
+    for pairs in ([], [(0, 5)], [(N, 0)], [(-1, 0)]):
+        with pytest.raises(DataError, match=r"below \(12, 5\)"):
+            replace_one(run, pairs)
+    with pytest.raises(DataError, match="needs other examples"):
+        replace_one(small, [(0, 0)])
+
+
+@pytest.mark.gpu
+def test_replacing_on_a_device(run):
+    pairs = [(i, i % 5) for i in range(N)]
+    found, here = replace_one(record("cuda"), pairs), replace_one(run, pairs)
+    assert found.outputs.is_cuda
+    assert_close(found.losses.cpu(), here.losses, rtol=1e-7, atol=1e-9)
+    assert found.risk.standard_error == pytest.approx(here.risk.standard_error, rel=1e-6)
