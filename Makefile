@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-more test-all lint docs results pages bench format release clean
+.PHONY: demo test test-library test-lab test-more test-more-library test-more-lab test-all test-all-library test-all-lab lint docs results pages bench format release clean
 
 $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
@@ -30,22 +30,36 @@ demo: $(VENV)/.user
 # slow to make (tests/suite.py), belongs to one process.
 PYTEST := OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 QUICK := -m "not slow and not gpu"
-# Slower for what they show, so `make test` leaves them to `make test-more`: other trainers, groups of processes, compilers,
-# kills, built wheels, and the studies of the lab.
+# Tests that take long for what they show run in `make test-more`, not in `make test`: other trainers, process groups,
+# compilers, killed workers, built wheels, and the studies of the lab. `make test` covers the lab's engine, its data and
+# whether its pages are up to date.
 MORE := tests/integrations tests/distributed tests/test_release.py tests/optim/test_compile.py \
         tests/jobs/test_killed_workers.py tests/jobs/test_memory_limit.py
-MORE_LAB := tests/paper tests/gates tests/costs tests/data tests/theory tests/test_reproduce_command.py
+MORE_LAB := tests/paper tests/gates tests/costs tests/theory tests/test_reproduce_command.py
 
-test: $(VENV)/.dev
+# Each target has a part for the library and one for the lab; `make -k` runs the second even if the first fails.
+test: test-library test-lab
+
+test-library: $(VENV)/.dev
 	$(PYTEST) $(addprefix --ignore=,$(MORE)) $(QUICK)
+
+test-lab: $(VENV)/.dev
 	cd lab && $(PYTEST) $(addprefix --ignore=,$(MORE_LAB)) $(QUICK)
 
-test-more: $(VENV)/.dev
+test-more: test-more-library test-more-lab
+
+test-more-library: $(VENV)/.dev
 	$(PYTEST) $(MORE) $(QUICK)
+
+test-more-lab: $(VENV)/.dev
 	cd lab && $(PYTEST) $(MORE_LAB) $(QUICK)
 
-test-all: $(VENV)/.dev
+test-all: test-all-library test-all-lab
+
+test-all-library: $(VENV)/.dev
 	$(PYTEST)
+
+test-all-lab: $(VENV)/.dev
 	cd lab && $(PYTEST)
 
 # Every stored result of the lab again (hours, some need data sets and a GPU: `--list` names them), and the pages from them.
