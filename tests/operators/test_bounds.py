@@ -16,13 +16,11 @@ from poprisk.operators._bound import Bound
 from poprisk.operators._channels import dissipation_channels
 from poprisk.operators._coupling import Coupling, anchored_coupling
 from poprisk.operators._cumulative import CumulativeError, flow_cumulative_error
-from poprisk.operators._predictors import predictor_error
 from poprisk.operators._realized import RealizedWindow
 from poprisk.theory.path_bounds import (
     anchored_bound,
     coarse_bound,
     cumulative_bound,
-    nonlinear_bound,
     predictor_bound,
     remainder_bound,
     sharp_bound,
@@ -292,13 +290,6 @@ def test_they_fail_on_operators_no_run_has():
     assert not coarse_bound(broken).holds
     assert not Bound("any", "eq", "algebra", 1.0, 0.0).holds
     assert Bound("any", "eq", "algebra", 1.0, 0.0).tightness == float("inf")
-
-
-def test_nonlinear_predictors_are_above_the_floor():
-    coupling = coupling_of(operators_of(random_steps(9)))
-    bound = nonlinear_bound(predictor_error(coupling, lambda x: torch.tanh(coupling.matrix @ x)))
-    assert bound.holds
-    assert bound.right > 1e-3
 
 
 def test_what_does_not_fit_is_refused():

@@ -3,62 +3,23 @@
 import numpy as np
 import pytest
 import torch
+from coupling_cases import coupling_of, forgetful, norm, normal, overshoot, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from oracles.linear_model import decayed_weights, flow_outputs, linear_operators, ridge_filter, ridge_weights
-from oracles.run_operators import DenseStep, operators_of, quadratic_run, random_steps
-from poprisk.errors import DataError, HyperparameterError
+from oracles.run_operators import DenseStep, operators_of, quadratic_run
+from poprisk.errors import DataError
 from poprisk.operators._channels import dissipation_channels
 from poprisk.operators._coupling import (
     Coupling,
     anchored_coupling,
     anchored_coupling_of_jacobians,
     path_error,
-    path_error_split,
-    whitened_error,
 )
-from poprisk.operators._predictors import predictor_error, transfer_equivalences, transfer_norm
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-
-
-def tensor(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x))
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def norm(X: torch.Tensor) -> float:
-    return torch.linalg.matrix_norm(X, 2).item()
-
-
-def coupling_of(ops, **options) -> Coupling:
-    return Coupling(dissipation_channels(tensor(ops.W_factor), tensor(ops.D), tensor(ops.G), **options))
-
-
-def forgetful(seed: int, forgotten: int = 2) -> tuple[Coupling, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A window whose train transfer forgets some directions that dissipated: R_perp is not 0. With W, D and G."""
-    ops = operators_of(random_steps(seed, never_drawn=1))
-    W, D, G = tensor(ops.W), tensor(ops.D), tensor(ops.G)
-    values, V = torch.linalg.eigh(W)
-    V = V[:, values > 1e-9 * values[-1]]  # inside the signal channel: ker W must stay in ker D
-    away = V @ torch.linalg.qr(normal(seed, V.shape[1], forgotten))[0]
-    D = D - D @ away @ away.T
-    return Coupling(dissipation_channels(tensor(ops.W_factor), D, G)), W, D, G
-
-
-def overshoot() -> Coupling:
-    """Two steps of squared loss that bring the one training output back to where it was: (1 - 3)(1 - 1.5) = 1."""
-    one = np.ones((1, 1))
-    steps = [
-        DenseStep(J_S=one, Jbar_S=one, Jbar_Q=q * one, Bbar=one, S=np.ones(1), M=np.full(1, lr))
-        for q, lr in ((1.0, 3.0), (2.0, 1.5))
-    ]
-    return coupling_of(operators_of(steps))
 
 
 @pytest.mark.parametrize("loss", ["squared", "logistic"])
@@ -109,8 +70,8 @@ def _midpoint(velocity, w, h):
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_factorization_and_split_of_the_path_error(seed):
-    """thm:coupling_factorization, rem:coupling_equivalent, thm:path_error_split, with a remainder that is not 0."""
+def test_factorization_and_path_error(seed):
+    """thm:coupling_factorization, rem:coupling_equivalent, eq:path_error, with a remainder that is not 0."""
     coupling, W, D, G = forgetful(seed)
     c, A_o, R_perp = coupling.channels, coupling.matrix, coupling.remainder
     assert coupling.remainder_norm > 1e-3
@@ -119,106 +80,7 @@ def test_factorization_and_split_of_the_path_error(seed):
     W_pinv = torch.linalg.pinv(W, rtol=1e-11, hermitian=True)
     assert_close(A_o, G @ W_pinv @ D.T @ torch.linalg.pinv(D @ W_pinv @ D.T, rtol=1e-11), rtol=1e-5, atol=1e-5)
     for A in (normal(seed, 4, 6), A_o, torch.zeros(4, 6).double()):
-        split = path_error_split(coupling, A)
-        assert_close(split.total, (G - A @ D) @ W_pinv @ (G - A @ D).T, rtol=1e-6, atol=1e-6)
-        assert split.mismatch < 1e-9
-        assert_close(path_error(c, A), split.total)
-        assert torch.linalg.eigvalsh(split.total - split.irreducible)[0] > -1e-9 * norm(split.total)
-    assert norm(path_error_split(coupling, A_o).penalty) < 1e-15 * norm(A_o @ c.train_channel) ** 2
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10_000))
-def test_no_predictor_beats_the_remainder(seed):
-    """cor:linear_predictor_optimal: the floor holds for linear and nonlinear predictors and A_o attains it."""
-    coupling, _, D, G = forgetful(seed)
-    c, A_o = coupling.channels, coupling.matrix
-    B, offset = normal(seed, 4, 6), normal(seed + 1, 4)
-    for predictor in (
-        lambda x: A_o @ x,
-        lambda x: B @ x,
-        lambda x: torch.tanh(A_o @ x),
-        lambda x: A_o @ x + offset,
-        lambda x: A_o @ (x * x.norm()),
-    ):
-        error = predictor_error(coupling, predictor)
-        assert error.at_least >= coupling.remainder_norm * (1 - 1e-9)
-        attained = (G @ error.direction - predictor(D @ error.direction)).norm() / c.dissipation(error.direction) ** 0.5
-        assert attained.item() == pytest.approx(error.at_least, rel=1e-6)
-    assert norm(whitened_error(c, A_o)) == pytest.approx(coupling.remainder_norm, rel=1e-8)
-    assert predictor_error(coupling, lambda x: A_o @ x).at_least == pytest.approx(coupling.remainder_norm, rel=1e-8)
-    assert predictor_error(coupling, lambda x: B @ x).at_least <= norm(whitened_error(c, B)) * (1 + 1e-9)
-    # The supremum over directions that the train outputs do not see is the same number.
-    kernel = torch.linalg.svd(c.reduced_train)[2][c.train_rank :]
-    assert norm(c.reduced_test @ kernel.T) == pytest.approx(coupling.remainder_norm, rel=1e-8)
-
-
-@pytest.mark.parametrize("guess", [1.0, -1.0])
-def test_a_lucky_guess_at_an_unseen_direction_is_wrong_at_its_opposite(guess):
-    """The step of the proof that needs both signs: D h = D(-h) = 0, so a predictor must say the same for both."""
-    coupling = overshoot()
-    error = predictor_error(coupling, lambda x: torch.full_like(x, guess), scales=(1.0,), random_probes=0)
-    assert error.floor == pytest.approx(1.0)
-    assert error.at_least == pytest.approx(2.0)
-
-
-def test_the_four_equivalences_agree():
-    """cor:transfer_equivalences: all 0 for a squared-loss run, none of them for a transfer that forgets."""
-    run = quadratic_run(3, batch=5, rule="gd", curvature=1.0)
-    exact = coupling_of(operators_of(run.steps))
-    numbers = transfer_equivalences(exact)
-    D, G = exact.channels.train_transfer, exact.channels.test_transfer
-    assert exact.channels.unresolved == 0
-    for value in (numbers.remainder, numbers.kernel_inclusion, numbers.range_inclusion, numbers.semidefinite_order):
-        assert abs(value) < 1e-10
-    assert transfer_norm(D, G) ** 2 == pytest.approx(numbers.order_constant)
-    assert norm(exact.matrix - G @ torch.linalg.pinv(D, rtol=1e-12)) < 1e-9 * norm(exact.matrix)  # Ψ♯ = G D†
-    order = numbers.order_constant * D.T @ D - G.T @ G
-    assert torch.linalg.eigvalsh(order)[0] > -1e-10 * norm(order)
-    coupling, _, D, G = forgetful(4)
-    numbers = transfer_equivalences(coupling)
-    for value in (numbers.remainder, numbers.kernel_inclusion, numbers.range_inclusion, numbers.semidefinite_order):
-        assert value > 1e-3
-    blind = torch.linalg.svd(D)[2][coupling.channels.rank - 2 :].T  # two forgotten directions and the reservoir
-    assert numbers.kernel_inclusion == pytest.approx(norm(G @ blind) / norm(G), rel=1e-8)
-
-
-def test_the_four_equivalences_where_training_outputs_never_moved():
-    """D = 0: all that moved on the test set is unseen, and a test set that did not move either is transferred."""
-    R, D = torch.eye(2).double(), torch.zeros(2, 2).double()
-    numbers = transfer_equivalences(Coupling(dissipation_channels(R, D, torch.tensor([[2.0, 3.0]]).double())))
-    for value in (numbers.remainder, numbers.kernel_inclusion, numbers.range_inclusion, numbers.semidefinite_order):
-        assert value == pytest.approx(1.0)
-    assert numbers.order_constant == 0.0
-    still = transfer_equivalences(Coupling(dissipation_channels(R, D, torch.zeros(1, 2).double())))
-    assert still == type(still)(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_generator_of_the_cpu_serves_channels_anywhere(device):
-    ops = operators_of(random_steps(4, never_drawn=1))
-    channels = dissipation_channels(*(tensor(X).to(device) for X in (ops.W_factor, ops.D, ops.G)))
-    generator, twin = (torch.Generator().manual_seed(7) for _ in range(2))
-    error = predictor_error(Coupling(channels), lambda x: torch.tanh(x[:4]), generator=generator)
-    assert error.direction.device == channels.roots.device
-    assert error.at_least >= error.floor - error.rounding
-    torch.randn(channels.rank, 32, generator=twin, dtype=torch.float64)  # the numbers came from the generator given
-    assert torch.equal(generator.get_state(), twin.get_state())
-
-
-def test_a_steep_predictor_at_a_direction_that_is_only_nearly_lost():
-    """D moves the second direction by 1e-16: it counts as lost, yet a slope of 1e16 predicts it. The report says so."""
-    R, D, G = torch.eye(2).double(), torch.diag(torch.tensor([1.0, 1e-16])).double(), torch.eye(2).double()
-    coupling = Coupling(dissipation_channels(R, D, G))
-    assert coupling.channels.unresolved == 1
-    exact = torch.linalg.inv(D)
-    steep = predictor_error(coupling, lambda x: exact @ x)
-    assert steep.at_least < 1e-6 < steep.floor == pytest.approx(1.0)
-    assert steep.at_least >= steep.floor - steep.rounding
-    flat = predictor_error(coupling, lambda x: x)
-    assert flat.rounding < 1e-12
-    assert flat.at_least >= flat.floor - flat.rounding
-    assert_close(coupling.coupling_remainder, coupling.remainder)
+        assert_close(path_error(c, A), (G - A @ D) @ W_pinv @ (G - A @ D).T, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["squared", "logistic"])
@@ -298,16 +160,10 @@ def test_what_does_not_fit_is_refused():
         coupling.predict(torch.ones(4).double())
     with pytest.raises(DataError, match=r"test_source must be a vector \[4\]"):
         coupling.predict(torch.ones(6).double(), None, torch.ones(6).double())
-    with pytest.raises(HyperparameterError, match="scales must be positive"):
-        predictor_error(coupling, lambda x: x, scales=(0.0,))
-    with pytest.raises(DataError, match="what the predictor returns"):
-        predictor_error(coupling, lambda x: x)
     with pytest.raises(DataError, match="train_kernel must be a matrix"):
         anchored_coupling(torch.ones(2, 3), torch.ones(2, 3))
     with pytest.raises(DataError, match="test_jacobian must be a matrix"):
         anchored_coupling_of_jacobians(torch.ones(2, 3), torch.ones(2, 4))
     empty = Coupling(dissipation_channels(torch.zeros(1, 2), torch.zeros(2, 2), torch.zeros(1, 2)))
-    with pytest.raises(DataError, match="signal channel is empty"):
-        predictor_error(empty, lambda x: x[:1])
     assert empty.matrix.shape == (1, 2)
     assert empty.relative_remainder == empty.transfer_mismatch == 0.0

@@ -33,7 +33,6 @@ from poprisk.operators._kernels.plan import cut, plan_tiles
 from poprisk.operators._kernels.precision import check_supported, float32_products
 from poprisk.operators._kernels.tiles import Side, TileMaker, aligned
 from poprisk.operators._kernels.validation import Diagonal
-from poprisk.operators._predictors import PredictorError
 from poprisk.operators._realized import RealizedWindow
 
 __all__ = [

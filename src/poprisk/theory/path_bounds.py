@@ -26,7 +26,6 @@ from poprisk.operators import (
     CumulativeError,
     DissipationChannels,
     Form,
-    PredictorError,
     RealizedWindow,
     eps_of,
     operator_norm,
@@ -154,15 +153,6 @@ def anchored_bound(coupling: Coupling, anchored_error: CumulativeError) -> Bound
     right = operator_norm(anchored_error.total)
     rounding = MARGIN * eps_of(coupling.channels) * max(right, coupling.channels.visibility_norm)
     return Bound("anchored", "thm:cumulative_error_split", "algebra", coupling.remainder_norm**2, right, rounding)
-
-
-def nonlinear_bound(error: PredictorError) -> Bound:
-    r"""No predictor, linear or not, beats the remainder: :math:`\|R_\perp\| \le \operatorname{Err}(\Psi)`.
-
-    Eq. ``nonlinear_gap_identity``. The right side is itself a lower bound on Err, so the inequality is proved where it
-    holds.
-    """
-    return Bound("nonlinear", "eq:nonlinear_gap_identity", "algebra", error.floor, error.at_least, error.rounding)
 
 
 def window_bounds(

@@ -10,10 +10,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from poprisk._core.statistics import bootstrap_difference, mean_over_seeds, paired_difference
+from poprisk._core.statistics import mean_over_seeds, paired_difference
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.arms import ARMS, USUAL
 from poprisk_lab.engine.reading import StoredMetric, StoredRow, StoredStudy
+from poprisk_lab.engine.statistics import bootstrap_difference
 from poprisk_lab.pages.gate_choice import chosen_gate, searched_gates
 from poprisk_lab.pages.template import render_block
 

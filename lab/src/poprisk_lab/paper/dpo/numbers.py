@@ -9,8 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from poprisk._core.statistics import bootstrap_difference, first_step_reaching, median_steps
 from poprisk_lab.engine.reading import StoredRow, StoredStudy, curve, final, find_row, row
+from poprisk_lab.engine.statistics import bootstrap_difference, first_step_reaching, median_steps
 from poprisk_lab.pages.claims import VerdictRow, verdict_row
 from poprisk_lab.pages.comparison import (
     Gain,

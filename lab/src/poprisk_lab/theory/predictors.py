@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.operators._channels import Transfer, operator_norm, require_length, require_shape
-from poprisk.operators._coupling import Coupling, rank_of, ratio
+from poprisk.operators import Bound, Coupling, Transfer, operator_norm, require_length, require_shape
+from poprisk.operators._coupling import rank_of, ratio
 
 Predictor = Callable[[Float[Tensor, "N"]], Float[Tensor, "M"]]
 """Any map from training displacements to test displacements."""
@@ -92,6 +92,15 @@ def predictor_error(
     rounding = _PROBE_MARGIN * torch.finfo(c.roots.dtype).eps * len(c.vectors) ** 0.5 * c.visibility_norm**0.5
     rounding += _odd_part_where_blind(coupling, predictor, scales)
     return PredictorError(best, coupling.remainder_norm, best_h, 2 * len(scales) * probes.shape[1], rounding)
+
+
+def nonlinear_bound(error: PredictorError) -> Bound:
+    r"""No predictor, linear or not, beats the remainder: :math:`\|R_\perp\| \le \operatorname{Err}(\Psi)`.
+
+    Eq. ``nonlinear_gap_identity``. The right side is itself a lower bound on Err, so the inequality is proved where it
+    holds.
+    """
+    return Bound("nonlinear", "eq:nonlinear_gap_identity", "algebra", error.floor, error.at_least, error.rounding)
 
 
 @dataclass(frozen=True)
