@@ -49,8 +49,8 @@ def test_the_docstring_has_the_measured_losses():
     said = " ".join((PopRiskAdamW.__doc__ or "").split())
     assert f"AdamW at lr 1e-3 ends at {loss['AdamW', 1e-3]}" in said
     assert f"at that lr, {loss['soft', 1e-3]}; at ten times the lr, {loss['soft', 1e-2]}" in said
-    assert f'``alpha="calibrated"`` {loss["calibrated", 1e-2]}' in said
-    assert f'``gate="snr", strength=1.0`` {loss["snr", 1e-2]}' in said
+    assert f'``Gate.paper(alpha="calibrated")`` {loss["calibrated", 1e-2]}' in said
+    assert f'``Gate("snr", strength=1.0)`` {loss["snr", 1e-2]}' in said
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))

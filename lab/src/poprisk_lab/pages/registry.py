@@ -116,7 +116,13 @@ def _page_of(name: str, folder: str) -> Page:
 
 PAGES: tuple[Page, ...] = (
     Page("README.md", "poprisk_lab.pages.readme:slots", "poprisk_lab.pages/readme.md.jinja", marked=True),
-    Page("docs/optimizer.md", "poprisk_lab.pages.optimizer_guide:parts", None, marked=True),
+    Page(
+        "docs/optimizer.md",
+        "poprisk_lab.pages.optimizer_guide:parts",
+        None,
+        marked=True,
+        drawings=(Drawing("docs/clean_lm.png", "poprisk_lab.paper.clean_lm.figure:draw", "clean_lm", dpi=140),),
+    ),
     Page(
         "docs/learning_rate.md",
         "poprisk_lab.paper.learning_rate.numbers:page_slots",
