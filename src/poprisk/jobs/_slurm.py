@@ -7,7 +7,7 @@ from poprisk.errors import HyperparameterError
 from poprisk.jobs._manifest import Manifest
 from poprisk.jobs._worker import LEASE
 
-# What a process with torch takes before it has done anything, with room for a model and its examples.
+# Memory of an idle process with torch, plus room for a model and its examples.
 _AT_REST = 4 * 2**30
 
 

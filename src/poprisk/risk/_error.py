@@ -123,7 +123,7 @@ class NestedSplit:
     """The losses of one nested cross-validation over one partition into folds."""
 
     losses: Float[Tensor, "n"]
-    """Of each example, by the model trained without its fold."""
+    """Loss of each example under the model trained without its fold."""
     folds: Int[Tensor, "n"]
     inner: Sequence[Sequence[Float[Tensor, "m"] | None]]
     """``inner[f][g]``: losses of the examples of fold g, by the model trained without the folds f and g."""

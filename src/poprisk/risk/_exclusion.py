@@ -49,31 +49,32 @@ MOST_EXAMPLES = 256
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Each example's prediction without it."""
+    """The prediction for each example by a model trained without it."""
 
     examples: Int[Tensor, "m"]
     outputs: Float[Tensor, "m p"]
-    """By the model of the run."""
+    """Outputs of the run's model."""
     displacement: Float[Tensor, "m p"]
-    r""":math:`\Delta_i^{ex}`, as predicted."""
+    r"""Predicted change of the outputs, :math:`\Delta_i^{ex}`."""
     doubt: Float[Tensor, "m"]
-    """How far the prediction is from where its derivation holds: bend of the network, or spectral radius of HΛ."""
+    """Relative difference of linearized and actual displacement; for "corrected" the spectral radius of HΛ."""
     doubtful: Bool[Tensor, "m"]
+    """Whether ``doubt`` is over its limit, or the loss is not finite."""
     losses: Float[Tensor, "m"]
-    """Each example's loss at its own excluded prediction."""
+    """Loss of each example at its prediction without it."""
     actual_losses: Float[Tensor, "m"] | None
-    """The same by the network at the displaced weights instead of its linearization; None for "corrected"."""
+    """The same for the network at the displaced weights, not linearized; None for "corrected"."""
     own_losses: Float[Tensor, "m"]
-    """By the model of the run."""
+    """Loss of each example under the run's model."""
     training_losses: Float[Tensor, "n"]
-    """Of all training examples, by the model of the run."""
+    """Loss of every training example under the run's model."""
     mistake: float
-    """What one unseen mistake would add to the mean; see :func:`poprisk.risk._error.unseen_mistake`."""
+    """Contribution of one unseen mistake to the mean; see :func:`poprisk.risk._error.unseen_mistake`."""
     method: ExclusionMethod
     cost: float
-    """Directions or queries through the run."""
+    """Number of directions or queries through the run."""
     note: str = ""
-    """What was held fixed in the run."""
+    """What was held fixed instead of differentiated."""
 
     @property
     def excluded_outputs(self) -> Float[Tensor, "m p"]:
@@ -170,7 +171,7 @@ def exclusion_at(
     loss: str | ExampleLoss | None = None,
     radius: Float[Tensor, "m"] | None = None,
 ) -> Exclusion:
-    """Exclusion at the weights before step k, from the outputs of a sweep or, with its radius, from the correction."""
+    """Exclusion at the weights before step k, from the outputs of a sweep; with ``radius`` from label sensitivities."""
     n, targets = unrolled.num_examples, unrolled.targets[found.examples]
     model = evaluation_model(unrolled, loss)
     displaced = [found.outputs, found.outputs + found.tangent, found.outputs + found.displaced]

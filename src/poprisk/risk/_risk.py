@@ -86,7 +86,7 @@ def population_risk(
 
 
 def _whole(unrolled: Unrolled) -> Unrolled:
-    """Refuses a run that is differentiated only in part, which is the risk of no model."""
+    """Refuse a run that is differentiated only in part."""
     if unrolled.start != 0 or unrolled.gate == "frozen":
         raise RunError(
             f"population risk needs the whole run with its gate differentiated, got start={unrolled.start} and "

@@ -22,23 +22,23 @@ from dataclasses import dataclass
 from poprisk._core.estimate import Estimate
 
 FOLDS = 10
-"""Folds of K-fold, where the budget allows as many."""
+"""Number of folds of K-fold, if the budget allows it."""
 FEWEST_FOLDS = 3
-"""Folds, or trainings in a budget, below which K-fold is refused."""
+"""Smallest number of folds, and smallest budget of trainings, for K-fold."""
 FEWEST_EXAMPLES = 10
-"""Examples below which the spread of their losses is no standard error."""
+"""Smallest number of examples whose losses give a standard error."""
 LARGEST_DISAGREEMENT = 0.1
-"""Difference between two predictions of one risk, as a share of it."""
+"""Largest difference between two estimates of a risk, as a share of it."""
 LARGEST_LOST_SHARE = 0.05
-"""Share of examples for which exclusion may fail altogether."""
+"""Largest share of examples for which exclusion may fail completely."""
 LOST_BEND = 1.0
-"""Difference between an example's actual and linearized displacement, as a share of it, at which exclusion failed."""
+"""Relative difference between actual and linearized displacement beyond which exclusion failed for an example."""
 DOUBTFUL_BEND = 0.25
-"""The same difference, beyond which the excluded prediction of this one example is marked as doubtful."""
+"""The same difference, beyond which the prediction for this example is marked as doubtful."""
 DOUBTFUL_SENSITIVITY = 0.5
 """Sensitivity to an example's own label beyond which changing the label does not stand for removing the example."""
 LARGEST_ERROR_SHARE = 0.07
-"""Standard error of the first order, as a share of the risk: it has no error for what it leaves out."""
+"""Largest standard error of the first order, as a share of the risk; it does not cover the higher orders."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class RiskEstimate(Estimate):
 
 @dataclass(frozen=True)
 class Found:
-    """What a method found, before it is judged."""
+    """The result of a method, before the verdict."""
 
     value: float
     error: float
@@ -72,9 +72,9 @@ class Found:
     training_loss: float
     cost: float
     examples: int
-    """Different examples that the value and its error are computed from."""
+    """Number of different examples that the value and its error are computed from."""
     of: int
-    """Training examples in all."""
+    """Number of training examples."""
     notes: tuple[str, ...] = ()
 
 
@@ -89,7 +89,7 @@ def trained_on(kept: int | tuple[int, int], n: int) -> str:
 
 
 def judge_retraining(found: Found) -> RiskEstimate:
-    """The verdict on a mean loss of examples that models were trained without."""
+    """The verdict on a mean held-out loss."""
     reason = _too_few(found) or _not_finite(found, "a training without some of the examples diverged")
     return _verdict(found, reason, f"risk of {found.target}")
 

@@ -1,1 +1,1 @@
-"""Which training labels are wrong: an audit of a recorded run, in one table."""
+"""An audit of a recorded run: the training labels that are probably wrong, in one table."""

@@ -106,7 +106,7 @@ def audit(
 
 
 class _Look:
-    """One pass over the moments of a run."""
+    """One pass over the chosen steps of a run."""
 
     def __init__(self, run: Run, moments: list[int], batch_size: int, progress: bool) -> None:
         self.run, self.problem = run, run.problem

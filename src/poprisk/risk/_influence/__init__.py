@@ -1,1 +1,1 @@
-"""How training examples made the model what it is: derivatives through the recorded run."""
+"""Influence of training examples: derivatives through the recorded run."""

@@ -87,13 +87,7 @@ class BatchDerivatives(ABC):
 
         parts = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
         data = (V, self.shares[rows], self.targets[rows], *(part[rows] for part in parts))
-        ways: dict[JacobianWay, Callable[[], Tensor]] = {
-            JacobianWay.FORWARD: lambda: vmap(forwards)(*data),
-            JacobianWay.DOUBLE_BACKWARD: lambda: vmap(backwards)(*data),
-        }
-        with exact_transforms(self.model.module):
-            self.model.own_hessian_way, found = take_first_way(ways, self.model.own_hessian_way)
-        return found
+        return self._derived("own_hessian_way", lambda: vmap(forwards)(*data), lambda: vmap(backwards)(*data))
 
     def input_slopes(self, V: Float[Tensor, "q d"]) -> Tensor:
         r""":math:`\nabla_{x_i} \langle \sigma_i \nabla_w \ell_i, v \rangle` for every direction and example."""
@@ -106,13 +100,7 @@ class BatchDerivatives(ABC):
         def backwards(v: Tensor) -> Tensor:
             return grad(lambda x: torch.dot(grad(self._total)(self.w, x), v))(x)
 
-        ways: dict[JacobianWay, Callable[[], Tensor]] = {
-            JacobianWay.FORWARD: lambda: vmap(forwards)(V),
-            JacobianWay.DOUBLE_BACKWARD: lambda: vmap(backwards)(V),
-        }
-        with exact_transforms(self.model.module):
-            self.model.input_way, found = take_first_way(ways, self.model.input_way)
-        return found
+        return self._derived("input_way", lambda: vmap(forwards)(V), lambda: vmap(backwards)(V))
 
     def push_inputs(self, V: Float[Tensor, "q d"], dx: Tensor) -> tuple[Float[Tensor, "q d"], Float[Tensor, "q b p"]]:
         """The change of the gradient and of the outputs when w changes by V and the batch's inputs by ``dx[q]``."""
@@ -133,14 +121,20 @@ class BatchDerivatives(ABC):
             transposed = vjp(vjp(outputs, self.w, x)[1], torch.zeros_like(self.residuals).reshape(-1))[1]
             return torch.cat([grad(along)(self.w), transposed((v, dx))[0]])
 
-        ways: dict[JacobianWay, Callable[[], Tensor]] = {
-            JacobianWay.FORWARD: lambda: vmap(forwards)(V, dx),
-            JacobianWay.DOUBLE_BACKWARD: lambda: vmap(backwards)(V, dx),
-        }
+        return self._split(self._derived("input_way", lambda: vmap(forwards)(V, dx), lambda: vmap(backwards)(V, dx)))
+
+    def _derived(self, way: str, forwards: Callable[[], Tensor], backwards: Callable[[], Tensor]) -> Tensor:
+        """A derivative by forward mode, or by two reverse modes; the model remembers which one works."""
+        ways = {JacobianWay.FORWARD: forwards, JacobianWay.DOUBLE_BACKWARD: backwards}
         with exact_transforms(self.model.module):
-            self.model.input_way, joined = take_first_way(ways, self.model.input_way)
+            known, found = take_first_way(ways, getattr(self.model, way))
+        setattr(self.model, way, known)
+        return found
+
+    def _split(self, joined: Float[Tensor, "q d_bp"]) -> tuple[Float[Tensor, "q d"], Float[Tensor, "q b p"]]:
+        """Changes of the gradient and of the outputs, from both side by side."""
         d = self.w.numel()
-        return joined[:, :d], joined[:, d:].reshape(len(V), *self.residuals.shape)
+        return joined[:, :d], joined[:, d:].reshape(len(joined), *self.residuals.shape)
 
     def _total(self, w: Tensor, x: Inputs) -> Tensor:
         u = self.model._batch_forward(x)(w)
@@ -173,14 +167,8 @@ class GeneralBatch(BatchDerivatives):
         self, V: Float[Tensor, "q d"], source: Float[Tensor, "q b p"] | None = None
     ) -> tuple[Float[Tensor, "q d"], Float[Tensor, "q b p"]]:
         """See the base class."""
-        ways: dict[JacobianWay, Callable[[], Tensor]] = {
-            JacobianWay.FORWARD: lambda: self._forward_over_reverse(V, source),
-            JacobianWay.DOUBLE_BACKWARD: lambda: self._reverse_over_reverse(V, source),
-        }
-        with exact_transforms(self.model.module):
-            self.model.hessian_way, joined = take_first_way(ways, self.model.hessian_way)
-        d = self.w.numel()
-        return joined[:, :d], joined[:, d:].reshape(len(V), *self.residuals.shape)
+        forward, reverse = self._forward_over_reverse, self._reverse_over_reverse
+        return self._split(self._derived("hessian_way", lambda: forward(V, source), lambda: reverse(V, source)))
 
     def _forward_over_reverse(self, V: Tensor, source: Tensor | None) -> Tensor:
         def both(w: Tensor, rho: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The run without an example, each step linearized about the recorded one, carried forward for many examples."""
+"""Follow the run without an example, each step linearized about the recorded one, for many examples at once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class ExcludedOutputs:
 
     examples: Int[Tensor, "m"]
     outputs: Float[Tensor, "m p"]
-    """By the model of the run."""
+    """Outputs of the run's model."""
     tangent: Float[Tensor, "m p"]
     r"""The displacement along the network's tangent, :math:`J_i \dot w`."""
     displaced: Float[Tensor, "m p"]
@@ -38,12 +38,12 @@ class ExcludedOutputs:
     """Shape of one example's outputs."""
 
     def shaped(self, outputs: Float[Tensor, "m p"]) -> Float[Tensor, "m *out"]:
-        """Flat outputs in the shape that the network gives them."""
+        """Flat outputs in the shape of the network's outputs."""
         return outputs.reshape(len(outputs), *self.shape)
 
     @property
     def bend(self) -> Float[Tensor, "m"]:
-        """Difference of the two displacements as a share of the first: 0 for a linear model."""
+        """Relative difference of the two displacements; 0 for a linear model."""
         size = self.tangent.norm(dim=1).clamp(min=torch.finfo(self.tangent.dtype).tiny)
         return (self.displaced - self.tangent).norm(dim=1) / size
 
@@ -140,7 +140,7 @@ class ExclusionSweep:
                 block[rows] = after
 
     def _gradient_without(self, step: StepJacobian, V: Tensor, source: Tensor, own: Tensor) -> Tensor:
-        """The change of the batch's gradient, with the example left out and the weights of the others grown."""
+        """The change of the batch's gradient without the example and with larger weights of the others."""
         dg, _ = step.batch.push(V, source / self.others)
         columns, places = own.nonzero(as_tuple=True)
         if len(columns):

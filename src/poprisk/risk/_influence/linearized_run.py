@@ -1,4 +1,4 @@
-r"""A recorded run as a chain of linearized steps, of weights and optimizer state.
+r"""A recorded run as a chain of linearized steps in weights and optimizer state.
 
 The chain is :math:`x_{k+1} = \mathrm{rule}_k(x_k, g_k)` with :math:`x = (w, m, v, …)`,
 :math:`g_k = \sum_{i \in B_k} \sigma_i \alpha_i \nabla\ell_i(w_k)`, shares :math:`\sigma_i = S_i/n` and example weights
@@ -34,7 +34,7 @@ _KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardswish,
 
 
 class LinearizedRun:
-    """The steps of a recorded run, each linearized about what it did; see :class:`~poprisk.risk.Unrolled`."""
+    """The steps of a recorded run, each linearized at its recorded values; see :class:`~poprisk.risk.Unrolled`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class LinearizedRun:
             raise DataError(f"a run to differentiate needs 0 ≤ start < stop ≤ {run.num_steps}, got {start} and {stop}")
         self.run, self.start, self.stop, self.memory, self.graphs = run, start, stop, memory, graphs
         self.gate: GateMode = gate
-        """Whether the gate answers to the change."""
+        """Whether the gate is differentiated, or held at its recorded values."""
         self.dtype = run.layout.dtype if dtype is None else dtype
         self.device = run.problem.device
         self.model = run.model(self.dtype)
@@ -63,7 +63,7 @@ class LinearizedRun:
         manifest = run.manifest
         self._linear_rule = manifest["optimizer"]["name"] == "torch.optim.SGD"
         self.clip_norm: float | None = (manifest.get("training") or {}).get("clip_norm")
-        """The norm that gradients were clipped to, where ``train`` did it; then the factor is differentiated."""
+        """The norm to which ``train`` clipped gradients; if known, the clipping factor is differentiated."""
         self._states = OptimizerStates(self.rule, self.weights, lambda k: self.batch(k).gradient, stop, memory // 2)
         self._check_separable()
         check_first_steps(run, self.model)
@@ -90,7 +90,7 @@ class LinearizedRun:
 
     @cached_property
     def _activation_bytes(self) -> int:
-        """About how much memory one direction takes in a batch's forward and backward pass."""
+        """Approximate memory of one direction in the forward and backward pass of a batch."""
         held = self.model._probe(self.weights(self.start), self.inputs).held
         return 4 * held * len(self.run.batch(self.start)) * self.dtype.itemsize
 
@@ -116,7 +116,7 @@ class LinearizedRun:
 
     @cached_property
     def last_weights(self) -> Float[Tensor, "d"]:
-        """w_T."""
+        """Weights after the last step, w_T."""
         return self.weights(self.stop)
 
     def weights(self, k: int) -> Float[Tensor, "d"]:
@@ -124,7 +124,7 @@ class LinearizedRun:
         return self.run.weights(k).to(self.device, self.dtype)
 
     def batch(self, k: int) -> BatchDerivatives:
-        """The batch of step k at the weights it was taken with."""
+        """The derivatives of the batch of step k at the recorded weights."""
         recorded = self.run.recorded(k)
         examples = recorded.batch(k).to(self.device)
         shares = recorded.selection(k).to(self.device, self.dtype) / self.num_examples
@@ -136,13 +136,13 @@ class LinearizedRun:
         batch = self.batch(k)
         clips = self.clip_norm is not None and self._factor(k) != 1
         clip = clip_direction(batch.gradient, self.clip_norm) if clips and self.clip_norm is not None else None
-        # SGD's step is linear: its derivative is the same whatever momentum it found.
+        # SGD's step is linear: its derivative does not depend on the momentum.
         state = self.rule.initial(batch.w) if self._linear_rule else self._states.before(k)
         rule = rule_jacobian(self.rule, k, batch.w, batch.gradient, state, gate=self.gate)
         return StepJacobian(k, self.run.batch(k).to(self.device), batch, rule, clip)
 
     def steps(self, *, backward: bool = False) -> Iterator[StepJacobian]:
-        """The window's steps, linearized, in order or from the last to the first."""
+        """The linearized steps of the window, in order or from the last to the first."""
         numbers = range(self.start, self.stop)
         return (self.step(k) for k in (reversed(numbers) if backward else numbers))
 
@@ -217,7 +217,7 @@ class OptimizerStates:
         return self._stretch[k]
 
     def _fill(self, k: int) -> None:
-        """Compute the stretch that has step k, and keep every c-th state on the way."""
+        """Compute the states around step k, and keep every c-th one."""
         start = max(at for at in self._kept if at <= k)
         end = min((k // self.every + 1) * self.every, self._stop)
         state = self._kept[start]

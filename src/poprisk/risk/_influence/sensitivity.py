@@ -28,16 +28,16 @@ By = Literal["weights", "labels", "inputs", "initial"]
 
 @dataclass(frozen=True)
 class Adjoint:
-    """Derivatives of q functions of the last weights; None for those not asked for."""
+    """Derivatives of q functions of the last weights; None for those not requested."""
 
     weights: Float[Tensor, "q n"] | None = None
-    """By each example's weight α."""
+    """Derivatives by each example's weight α."""
     labels: Float[Tensor, "q n p"] | None = None
-    """By a shift of each example's label: its residual r becomes r - δ."""
+    """Derivatives by a shift δ of each example's label: its residual r becomes r - δ."""
     inputs: Tensor | None = None
-    """By each example's input, ``[q, n, *input]``."""
+    """Derivatives by each example's input, ``[q, n, *input]``."""
     initial: Float[Tensor, "q d"] | None = None
-    """By the weights before the first step."""
+    """Derivatives by the weights before the first step."""
 
 
 @dataclass(frozen=True)
