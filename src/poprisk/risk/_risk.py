@@ -53,6 +53,7 @@ def population_risk(
         DataError: fewer than 3 examples.
         HyperparameterError: an unknown method, or one that needs a larger budget.
 
+    >>> import torch
     >>> from poprisk import Problem, train
     >>> generator = torch.Generator().manual_seed(0)
     >>> x = torch.randn(60, 3, generator=generator)
