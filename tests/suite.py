@@ -4,6 +4,8 @@ Both ``conftest.py`` files take everything from here. GPU tests skip without a d
 """
 
 import os
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ CHECKED = (
     "poprisk.runs._problem",
 )
 
-SHARING = ("tests/operators/", "tests/paper/")  # recorded_runs.py in the one, smoke_of of the lab in the other
+SHARING = {"tests/operators/": "", "tests/paper/": "smoke_of"}
+"""Folders of files that share what is slow to make, and a word that the sharing files contain: all of them in the first
+(``recorded_runs.py``), those that read smoke runs in the second, which belongs to the lab."""
 EVERYTHING = "test_reproduce_all.py"  # has the time to make what the rest of its folder reads
 
 try:
@@ -30,9 +34,11 @@ except ImportError:
     pass
 
 
-def _scope(file: str) -> str:
-    """What must run in one process: a file, or a folder whose files share what is slow to make."""
-    return next((folder for folder in SHARING if file.rpartition("/")[0] + "/" == folder), file)
+def _scope(root: Path, file: str) -> str:
+    """What must run in one process: a file, or the files of a folder that share what is slow to make."""
+    folder = file.rpartition("/")[0] + "/"
+    shares = folder in SHARING and SHARING[folder] in (root / file).read_text(encoding="utf-8")
+    return folder if shares else file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,9 +48,11 @@ def pytest_xdist_make_scheduler(config, log):
         return None
     from xdist.scheduler import LoadFileScheduling
 
+    scope_of = cache(_scope)
+
     class LoadScopes(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _scope(super()._split_scope(nodeid))
+            return scope_of(config.rootpath, super()._split_scope(nodeid))
 
     return LoadScopes(config, log)
 
@@ -54,7 +62,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items.sort(key=lambda item: (not item.nodeid.startswith(SHARING), item.path.name != EVERYTHING))  # stable
+    items.sort(key=lambda item: (not item.nodeid.startswith(tuple(SHARING)), item.path.name != EVERYTHING))  # stable
 
 
 @pytest.fixture(autouse=True)
