@@ -1,4 +1,4 @@
-r"""The held-back losses of the moments that were measured: which moment is best, and what its risk is after choosing."""
+r"""The held-back losses of every moment that was measured: which is best, and what its risk is after choosing."""
 
 import math
 from collections.abc import Sequence
@@ -82,9 +82,8 @@ class HeldCurve:
         left_out = (weights == 0).double()
         size = left_out.sum(1).clamp(min=1)
         fresh = (left_out * losses[chosen]).sum(1) / size
-        inside = (weights * losses[chosen]).sum(1) / count
-        value = plain + float((fresh - inside).mean())
-        # The resampled minimum moves with the examples and with the choice; the optimism is itself uncertain.
+        value = float(fresh.mean())
+        # The resampled minimum moves with the examples and with the choice.
         spread = float(best.losses.double().std()) / math.sqrt(count)
         moved = float(((weights @ losses.T) / count).gather(1, chosen.unsqueeze(1)).std())
         return value, max(spread, moved), plain

@@ -27,7 +27,9 @@ class HeldBlock:
         collate: Makes a batch of a list of examples of a dataset.
     """
 
-    def __init__(self, held: Any, loss: Loss, metric: Metric | None, collate: Callable[[list[Any]], Any] | None) -> None:
+    def __init__(
+        self, held: Any, loss: Loss, metric: Metric | None, collate: Callable[[list[Any]], Any] | None
+    ) -> None:
         self._held, self._metric, self._collate = held, metric, collate or default_collate
         self._loss = _by_example(loss)
         self._is_arrays = isinstance(held, tuple) and len(held) == 2 and not hasattr(held, "_fields")
@@ -77,8 +79,12 @@ class HeldBlock:
 
 def _has_classes(outputs: Any, targets: Any) -> bool:
     tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-    return tensors and outputs.dim() == 2 and targets.dim() == 1 and outputs.shape[1] > 1 and not (
-        targets.is_floating_point() or targets.is_complex()
+    return (
+        tensors
+        and outputs.dim() == 2
+        and targets.dim() == 1
+        and outputs.shape[1] > 1
+        and not (targets.is_floating_point() or targets.is_complex())
     )
 
 
@@ -129,7 +135,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
     """The random streams of training go on as if nothing had been measured."""
-    context = torch.random.fork_rng([device] if device.type == "cuda" else []) if device.type != "meta" else nullcontext()
+    context = (
+        torch.random.fork_rng([device] if device.type == "cuda" else []) if device.type != "meta" else nullcontext()
+    )
     with context:
         yield
 

@@ -44,9 +44,9 @@ class KeepBest:
     r"""Keeps the best of the averaged weights of a training, measured on examples that were held back.
 
     Training goes on as it is. Every so often, after an optimizer step, the averaged weights are measured on the
-    held-back block; the best so far are copied aside. :meth:`finish` puts them into the model. Measurements cost at most
-    about ``cost`` of the training: they are counted in examples, not seconds, so that the same training measures the
-    same moments on any machine, and they come closer together where the curve bends.
+    held-back block; the best so far are copied aside. :meth:`finish` puts them into the model. Measurements cost at
+    most about ``cost`` of the training: they are counted in examples, not seconds, so that the same training measures
+    the same moments on any machine, and they come closer together where the curve bends.
 
     Args:
         model: The model in training.
@@ -90,7 +90,7 @@ class KeepBest:
         held: Any,
         loss: Loss,
         *,
-        average: TailAverage | float | Sequence[float] | None = 0.1,
+        average: TailAverage | float | Sequence[float] | None = 0.2,
         metric: Metric | None = None,
         cost: float = 0.03,
         every: int | None = None,

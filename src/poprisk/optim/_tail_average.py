@@ -22,8 +22,8 @@ class TailAverage:
 
     so that step k has a weight close to :math:`k^{c-1}`. The average needs one copy of the weights, does not need to
     know when training will end, and can be used at any moment: ``tail=0.1`` is about the last tenth of the steps so
-    far, ``tail=0.5`` grows linearly, ``tail=1`` is the mean of all steps. Motion that all steps share survives the mean;
-    the random walk that fits the noise of single examples is averaged out.
+    far, ``tail=0.5`` grows linearly, ``tail=1`` is the mean of all steps. Motion that all steps share survives the
+    mean; the random walk that fits the noise of single examples is averaged out.
 
     The average is updated by a hook of the optimizer, whichever it is; training itself does not change.
 
@@ -57,7 +57,7 @@ class TailAverage:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        tail: float | Sequence[float] = 0.1,
+        tail: float | Sequence[float] = 0.2,
         *,
         buffers: Buffers = "average",
     ) -> None:

@@ -1,0 +1,258 @@
+"""KeepBest: the best measured weights are kept, training is left alone, costs are bounded, resuming is exact."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.testing import assert_close
+from torch.utils.data import TensorDataset
+
+from poprisk.errors import DataError, HyperparameterError, StateDictError
+from poprisk.optim._held_curve import HeldCurve, Moment
+from poprisk.optim._keep_best import KeepBest
+from poprisk.optim._tail_average import TailAverage
+
+
+def task(count=120, noise=0.3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 8, generator=generator)
+    y = (x[:, 0] + x[:, 1] > 0).long()
+    flip = torch.rand(count, generator=generator) < noise
+    return x, torch.where(flip, 1 - y, y)
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
+
+
+def train(model, optimizer, x, y, start, stop, after=lambda: None):
+    """Batches and dropout masks depend on the step alone."""
+    for step in range(start, stop):
+        torch.manual_seed(1000 + step)
+        index = torch.randint(len(x), (20,))
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x[index]), y[index]).backward()
+        optimizer.step()
+        after()
+
+
+def test_the_model_ends_with_the_best_weights_that_were_measured():
+    x, y = task()
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    keeper = KeepBest(model, optimizer, (x[:40], y[:40]), functional.cross_entropy, every=10, average=None)
+    seen = []
+
+    def look():
+        if keeper.steps % 10 == 0:
+            model.eval()
+            with torch.no_grad():
+                out = model(x[:40])
+            model.train()
+            errors = float((out.argmax(1) != y[:40]).double().mean())
+            seen.append((errors, float(functional.cross_entropy(out, y[:40])), copy.deepcopy(model.state_dict())))
+
+    train(model, optimizer, x[40:], y[40:], 0, 200, look)
+    risk = keeper.finish()
+    best = min(seen, key=lambda each: each[:2])
+    assert all(torch.equal(best[2][name], value) for name, value in model.state_dict().items())
+    assert risk.measured == 20
+    assert_close(risk.accuracy, 1 - best[0])
+    assert keeper.kept_step == risk.step == 10 * (seen.index(best) + 1)
+
+
+def test_training_is_left_alone():
+    x, y = task()
+    models = [network(), network()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    keeper = KeepBest(models[0], optimizers[0], (x[:40], y[:40]), functional.cross_entropy, every=3)
+    states = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        torch.manual_seed(5)
+        for _ in range(30):  # one stream of random numbers for batches and dropout
+            index = torch.randint(80, (20,)) + 40
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x[index]), y[index]).backward()
+            optimizer.step()
+        states.append(copy.deepcopy(model.state_dict()))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert models[0].training
+    keeper.close()
+
+
+def test_measurements_stay_within_their_cost():
+    x, y = task(400)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    keeper = KeepBest(model, optimizer, (x[:40], y[:40]), functional.cross_entropy, cost=0.03)
+    evaluated = []
+    model.register_forward_pre_hook(lambda module, args: None if module.training else evaluated.append(len(args[0])))
+    train(model, optimizer, x[40:], y[40:], 0, 600)
+    keeper.close()
+    assert len(keeper.curve.moments) >= 10
+    assert sum(evaluated) / 3 <= 0.03 * 600 * 20
+
+
+@pytest.mark.parametrize("average", [0.2, (0.1, 0.5), None])
+def test_resuming_gives_the_same_bits(average):
+    x, y = task()
+
+    def begin():
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, KeepBest(model, optimizer, (x[:40], y[:40]), functional.cross_entropy, average=average)
+
+    model, optimizer, keeper = begin()
+    train(model, optimizer, x[40:], y[40:], 0, 90)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), keeper.state_dict()))
+    train(model, optimizer, x[40:], y[40:], 90, 200)
+    risk = keeper.finish()
+    again, other, resumed = begin()
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    train(again, other, x[40:], y[40:], 90, 200)
+    second = resumed.finish()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    assert (risk.value, risk.standard_error, risk.step) == (second.value, second.standard_error, second.step)
+
+
+_SCRIPT = """
+import os, sys, torch
+sys.path[:0] = [{folder!r}]
+from test_keep_best import KeepBest, functional, network, task, train
+x, y = task()
+model = network()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+keeper = KeepBest(model, optimizer, (x[:40], y[:40]), functional.cross_entropy, path="kept.safetensors", every=5)
+begin = 0
+if os.path.exists("checkpoint.pt"):
+    state = torch.load("checkpoint.pt", weights_only=True)
+    model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"])
+    keeper.load_state_dict(state["keeper"]); begin = keeper.steps
+def save():
+    if keeper.steps % 4 == 0:
+        state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "keeper": keeper.state_dict()}}
+        torch.save(state, "checkpoint.tmp"); os.replace("checkpoint.tmp", "checkpoint.pt")
+    print(keeper.steps, flush=True)
+train(model, optimizer, x[40:], y[40:], begin, 60, save)
+keeper.finish()
+torch.save(model.state_dict(), "final.pt")
+"""
+
+
+def _child(folder):
+    code = _SCRIPT.format(folder=os.path.dirname(__file__))
+    return subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, text=True)
+
+
+def test_killed_at_any_step_it_ends_with_the_same_weights(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    process = _child(whole)
+    process.communicate()
+    assert process.returncode == 0
+    for stop in (7, 23, 42):
+        process = _child(cut)
+        for line in process.stdout:
+            if int(line) >= stop:
+                process.send_signal(signal.SIGKILL)
+                break
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    process = _child(cut)
+    process.communicate()
+    assert process.returncode == 0
+    first, second = (torch.load(folder / "final.pt", weights_only=True) for folder in (whole, cut))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (whole / "kept.safetensors").read_bytes() == (cut / "kept.safetensors").read_bytes()
+
+
+def test_the_risk_is_not_too_small_after_choosing():
+    """Many moments of equal quality: the least mean is optimistic, the estimate is not."""
+    generator = torch.Generator().manual_seed(0)
+    values, plain = [], []
+    for _ in range(60):
+        curve = HeldCurve()
+        for step in range(25):
+            losses = 1 + torch.randn(40, generator=generator)
+            curve.add(Moment(step, None, losses, losses))
+        value, error, least = curve.chosen_risk()
+        values.append(value)
+        plain.append(least)
+        assert abs(value - 1) < 4 * error
+    assert_close(sum(values) / 60, 1.0, atol=0.06, rtol=0)
+    assert sum(plain) / 60 < 0.8
+
+
+@pytest.mark.parametrize("held", ["arrays", "dataset"])
+@pytest.mark.parametrize(
+    "loss", [functional.mse_loss, nn.MSELoss(), lambda outputs, targets: (outputs - targets).square().mean()]
+)
+def test_regression_is_chosen_by_the_loss(held, loss):
+    x = torch.randn(30, 2)
+    y = x.sum(1, keepdim=True)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    block = (x[:12], y[:12]) if held == "arrays" else TensorDataset(x[:12], y[:12])
+    keeper = KeepBest(model, optimizer, block, loss, every=5, average=None)
+    for _ in range(40):
+        optimizer.zero_grad()
+        functional.mse_loss(model(x[12:]), y[12:]).backward()
+        optimizer.step()
+    risk = keeper.finish()
+    assert risk.step == 40
+    assert risk.valid
+    assert torch.isnan(torch.tensor(risk.accuracy))
+    assert_close(float(keeper.curve.moments[-1].losses.mean()), functional.mse_loss(model(x[:12]), y[:12]).item())
+
+
+def test_an_average_of_ones_own_is_used():
+    x, y = task()
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average = TailAverage(model, optimizer, tail=0.3)
+    keeper = KeepBest(model, optimizer, (x[:40], y[:40]), functional.cross_entropy, average=average, every=10)
+    train(model, optimizer, x[40:], y[40:], 0, 30)
+    assert keeper.finish().tail == 0.3
+    assert average.steps == 30
+
+
+def test_few_held_examples_have_no_error():
+    x, y = task()
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    keeper = KeepBest(model, optimizer, (x[:4], y[:4]), functional.cross_entropy)
+    train(model, optimizer, x[40:], y[40:], 0, 20)
+    risk = keeper.finish()
+    assert not risk.valid
+    assert "hold at least 10 back" in risk.reason
+
+
+def test_what_does_not_fit_is_refused():
+    x, y = task()
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for options, message in (
+        ({"metric": "f1"}, "metric must be"),
+        ({"cost": 0}, "cost must be"),
+        ({"every": 0}, "every must be"),
+    ):
+        with pytest.raises(HyperparameterError, match=message):
+            KeepBest(model, optimizer, (x, y), functional.cross_entropy, **options)
+    with pytest.raises(DataError, match="empty"):
+        KeepBest(model, optimizer, (x[:0], y[:0]), functional.cross_entropy)
+    keeper = KeepBest(model, optimizer, (x[:20], y[:20]), functional.cross_entropy)
+    keeper.measure()
+    state = keeper.state_dict()
+    other = nn.Linear(8, 2)
+    with pytest.raises(StateDictError, match="another model"):
+        KeepBest(other, torch.optim.SGD(other.parameters()), (x, y), functional.cross_entropy).load_state_dict(state)
