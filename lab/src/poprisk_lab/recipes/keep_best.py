@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from poprisk._core.estimate import Estimate
 from poprisk._core.store import write_tensors
 from poprisk.errors import HyperparameterError, StateDictError
-from poprisk.optim._held_curve import HeldCurve, Metric, Moment
-from poprisk.optim._held_measure import HeldBlock, Loss
-from poprisk.optim._tail_average import TailAverage
+from poprisk_lab.recipes.held_curve import HeldCurve, Metric, Moment
+from poprisk_lab.recipes.held_measure import HeldBlock, Loss
+from poprisk_lab.recipes.tail_average import TailAverage
 
 _FORWARD = 1 / 3
 """A forward pass costs about a third of a training step on the same examples."""
@@ -51,7 +51,7 @@ class KeepBest:
     Args:
         model: The model in training.
         optimizer: Its optimizer, of any kind.
-        held: The held-back examples, from :func:`poprisk.hold_back`: a dataset of (input, target) pairs, or a tuple of
+        held: The held-back examples, from ``hold_back``: a dataset of (input, target) pairs, or a tuple of
             inputs and targets.
         loss: The loss of outputs and targets, such as ``torch.nn.functional.cross_entropy`` or a module.
         average: A :class:`TailAverage`, the ``tail`` of a new one (or several tails: the block then chooses among

@@ -13,7 +13,7 @@ from poprisk.errors import DataError
 
 @runtime_checkable
 class Splittable(Protocol):
-    """Data that knows how to set examples aside, such as :class:`poprisk.Problem`."""
+    """Data that knows how to set examples aside, by two methods."""
 
     def hold_back_labels(self) -> Any:
         """The class of each example, or None where there are no classes."""
@@ -32,8 +32,8 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
     are known, each keeps its share (a stratified draw). The same seed gives the same block.
 
     Args:
-        data: A map-style dataset (the parts come as :class:`torch.utils.data.Subset`), a Hugging Face dataset, a
-            :class:`poprisk.Problem`, or a tuple of tensors or arrays of one length, the targets last.
+        data: A map-style dataset (the parts come as :class:`torch.utils.data.Subset`), a Hugging Face dataset,
+            anything :class:`Splittable`, or a tuple of tensors or arrays of one length, the targets last.
         share: Share of the examples to hold back, in [0, 1). With 0 the second part is None.
         seed: Seed for the random draw.
         labels: The class of each example, for a stratified draw. By default they are taken from ``data`` where that
