@@ -35,7 +35,7 @@ QUICK := -m "not slow and not gpu"
 # whether its pages are up to date.
 MORE := tests/integrations tests/distributed tests/test_release.py tests/optim/test_compile.py \
         tests/jobs/test_killed_workers.py tests/jobs/test_memory_limit.py
-MORE_LAB := tests/paper tests/gates tests/costs tests/theory tests/test_reproduce_command.py
+MORE_LAB := tests/paper tests/gates tests/costs tests/theory tests/recipes tests/test_reproduce_command.py
 
 # Each target has a part for the library and one for the lab; `make -k` runs the second even if the first fails.
 test: test-library test-lab

@@ -78,6 +78,13 @@ SCRIPTS: dict[str, Script] = {
         ("lab/benchmarks/influence.py", "--part", "mnist", "--data", "{data}/mnist", "--output", "{output}"),
         data="mnist",
     ),
+    "recipe_cifar": Script(
+        "means of the weights and held-back blocks on CIFAR-10N, by the rule of recipes/RULE.md",
+        ("-m", "poprisk_lab.recipes.cifar_run", "{data}/cifar10", "{output}"),
+        data="cifar10",
+        device="GPU",
+        smoke="",
+    ),
     "cost_models_cpu": Script(
         "time and memory of the library's operations, for the page on scaling",
         ("lab/benchmarks/cost_models.py", "--device", "cpu", "--out", "{output}"),

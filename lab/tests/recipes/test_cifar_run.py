@@ -22,7 +22,7 @@ def test_a_small_training_has_a_column_for_the_weights_and_every_mean(tmp_path):
     found = run(config, str(tmp_path), "cpu")
     assert found["steps"] == [2]
     assert found["held"] == 12
-    for name in ("held_loss", "held_accuracy", "test_loss", "test_accuracy"):
+    for name in ("held_loss", "held_accuracy", "half_held_loss", "half_held_accuracy", "test_loss", "test_accuracy"):
         assert np.isfinite(found[name]).all()
         assert np.shape(found[name]) == (1, 1 + len(TAILS))
     assert 0 <= np.min(found["test_accuracy"]) <= np.max(found["test_accuracy"]) <= 1

@@ -1,14 +1,17 @@
-"""AdamW on CIFAR-10N with augmentation: one training in which every mean of the weights is measured along the way.
+"""AdamW on CIFAR-10N with augmentation: trainings in which every mean of the weights is measured along the way.
 
-``python -m poprisk_lab.recipes.cifar_run DATA OUTPUT --labels worse --seed 0``, with CIFAR-10 and CIFAR-10N in ``DATA``
-(:mod:`poprisk_lab.data.cifar`), writes one run of ``lab/results/recipe_cifar.json``; about a minute on an H200.
+``python -m poprisk_lab.recipes.cifar_run DATA OUTPUT``, with CIFAR-10 and CIFAR-10N in ``DATA``
+(:mod:`poprisk_lab.data.cifar`), writes ``lab/results/recipe_cifar.json``: about half an hour on an H200, one training
+after the other. It can be interrupted: trainings that are in the file are not repeated.
 """
 
 import argparse
+import json
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,7 +118,7 @@ def run(config: CifarRun, folder: str, device: str) -> dict[str, Any]:
     per_epoch = len(inputs) // config.batch
     total = config.epochs * per_epoch
     marks = {round(per_epoch * k / config.evaluations) for k in range(1, config.epochs * config.evaluations + 1)}
-    curves: Curves = {f"{name}_{kind}": [] for name in blocks for kind in ("loss", "accuracy")}
+    curves: Curves = {f"{name}_{kind}": [] for name in (*blocks, "half_held") for kind in ("loss", "accuracy")}
     step = 0
     for _ in range(config.epochs):
         for index in torch.randperm(len(inputs), device=device, generator=generator).split(config.batch)[:per_epoch]:
@@ -154,22 +157,47 @@ def _look(
 
 
 def _measure(model: nn.Module, blocks: Blocks, rows: dict[str, list[float]]) -> None:
-    for name, (images, labels) in blocks.items():
-        losses, correct = measured(model, images, labels)
+    found = {name: measured(model, images, labels) for name, (images, labels) in blocks.items()}
+    found["half_held"] = (found["held"][0][::2], found["held"][1][::2])
+    for name, (losses, correct) in found.items():
         rows[f"{name}_loss"].append(round(losses.mean().item(), 4))
         rows[f"{name}_accuracy"].append(round(correct.mean().item(), 4))
 
 
+def plan() -> list[CifarRun]:
+    """The trainings of RULE.md: a small ResNet on four label sets, ResNet-18 on all images of two.
+
+    >>> len(plan()), plan()[0].labels
+    (38, 'worse')
+    """
+    sets, large = (
+        ("worse", "clean", "random1", "aggre"),
+        CifarRun(net="resnet18", size=50_000, epochs=30, evaluations=1),
+    )
+    runs = [CifarRun(labels, seed) for seed in range(3) for labels in sets]
+    runs += [CifarRun(labels, seed, schedule="cosine", evaluations=1) for seed in range(3) for labels in sets]
+    runs += [CifarRun(labels, lr=lr, evaluations=1) for labels in sets for lr in (3e-4, 3e-3)]
+    runs += [replace(large, labels=labels, seed=seed) for seed in range(2) for labels in ("worse", "clean")]
+    return runs + [replace(large, labels=labels, schedule="cosine") for labels in ("clean", "worse")]
+
+
 def main() -> None:
-    """One training from the command line."""
+    """All trainings of the plan, stored one by one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data")
-    parser.add_argument("output")
-    for name, value in asdict(CifarRun()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
-    given = vars(parser.parse_args())
-    folder, output = given.pop("data"), given.pop("output")
-    write_json(output, run(CifarRun(**given), folder, "cuda" if torch.cuda.is_available() else "cpu"))
+    parser.add_argument("output", type=Path)
+    given = parser.parse_args()
+    runs = json.loads(given.output.read_text(encoding="utf-8"))["runs"] if given.output.exists() else []
+    done = [_key(each) for each in runs]
+    for place, config in enumerate(plan(), start=1):
+        if _key({**asdict(config), "labels": f"{config.labels}_label"}) not in done:
+            print(f"training {place} of {len(plan())}: {config}", flush=True)
+            runs.append(run(config, given.data, "cuda" if torch.cuda.is_available() else "cpu"))
+            write_json(given.output, {"tails": [None, *TAILS], "runs": runs})
+
+
+def _key(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(run[name] for name in ("labels", "seed", "size", "net", "epochs", "lr", "schedule", "share"))
 
 
 if __name__ == "__main__":
