@@ -4,11 +4,14 @@ With --rehearse the same code runs offline on a CPU in a minute, with a tiny net
 """
 
 import argparse
+import json
 import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +30,6 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 from poprisk import suggest_lr
-from poprisk._core.store.envelope import save_result
 from poprisk.integrations.huggingface import use_poprisk
 
 
@@ -238,7 +240,9 @@ def main() -> None:
         curves = {rule: [train(config, rule, seed, folder) for seed in config.seeds] for rule in config.rules}
     print_table(config, curves)
     if options.output:
-        save_result(options.output, "dpo_paper", asdict(config), {"curves": curves})
+        environment = {name: version(name) for name in ("poprisk", "torch", "transformers", "trl")}
+        kept = {"kind": "dpo_paper", "environment": environment, "config": asdict(config), "result": {"curves": curves}}
+        Path(options.output).write_text(json.dumps(kept, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

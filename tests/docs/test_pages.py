@@ -66,8 +66,8 @@ def test_a_definition_leads_to_where_it_is_explained():
 
 
 def imported(text):
-    """Dotted names that a text imports from this package."""
-    for module, names in re.findall(r"^\s*from (poprisk[\w.]*) import \(?([\w, \n]+?)\)?$", text, re.M):
+    """Dotted names that a text imports from this package, not from the lab."""
+    for module, names in re.findall(r"^\s*from (poprisk(?:\.\w+)*) import \(?([\w, \n]+?)\)?$", text, re.M):
         for name in re.split(r"[,\s]+", names.strip(" ,\n")):
             yield f"{module}.{name.split(' as ')[0]}"
 
