@@ -6,8 +6,7 @@ from poprisk import _moved
 from poprisk._core.autodiff import FlatModel
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._estimators.loo import one_step_loo_risk
-from poprisk.optim._estimators.projector import population_projector
-from poprisk.optim._estimators.rate import population_rate, rate_matrix
+from poprisk.optim._estimators.rate import population_projector, population_rate, rate_matrix
 from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
 from poprisk.optim._gate import Gate
 from poprisk.optim._learning_rate import suggest_lr

@@ -16,7 +16,7 @@ from poprisk.optim._defaults import DEFAULTS, PAPER
 from poprisk.optim._diagnostics import GateDiagnostics, Sums, gate_sums, meters, over_all
 from poprisk.optim._gate import GATE_FIELD, Gate, unpack_gate
 from poprisk.optim._monitor import Monitor
-from poprisk.optim._updates import GroupMemory, GroupUpdate, ParamUpdate, attach_variances, rule_state, was_stepped
+from poprisk.optim._updates import GroupMemory, GroupUpdate, attach_variances, rule_state, was_stepped
 from poprisk.optim._validation import check_group, check_one_device
 from poprisk.optim.rules._gates import GateName
 from poprisk.optim.rules._population import current_gate, linearize
@@ -159,8 +159,9 @@ class PopRiskAdamW(Optimizer):
         if not isinstance(params, Tensor | set):  # torch refuses a set, whose order changes from run to run
             param_group = {**param_group, "params": list(params)}
         param_group = {**param_group, **unpack_gate(param_group)}
-        given = [params] if isinstance(params, Tensor) else [_tensor_of(p) for p in param_group["params"]]
-        full = {**self.defaults, **param_group, "params": [p for p in given if isinstance(p, Tensor)]}
+        given = [params] if isinstance(params, Tensor) else param_group["params"]
+        tensors = [p for p in (p[1] if isinstance(p, tuple) else p for p in given) if isinstance(p, Tensor)]
+        full = {**self.defaults, **param_group, "params": tensors}
         check_group(full)
         super().add_param_group({**param_group, **{name: full[name] for name in DEFAULTS.as_dict()}})
 
@@ -243,8 +244,11 @@ class PopRiskAdamW(Optimizer):
                 hyper = update.memory.last or update.hyper
                 for p in update.params:
                     if was_stepped(p, update.hyper):
-                        lin = _oriented(linearize(rule_state(p, hyper), hyper), update.sign)
-                        steps[p.parameter] = lin if p.shard is None else _on_the_whole(lin, p)
+                        lin = linearize(rule_state(p, hyper), hyper)
+                        M = lin.preconditioner if update.sign == 1 else -lin.preconditioner
+                        per_weight = isinstance(lin.decay, Tensor) and lin.decay.dim()
+                        decay = p.global_view(torch.as_tensor(lin.decay)) if per_weight else lin.decay
+                        steps[p.parameter] = replace(lin, preconditioner=p.global_view(M), decay=decay)
         return steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -348,17 +352,3 @@ class PopRiskAdamW(Optimizer):
             gate_sums(u, fresh=not observed and u.hyper.signal == "ema" and u.has_fresh_gradients())
             for u in self._updates(stepping=False)
         ]
-
-
-def _oriented(lin: Linearization, sign: float) -> Linearization:
-    """In terms of the momentum of the gradient itself, also where the objective is maximized."""
-    return lin if sign == 1 else Linearization(-lin.preconditioner, lin.momentum, lin.decay, lin.source)
-
-
-def _on_the_whole(lin: Linearization, p: ParamUpdate) -> Linearization:
-    decay = p.global_view(lin.decay) if isinstance(lin.decay, Tensor) and lin.decay.dim() else lin.decay
-    return replace(lin, preconditioner=p.global_view(lin.preconditioner), decay=decay)
-
-
-def _tensor_of(p: Any) -> Any:
-    return p[1] if isinstance(p, tuple) else p

@@ -26,10 +26,7 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     """
     check(state_dict, groups)
     saved_groups, ours = state_dict["param_groups"], is_ours(state_dict)
-    if ours:
-        _check_complete(state_dict, groups)
-    else:
-        _check_adamw(saved_groups, groups)
+    (_check_complete if ours else _check_meaning)(saved_groups, groups, state_dict["state"])
     new_groups = []
     for saved, group in zip(saved_groups, groups, strict=True):
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -40,14 +37,10 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     return {**state_dict, "param_groups": new_groups}
 
 
-def _check_adamw(saved_groups: Groups, groups: Groups) -> None:
-    """The moments of another optimizer can be taken over only if they mean the same here."""
+def _check_meaning(saved_groups: Groups, groups: Groups, _: Any) -> None:
+    """The moments of AdamW can be taken over only if they mean the same here."""
+    _check_options(saved_groups, {"amsgrad"})
     for saved, group in zip(saved_groups, groups, strict=True):
-        if "amsgrad" not in saved:
-            raise StateDictError(
-                f"the state dict has a parameter group with the options {sorted(set(saved) - {'params'})}: this is the "
-                "state of another optimizer, neither PopRiskAdamW nor torch.optim.AdamW"
-            )
         for name, default in (("betas", None), ("maximize", False)):
             came, here = saved.get(name, default), group[name]
             if (tuple(map(float, came)) if name == "betas" else bool(came)) != here:
@@ -57,30 +50,29 @@ def _check_adamw(saved_groups: Groups, groups: Groups) -> None:
                 )
 
 
-def _check_complete(state_dict: Mapping[str, Any], groups: Groups) -> None:
+def _check_complete(saved_groups: Groups, groups: Groups, states: Mapping[Any, Any]) -> None:
     """A distributed checkpoint is read into what the new optimizer has: without a gate, s would be lost silently."""
-    if any("amsgrad" in g for g in state_dict["param_groups"]):  # with AdamW's lr, and an s that is no gradient's
+    if any("amsgrad" in g for g in saved_groups):  # with AdamW's lr, and an s that is no gradient's
         raise StateDictError(
             "the state has options of PopRiskAdamW and of torch.optim.AdamW, because set_optimizer_state_dict laid one "
             "over the other: load it into a torch.optim.AdamW of the same model, and give load_state_dict of this "
             "optimizer the state_dict() of that"
         )
-    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
-        for name, entry, has in (("gate", "var_step", _keeps_variance), ("alpha", "var_gain", _is_calibrated)):
-            states = [state_dict["state"].get(index) or {} for index in saved["params"]]
-            if has(saved) and not has(group) and any("step" in s and entry not in s for s in states):
+    for saved, group in zip(saved_groups, groups, strict=True):
+        for name, entry in (("gate", "var_step"), ("alpha", "var_gain")):
+            known = [states.get(index) or {} for index in saved["params"]]
+            lost = any("step" in s and entry not in s for s in known)
+            if lost and _keeps(entry, saved) and not _keeps(entry, group):
                 raise StateDictError(
                     f"the state was saved with {name}={saved[name]!r} and came without its {entry}, because this "
                     f"optimizer has {name}={group[name]!r}: create it with {name}={saved[name]!r} before loading"
                 )
 
 
-def _keeps_variance(group: Mapping[str, Any]) -> bool:
-    return group["gate"] is not None and group.get("state") != "shared"
-
-
-def _is_calibrated(group: Mapping[str, Any]) -> bool:
-    return group["gate"] is not None and group.get("alpha") == "calibrated"
+def _keeps(entry: str, group: Mapping[str, Any]) -> bool:
+    """Whether the states of a group have this counter."""
+    own = group.get("state") != "shared" if entry == "var_step" else group.get("alpha") == "calibrated"
+    return group["gate"] is not None and own
 
 
 def is_ours(state_dict: Mapping[str, Any]) -> bool:
@@ -111,12 +103,7 @@ def check(state_dict: Mapping[str, Any], groups: Groups) -> None:
             f"the state dict has parameter groups of sizes {saved}, this optimizer of sizes {own}: build the optimizer "
             "with the same groups in the same order as the one that was saved"
         )
-    strange = next((g for g in saved_groups if not {"betas", "eps"} <= set(g)), None)
-    if strange is not None:
-        raise StateDictError(
-            f"the state dict has a parameter group with the options {sorted(set(strange) - {'params'})}, without betas "
-            "and eps: this is the state of another optimizer, neither PopRiskAdamW nor torch.optim.AdamW"
-        )
+    _check_options(saved_groups, {"betas", "eps"})
     if any(g.get("amsgrad") for g in saved_groups):
         raise StateDictError(
             "the state dict comes from AdamW(amsgrad=True), whose running maximum has no counterpart here: remove "
@@ -126,6 +113,15 @@ def check(state_dict: Mapping[str, Any], groups: Groups) -> None:
     params = chain.from_iterable(g["params"] for g in groups)
     for index, param in zip(ids, params, strict=True):
         _check_entry(index, state_dict["state"].get(index), param)
+
+
+def _check_options(groups: Groups, names: set[str]) -> None:
+    strange = next((g for g in groups if not names <= set(g)), None)
+    if strange is not None:
+        raise StateDictError(
+            f"the state dict has a parameter group with the options {sorted(set(strange) - {'params'})}: this is the "
+            "state of another optimizer, neither PopRiskAdamW nor torch.optim.AdamW"
+        )
 
 
 def _check_entry(index: Any, entry: Mapping[str, Any] | None, param: Tensor) -> None:
@@ -166,8 +162,7 @@ def restore_dtypes(state: dict[Tensor, dict[str, Any]], saved: Mapping[str, Any]
                 counter = torch.as_tensor(value, dtype=torch.float64 if name == "var_gain" else torch.float32)
                 state[param][name] = counter.to(param.device if counts_on_device(group) else "cpu", copy=True)
             else:
-                letter = {"exp_avg": "m", "exp_avg_sq": "v", "exp_var": "s"}[name]
-                dtype = value.dtype if ours else state_dtype_of(param, group, letter)
+                dtype = value.dtype if ours else state_dtype_of(param, group, name)
                 copy = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
                 state[param][name] = copy.copy_(value)
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk._core.types import Scalar
 from poprisk.optim._shards import Shard, coordinates
 from poprisk.optim._updates import GroupUpdate, ParamUpdate, real, rule_state, was_stepped
-from poprisk.optim.rules._coefficients import Hyper, current
+from poprisk.optim.rules._coefficients import Hyper, at_least, current
 from poprisk.optim.rules._population import PopulationState, current_gate, debiased_variance, linearize, population_step
 from poprisk.optim.rules._threshold import deviation_noise, mean_noise
 
@@ -129,14 +128,11 @@ def _powers(state: PopulationState, hyper: Hyper) -> tuple[Tensor, Tensor]:
         zero = torch.zeros((), dtype=torch.float64, device=state.m.device)
         return zero, zero
     c = current(hyper, state.step, state.var_step, state.gain)
-    settled = deviation_noise(hyper.betas[0], _after(state.step), hyper.centering)
+    step = at_least(state.step, 2.0)
+    settled = deviation_noise(hyper.betas[0], step, hyper.centering)
     noise = debiased_variance(state, hyper).double().sum() / (1.0 if state.observed else settled)
     m_hat = state.m.double() * c.m_debias
-    return noise, m_hat.square().sum() - mean_noise(hyper.betas[0], _after(state.step)) * noise
-
-
-def _after(step: Scalar) -> Scalar:
-    return step.clamp(min=2) if isinstance(step, Tensor) else max(step, 2)
+    return noise, m_hat.square().sum() - mean_noise(hyper.betas[0], step) * noise
 
 
 def _direction(state: PopulationState, hyper: Hyper) -> Tensor:

@@ -107,17 +107,16 @@ class Gate:
 _FIELDS = {f.name: f.name for f in fields(Gate)} | {"kind": "gate", "eps": "gate_eps", "normalize": "normalize_gate"}
 GATE_FIELD = {option: name for name, option in _FIELDS.items() if name != "kind"}
 """Field of the gate by its name in a parameter group, without the kind."""
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "kind": ("soft", "hard", "snr"),
+GATE_CHOICES: dict[str, tuple[Any, ...]] = {
+    "gate": ("soft", "hard", "snr", None),
     "centering": ("paper", "corrected"),
     "signal": ("ema", "batch"),
     "granularity": ("element", "row", "tensor"),
-    "normalize": (True, False),
+    "normalize_gate": (True, False),
     "gated_decay": (True, False),
 }
-_STORED = {"alpha", "strength", "rho", "gate_eps", "centering"}
-GATE_CHOICES = {_FIELDS[name]: allowed for name, allowed in _CHOICES.items()} | {"gate": (*_CHOICES["kind"], None)}
 """The values that an entry of a parameter group may have, where they can be listed."""
+_STORED = {"alpha", "strength", "rho", "gate_eps", "centering"}
 
 
 def checked_number(label: str, value: Any, expected: str, ok: Callable[[float], bool]) -> float:
@@ -133,9 +132,10 @@ def checked_field(name: str, value: Any, label: str) -> Any:
     Raises:
         HyperparameterError: the value is out of range; the message calls the field by its label.
     """
-    if name in _CHOICES:
-        if value not in _CHOICES[name]:
-            raise HyperparameterError(f"{label} must be one of {_CHOICES[name]}, got {value!r}")
+    if _FIELDS[name] in GATE_CHOICES:
+        allowed = tuple(x for x in GATE_CHOICES[_FIELDS[name]] if x is not None)  # a Gate has a kind
+        if value not in allowed:
+            raise HyperparameterError(f"{label} must be one of {allowed}, got {value!r}")
         return value
     if name == "warmup_steps":
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -55,7 +55,8 @@ class Monitor:
         gates = [(g, limit) for g, limit in gates if g.device == device]
         gate = torch.stack([g for g, _ in gates]).mean()
         limit = sum(limit for _, limit in gates) / len(gates)
-        reading = torch.stack([gate.double(), torch.full_like(gate, limit, dtype=torch.float64), self._total(device)])
+        left_out = self.counter(device).double()
+        reading = torch.stack([gate.double(), torch.full_like(left_out, limit), left_out])
         self._read_pending()
         if reading.is_cuda:
             host = torch.empty(3, dtype=torch.float64, pin_memory=True)
@@ -65,10 +66,6 @@ class Monitor:
             self.pending.append((host, event))
         else:
             self._judge(reading)
-
-    def _total(self, device: torch.device) -> Tensor:
-        counts = [c.double() for d, c in self.counters.items() if d == device]
-        return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64, device=device)
 
     def _read_pending(self) -> None:
         while self.pending and self.pending[0][1].query():
@@ -115,8 +112,8 @@ def closed_below(hyper: Hyper) -> float:
 
     .. math:: \frac{0.02}{1 + \lambda}
 
-    A strong gate that params passes little, and more learning rate makes up for it: 1% at strength 1, 0.02% at 100. The
-    hard gate has no strength; it counts as one of 1.
+    A strong gate passes little, and a larger learning rate makes up for it: the limit is 1% at strength 1 and 0.02% at
+    100. The hard gate has no strength and counts as one of strength 1.
 
     >>> closed_below(Hyper()), closed_below(Hyper(gate="hard", strength=100.0))
     (0.01, 0.01)

@@ -1,6 +1,5 @@
 r"""Population-risk descent with the full-matrix rule: steps along the one direction on which the examples agree."""
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from poprisk._core.linalg import offdiagonal_projector
 from poprisk.errors import BackendWarning, DataError, GradientError, HyperparameterError
+from poprisk.optim._gate import checked_number
 
 BASES = ("identity", "adam")
 
@@ -194,9 +194,7 @@ def _check_group(group: dict[str, Any]) -> None:
         ("weight_decay", "a finite number ≥ 0", lambda x: x >= 0),
     ]
     for name, what, ok in expected:
-        value = group[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not ok(value):
-            raise HyperparameterError(f"{name} must be {what}, got {value!r}")
+        checked_number(name, group[name], what, ok)
     if group["base"] not in BASES:
         raise HyperparameterError(f"base must be one of {BASES}, got {group['base']!r}")
     for p in group["params"]:

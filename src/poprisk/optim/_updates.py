@@ -18,7 +18,8 @@ from poprisk.optim.rules._coefficients import Hyper
 from poprisk.optim.rules._population import PopulationState, math_dtype
 
 COUNTERS = ("step", "var_step", "var_gain")
-MOMENTS = ("exp_avg", "exp_avg_sq", "exp_var")
+MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v", "exp_var": "s"}
+"""The moments in a state, and their letters in the formulas and in ``state_dtype``."""
 _CHECKED = tuple(name for name in DEFAULTS.as_dict() if name != "lr")
 States = MutableMapping[Tensor, dict[str, Tensor]]
 
@@ -172,12 +173,12 @@ def ensure_state(state: dict[str, Tensor], param: Tensor, group: dict[str, Any],
     """Creates what is missing: everything on a first gradient, s alone after a checkpoint of AdamW or a new gate."""
     if "step" not in state:
         state["step"] = _counter(param, group)
-        state["exp_avg"] = _zeros(param, state_dtype_of(param, group, "m"))
-        state["exp_avg_sq"] = _zeros(param, state_dtype_of(param, group, "v"))
+        state["exp_avg"] = _zeros(param, group, "exp_avg")
+        state["exp_avg_sq"] = _zeros(param, group, "exp_avg_sq")
     if hyper.gate is None:
         return
     if hyper.tracks_variance and "exp_var" not in state:
-        state["exp_var"] = _zeros(param, state_dtype_of(param, group, "s"))
+        state["exp_var"] = _zeros(param, group, "exp_var")
         state["var_step"] = _counter(param, group)
     if hyper.alpha == "calibrated" and "var_gain" not in state:
         state["var_gain"] = _counter(param, group, torch.float64)
@@ -186,9 +187,9 @@ def ensure_state(state: dict[str, Tensor], param: Tensor, group: dict[str, Any],
             state["var_step"].zero_()
 
 
-def state_dtype_of(param: Tensor, group: dict[str, Any], letter: str) -> torch.dtype:
+def state_dtype_of(param: Tensor, group: dict[str, Any], moment: str) -> torch.dtype:
     """float32 for states of low-precision weights, otherwise the weights' dtype, unless ``state_dtype`` is given."""
-    wanted = group["state_dtype"]
+    wanted, letter = group["state_dtype"], MOMENTS[moment]
     if wanted is not None and letter in wanted:
         return wanted[letter]
     if param.is_complex() or (group["gate"] is None and wanted is None):  # the latter as torch.optim.AdamW keeps it
@@ -263,5 +264,6 @@ def _counter(param: Tensor, group: dict[str, Any], dtype: torch.dtype = torch.fl
     return torch.zeros((), dtype=dtype, device=param.device if counts_on_device(group) else "cpu")
 
 
-def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
+def _zeros(param: Tensor, group: dict[str, Any], moment: str) -> Tensor:
+    dtype = state_dtype_of(param, group, moment)
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

@@ -12,8 +12,7 @@ from oracles.population import loo_risk_loop
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk.errors import DataError
 from poprisk.optim._estimators.loo import one_step_loo_risk
-from poprisk.optim._estimators.projector import population_projector
-from poprisk.optim._estimators.rate import population_rate
+from poprisk.optim._estimators.rate import population_projector, population_rate
 
 
 def _problem(chunk_size=None):

@@ -11,8 +11,7 @@ from oracles.population import kernel_rate_loop, off_diagonal_rate_loop, rate_ma
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk._core.linalg.low_rank import LowRank
 from poprisk.errors import DataError
-from poprisk.optim._estimators.projector import population_projector
-from poprisk.optim._estimators.rate import population_rate, rate_matrix
+from poprisk.optim._estimators.rate import population_projector, population_rate, rate_matrix
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from poprisk.errors import DataError
-from poprisk.optim._estimators.rank_tally import Source, Tally, used_here
-from poprisk.optim._estimators.samples import add_to_spread, gradient_norm, work_dtype
+from poprisk.optim._estimators.samples import Source, Tally, add_to_spread, gradient_norm, used_here, work_dtype
 
 
 class AllReduce:
@@ -178,13 +177,14 @@ class _Message:
         self.unsent = [transport.local.pop(p, None) for p in self.params]
         flat = bucket.buffer()
         self.own = flat.to(work_dtype(flat.dtype), copy=True)  # this rank's sums
-        self.views = _views(self.own, bucket)
+        begin = flat.storage_offset()
+        self.places = [(g.storage_offset() - begin, g.shape, g.stride()) for g in self.gradients]
+        self.views = self._parts(self.own)
         self.shared: dict[Tensor, Tensor] = {}  # what was averaged before in this step, in the gradient still
         for p, y, unsent in zip(self.params, self.views, self.unsent, strict=True):
             if unsent is None or unsent.before is not None:
                 self.shared[p] = y.clone() if unsent is None or unsent.before is None else unsent.before.to(y.dtype)
                 y.sub_(self.shared[p])
-        self.places = [(y.storage_offset(), y.shape, y.stride()) for y in self.views]
 
     def tensors(self) -> list[Tensor | None]:
         return [self.own, *self.shared.values(), *(u.spread for u in self.unsent if u is not None)]
@@ -230,6 +230,7 @@ class _Message:
         return lacking
 
     def _parts(self, x: Tensor) -> list[Tensor]:
+        """The bucket's parameters in a flat tensor laid out like its buffer, each with the strides of its gradient."""
         return [x.as_strided(shape, stride, x.storage_offset() + begin) for begin, shape, stride in self.places]
 
 
@@ -248,12 +249,6 @@ def _aside(x: Tensor) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
         yield
-
-
-def _views(like: Tensor, bucket: dist.GradBucket) -> list[Tensor]:
-    """The bucket's parameters in a flat tensor laid out like its buffer, each with the strides of its gradient."""
-    begin = bucket.buffer().storage_offset()
-    return [like.as_strided(g.shape, g.stride(), g.storage_offset() - begin) for g in bucket.gradients()]
 
 
 def _all_reduce(x: Tensor, post: _Post) -> Any:

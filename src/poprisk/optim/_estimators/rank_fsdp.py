@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poprisk.errors import GradientError
-from poprisk.optim._estimators.rank_tally import Source, Tally, used_here
-from poprisk.optim._estimators.samples import Samples, gradient_norm
+from poprisk.optim._estimators.samples import Samples, Source, Tally, gradient_norm, used_here
 from poprisk.optim._shards import is_sharded, local_part
 
 

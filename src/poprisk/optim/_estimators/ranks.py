@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from poprisk.errors import DataError
 from poprisk.optim._estimators.rank_ddp import AllReduce
 from poprisk.optim._estimators.rank_fsdp import ReduceScatters, over_replicas
-from poprisk.optim._estimators.rank_tally import Tally, used_here
-from poprisk.optim._estimators.samples import HookedSource, check_cleared, gradient_ratio, rescale
+from poprisk.optim._estimators.samples import HookedSource, Tally, check_cleared, gradient_ratio, rescale, used_here
 from poprisk.optim._shards import as_part_of, local_part
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -104,3 +104,39 @@ def rescale(variance: Tensor, ratio: Tensor) -> Tensor:
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
     """Variances are kept in float32, or in float64 for float64 weights."""
     return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass
+class Tally:
+    """What is known of one parameter's samples beyond their sum, which ``.grad`` holds."""
+
+    samples: int = 0
+    present: Any = 0
+    """Number of samples it had a part in; the others are zeros that are not in ``spread``."""
+    spread: Tensor | None = None
+    """Σ (y - center)², where the center is G / samples (with replicas: the mean of this replica)."""
+    total: Tensor | None = None
+    """With replicas: the sum over this replica's samples."""
+    norm: Tensor | None = None
+    leftover: Tensor | None = None
+
+
+@runtime_checkable
+class Source(Protocol):
+    """The :class:`poprisk.RankVariance` that a transport collects for."""
+
+    _tallies: dict[Tensor, Tally]
+    _closed: bool
+
+    def reset(self) -> None:
+        """Forgets the samples seen so far."""
+        ...
+
+    def _tally_of(self, p: Tensor) -> Tally: ...
+
+
+def used_here(*tensors: Tensor | None) -> None:
+    """Keeps the memory of tensors from other streams until the current stream is done with them."""
+    for x in tensors:
+        if x is not None and x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -159,12 +160,11 @@ class MicrobatchVariance(HookedSource):
         self._tallies: dict[Tensor, _Tally] = {}
         self._arriving: dict[Tensor, Tensor] = {}
         # A strong reference from the hooks would keep the source and its buffers alive for ever.
-        me: weakref.ref[MicrobatchVariance] = weakref.ref(self)
+        arrive, accumulate = weakref.WeakMethod(self._arrive), weakref.WeakMethod(self._accumulated)
         self._handles = []
         for p in self._parameters:
-            here = weakref.ref(p)
-            self._handles.append(p.register_hook(partial(_on_arrival, me, here)))
-            self._handles.append(p.register_post_accumulate_grad_hook(partial(_on_accumulated, me)))
+            self._handles.append(p.register_hook(partial(_call, arrive, weakref.ref(p))))
+            self._handles.append(p.register_post_accumulate_grad_hook(partial(_call, accumulate)))
 
     def variances(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """The variance of each accumulated gradient, once; None for all if there were fewer than two micro-batches."""
@@ -187,7 +187,7 @@ class MicrobatchVariance(HookedSource):
         self._handles = []
         self.reset()
 
-    def _arrive(self, p: Tensor, x: Tensor) -> None:
+    def _arrive(self, here: "weakref.ref[Tensor]", x: Tensor) -> None:
         """Before accumulation: notices cleared gradients, and keeps a reference to x from the second micro-batch on.
 
         It is used only once it has been accumulated, so that ``torch.autograd.grad`` leaves no trace.
@@ -197,6 +197,9 @@ class MicrobatchVariance(HookedSource):
                 f"MicrobatchVariance needs dense gradients, got layout {x.layout}: create the embedding with "
                 "sparse=False, or leave its parameters out"
             )
+        p = here()
+        if p is None:
+            return
         tally = self._tallies.get(p)
         if tally is not None and tally.touched(p.grad):
             if p.grad is None or not p.grad.any():
@@ -209,7 +212,7 @@ class MicrobatchVariance(HookedSource):
         else:
             self._tallies[p] = _Tally(leftover=None if p.grad is None else gradient_norm(p.grad))
 
-    def _accumulate(self, p: Tensor) -> None:
+    def _accumulated(self, p: Tensor) -> None:
         if p.grad is None or p.grad.layout != torch.strided:
             return
         tally = self._tallies.setdefault(p, _Tally())
@@ -244,18 +247,12 @@ class _Tally:
         self.norm, self.mark = gradient_norm(p.grad), _mark(p.grad)
 
 
-def _on_arrival(me: weakref.ref[MicrobatchVariance], here: weakref.ref[Tensor], x: Tensor) -> None:
-    source, p = me(), here()
-    if source is not None and p is not None:
-        with torch.no_grad():
-            source._arrive(p, x)
-
-
-def _on_accumulated(me: weakref.ref[MicrobatchVariance], p: Tensor) -> None:
-    source = me()
-    if source is not None:
-        with torch.no_grad():
-            source._accumulate(p)
+@torch.no_grad()
+def _call(method: "weakref.WeakMethod[Any]", *arguments: Any) -> None:
+    """Calls a method of a source, if the source is still there."""
+    bound = method()
+    if bound is not None:
+        bound(*arguments)
 
 
 @torch.no_grad()

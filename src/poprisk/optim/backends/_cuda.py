@@ -5,9 +5,9 @@ graphs, a gradient scaler, a learning rate on the device) the counters live on t
 small table.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any
@@ -95,7 +95,7 @@ def _launch(
     records, count = empty, -(-sizes[0] // BLOCK)
     if not single:
         widths = tuple(x.itemsize for x in (w, w, math, v, s or math, math))
-        records = _records(table, sizes, widths, device)
+        records = _records(table, widths, device)
         count = len(records)
     first = params[0]
     moments = [first.state["exp_avg"], first.state["exp_avg_sq"], first.state["exp_var"] if s else first.grad]
@@ -174,65 +174,64 @@ def _rounding_place(param: ParamUpdate) -> int:
     return place - (1 << 64) if offset >> 31 else place
 
 
-class _DeviceCache:
-    """The few newest small tensors sent to the device, by what they hold.
-
-    A CUDA graph replays the copy it captured, so what is made during a capture, source and target, lives as long as the
-    process and is never shared with steps outside the graph.
-    """
-
-    def __init__(self, limit: int = 16) -> None:
-        self.limit = limit
-        self.recent: OrderedDict[Any, tuple[Tensor, ...]] = OrderedDict()
-        self.captured: list[Any] = []
-
-    def get(self, key: Any, device: torch.device, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        capturing = torch.cuda.is_current_stream_capturing()
-        if not capturing and key in self.recent:
-            return self.recent[key]
-        pinned = [x.pin_memory() for x in make()]
-        sent = tuple(x.to(device, non_blocking=True) for x in pinned)
-        return self.keep(key, sent, pinned)
-
-    def keep(self, key: Any, value: tuple[Tensor, ...], source: Any = None) -> tuple[Tensor, ...]:
-        """Remembers a value: a while, or for good if a graph is being captured."""
-        if torch.cuda.is_current_stream_capturing():
-            self.captured.append((source, value))
-            return value
-        self.recent[key] = value
-        if len(self.recent) > self.limit:
-            self.recent.popitem(last=False)
-        return value
+_CAPTURED: list[Any] = []
+"""What was made while a CUDA graph was captured. The graph replays the copy from the host, so both ends of it live as
+long as the process, and are never shared with steps outside the graph."""
 
 
-_cache = _DeviceCache()
-_record_cache = _DeviceCache(limit=2)  # a record is a thousandth of the tensors it describes
+def _kept(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Keeps the newest results of a function, and those made during a capture for good."""
+
+    def wrap(make: Callable[..., Any]) -> Callable[..., Any]:
+        recent = lru_cache(most)(make)
+
+        def get(*key: Any) -> Any:
+            if not torch.cuda.is_current_stream_capturing():
+                return recent(*key)
+            _CAPTURED.append(make(*key))
+            return _CAPTURED[-1]
+
+        return get
+
+    return wrap
 
 
+def _sent(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copies on the device, which nothing waits for."""
+    pinned = [x.pin_memory() for x in tensors]
+    if torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(pinned)
+    return tuple(x.to(device, non_blocking=True) for x in pinned)
+
+
+@_kept(16)
 def _constant_row(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _cache.get(("row", numbers, dtype, device), device, lambda: (torch.tensor([numbers], dtype=dtype),))[0]
+    return _sent(device, torch.tensor([numbers], dtype=dtype))[0]
 
 
-def _records(places: tuple[int, ...], sizes: tuple[int, ...], widths: tuple[int, ...], device: torch.device) -> Tensor:
+@_kept(16)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """For each block of each tensor: which tensor it belongs to, and where it begins there."""
+    counts = torch.tensor([-(-n // BLOCK) for n in sizes])
+    tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    return _sent(device, tensor, (torch.arange(len(tensor)) - (torch.cumsum(counts, 0) - counts)[tensor]) * BLOCK)
+
+
+@_kept(16)
+def _table(places: tuple[int, ...], widths: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    return _sent(device, torch.tensor(places, dtype=torch.int64).view(-1, 8), torch.tensor([*widths, 0, 0]))
+
+
+@_kept(2)  # a record is a thousandth of the tensors it describes
+def _records(places: tuple[int, ...], widths: tuple[int, ...], device: torch.device) -> Tensor:
     """For each block of each tensor, 64 bytes: where its parts lie, how many elements it has, and its rounding seed.
 
     Computed on the device from one small table, and again only when a pointer changes.
     """
-    key = ("records", places, BLOCK, device)
-    if key in _record_cache.recent and not torch.cuda.is_current_stream_capturing():
-        return _record_cache.recent[key][0]
-
-    def make() -> tuple[Tensor, ...]:
-        counts = torch.tensor([-(-n // BLOCK) for n in sizes])
-        tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-        start = (torch.arange(len(tensor)) - (torch.cumsum(counts, 0) - counts)[tensor]) * BLOCK
-        return tensor, start
-
-    tensor, start = _cache.get(("blocks", sizes, BLOCK, device), device, make)
-    small = torch.tensor(places, dtype=torch.int64).view(-1, 8), torch.tensor([*widths, 0, 0])
-    table, width = _cache.get(("table", places, device), device, lambda: small)
+    tensor, start = _blocks(places[6::8], device)
+    table, width = _table(places, widths, device)
     records = table[tensor].addcmul_(start[:, None], width)
     records[:, 6] = (tensor << 32) | (records[:, 6] - start).clamp_(max=BLOCK)
     seed, offset = records[:, 7] & 0xFFFFFFFF, records[:, 7] >> 32
     records[:, 7] = (seed << 32) | ((start + offset) & 0xFFFFFFFF)
-    return _record_cache.keep(key, (records,))[0]
+    return records

@@ -232,13 +232,8 @@ def fused_step_kernel(
     offsets = tl.arange(0, BLOCK)
     if EVEN:  # sizes are multiples of 16, so that a mask does not cut through a vector load
         room = tl.multiple_of(room, 16)
-        _span(
-            w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
-            g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
-            strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay,
-            GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, TINY, LARGEST, True,
-        )  # fmt: skip
-    elif room == BLOCK:
+    whole = False if EVEN else room == BLOCK
+    if whole:
         _span(
             w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
             g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,

@@ -51,10 +51,8 @@ def _step_batch(update: GroupUpdate, params: list[ParamUpdate]) -> None:
     m, v = [s.m for s in states], [s.v for s in states]
     s = [x for x in (state.s for state in states) if x is not None]
     g, keep = _gradients(update, params)
-    deviation = None
     if s:
         deviation = _squared_deviation(params, g, m, c, observed)
-    if deviation is not None:
         if observed and keep is not None:  # what gave no gradient gives no variance either
             deviation = [torch.where(k > 0, d, 0.0) for k, d in zip(keep, deviation, strict=True)]
         _average_(s, deviation, c.s_new, keep)
@@ -169,21 +167,12 @@ class _Lists:
 
     def __init__(self, rows: list[Coefficients]) -> None:
         self.rows = rows
-        self.center = self._column("center")
-        self.s_new = self._column("s_new")
-        self.m_debias = self._column("m_debias")
-        self.v_debias = self._column("v_debias")
-        self.s_debias = self._column("s_debias")
-        self.alpha = self._column("alpha")
 
-    def _column(self, name: str) -> list[Any]:
+    def __getattr__(self, name: str) -> list[Any]:
         values = [getattr(row, name) for row in self.rows]
-        tensors = [x for x in values if isinstance(x, Tensor)]
-        if not tensors:
-            return values
-        like = tensors[0]
-        # Filled and not copied from the host: a copy would make it wait.
-        return [x if isinstance(x, Tensor) else torch.full_like(like, x) for x in values]
+        like = next((x for x in values if isinstance(x, Tensor)), None)
+        # Numbers beside tensors are filled in and not copied from the host: a copy would make it wait.
+        return values if like is None else [x if isinstance(x, Tensor) else torch.full_like(like, x) for x in values]
 
     def decide(self, q: Tensors) -> Tensors:
         """Overwrites the gates that are decided in advance."""

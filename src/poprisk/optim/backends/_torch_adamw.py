@@ -1,6 +1,5 @@
 """``gate=None`` is AdamW: torch's own function is called, so it is AdamW bit for bit, whatever the path."""
 
-from torch import Tensor
 from torch.optim.adamw import adamw
 
 from poprisk.optim._updates import GroupUpdate
@@ -19,19 +18,14 @@ def step(update: GroupUpdate) -> None:
     if group["fused"]:
         for w in params:
             w.state["step"] = w.state["step"].to(w.local.device)
-    averages: list[Tensor] = [w.state["exp_avg"] for w in params]
-    squares: list[Tensor] = [w.state["exp_avg_sq"] for w in params]
     adamw(
         [w.local for w in params],
         [w.grad for w in params],
-        averages,
-        squares,
+        [w.state["exp_avg"] for w in params],
+        [w.state["exp_avg_sq"] for w in params],
         [],
         [w.state["step"] for w in params],
-        foreach=group["foreach"],
-        capturable=group["capturable"],
-        differentiable=group["differentiable"],
-        fused=group["fused"],
+        **{name: group[name] for name in ("foreach", "capturable", "differentiable", "fused", "maximize")},
         grad_scale=update.grad_scale,
         found_inf=update.found_inf,
         has_complex=any(w.local.is_complex() for w in params),
@@ -41,5 +35,4 @@ def step(update: GroupUpdate) -> None:
         lr=hyper.lr,
         weight_decay=hyper.weight_decay,
         eps=hyper.eps,
-        maximize=group["maximize"],
     )

@@ -87,7 +87,7 @@ def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
         sampled = 0.0
     t_s = var_step + sampled
     rho = hyper.rho
-    noise = 1.0 if observed else deviation_noise(beta1, _where(waits, _at_least(t, 2.0), t), hyper.centering)
+    noise = 1.0 if observed else deviation_noise(beta1, _where(waits, at_least(t, 2.0), t), hyper.centering)
     gain = gain + sampled * (1 - rho) * (noise - gain)
     sample = sampled * (1 - rho)
     return replace(current(hyper, t, t_s, gain, observed=observed), center=center, s_keep=1 - sample, s_new=sample)
@@ -101,7 +101,7 @@ def current(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
     step, var_step, gain = (x.double() if isinstance(x, Tensor) else x for x in (step, var_step, gain))
     beta1, beta2 = hyper.betas
     s_scale = 1 - hyper.rho**var_step
-    kappa = mean_noise(beta1, _at_least(step, 1.0), hyper.signal)
+    kappa = mean_noise(beta1, at_least(step, 1.0), hyper.signal)
     return Coefficients(
         step=step,
         var_step=var_step,
@@ -159,7 +159,8 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
     return torch.where(condition, *pair)
 
 
-def _at_least(x: Scalar, low: float) -> Scalar:
+def at_least(x: Scalar, low: float) -> Scalar:
+    """The larger of the two, on the device for a scalar that lies there."""
     return x.clamp(min=low) if isinstance(x, Tensor) else max(x, low)
 
 

@@ -4,7 +4,6 @@ Each depends on the gradients' scale only through the ratio :math:`r = \hat m^2/
 unless one is asked for, and 0/0 (a coordinate that never had a gradient) gives a closed gate.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -70,9 +69,8 @@ def evaluate_gate(
     kind: GateName, m_hat: Tensor, s_hat: Tensor, alpha: Scalar, strength: Scalar, gate_eps: int | float = 0.0
 ) -> Tensor:
     """The gate of the given name; arguments it has no use for are ignored."""
-    gates: dict[GateName, Callable[[], Tensor]] = {
-        "hard": lambda: hard_gate(m_hat, s_hat, alpha),
-        "soft": lambda: soft_gate(m_hat, s_hat, alpha, strength, gate_eps),
-        "snr": lambda: snr_gate(m_hat, s_hat, strength, gate_eps),
-    }
-    return gates[kind]()
+    if kind == "hard":
+        return hard_gate(m_hat, s_hat, alpha)
+    if kind == "soft":
+        return soft_gate(m_hat, s_hat, alpha, strength, gate_eps)
+    return snr_gate(m_hat, s_hat, strength, gate_eps)

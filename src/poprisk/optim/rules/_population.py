@@ -132,16 +132,15 @@ def population_direction(
     c = per_member(advance(hyper, state.step, state.var_step, state.gain, observed=variance is not None), work)
     h = per_member(hyper, work)
     beta1, beta2 = h.betas
-    g_t, m, v = g.to(work), state.m.to(work), state.v.to(work)
+    g_t, m_prev, v_prev = g.to(work), state.m.to(work), state.v.to(work)
     usable = is_usable(g_t) if hyper.skip_nonfinite and hyper.gate is not None else None
     g_t = g_t if usable is None else torch.where(usable, g_t, 0.0)
-    m_prev, v_prev = m, v  # line 4
     s = None
-    if state.s is not None:  # line 5
+    if state.s is not None:  # lines 4 and 5
         squared = (g_t - c.center * m_prev).square() if variance is None else variance.to(work)
         s = c.s_keep * state.s.to(work) + c.s_new * squared
-    m = m + (1 - beta1) * (g_t - m)  # line 6
-    v = beta2 * v + (1 - beta2) * g_t.square()  # line 7
+    m = m_prev + (1 - beta1) * (g_t - m_prev)  # line 6
+    v = beta2 * v_prev + (1 - beta2) * g_t.square()  # line 7
     if usable is not None:  # before the gate, which may pool coordinates
         m, v = torch.where(usable, m, m_prev), torch.where(usable, v, v_prev)
         s = s if s is None or state.s is None else torch.where(usable, s, state.s.to(work))
@@ -162,9 +161,7 @@ def linearize(state: PopulationState, hyper: Hyper) -> Linearization:
         raise HyperparameterError(
             'linearize needs signal="ema", got "batch": that gate was decided on a gradient that is gone after the step'
         )
-    work = math_dtype(state.m.dtype)
-    c = current(hyper, state.step, state.var_step, state.gain, observed=state.observed)
-    m, v, s = state.m.to(work), state.v.to(work), None if state.s is None else state.s.to(work)
+    m, v, s, c = _stored(state, hyper)
     q = _gate(m, v, s, m, c, hyper, state.whole)
     M = hyper.lr * q * c.m_debias / _denominator(v * c.v_debias, hyper)
     decay = hyper.lr * hyper.weight_decay
@@ -173,18 +170,21 @@ def linearize(state: PopulationState, hyper: Hyper) -> Linearization:
 
 def current_gate(state: PopulationState, hyper: Hyper) -> Float[Tensor, "*shape"]:
     """The gate q of the step just taken (with ``signal="batch"``: the one of the averaged signal)."""
-    work = math_dtype(state.m.dtype)
-    c = current(hyper, state.step, state.var_step, state.gain, observed=state.observed)
-    s = None if state.s is None else state.s.to(work)
-    return _gate(state.m.to(work), state.v.to(work), s, None, c, replace(hyper, signal="ema"), state.whole)
+    m, v, s, c = _stored(state, hyper)
+    return _gate(m, v, s, None, c, replace(hyper, signal="ema"), state.whole)
 
 
 def debiased_variance(state: PopulationState, hyper: Hyper) -> Float[Tensor, "*shape"]:
     """ŝ of a stored state, also where s is only implied by m and v."""
+    m, v, s, c = _stored(state, hyper)
+    return _variance(m, v, s, hyper) * c.s_debias
+
+
+def _stored(state: PopulationState, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor | None, Coefficients]:
+    """The moments of a stored state in the dtype of the arithmetic, and the coefficients of its last step."""
     work = math_dtype(state.m.dtype)
     c = current(hyper, state.step, state.var_step, state.gain, observed=state.observed)
-    s = None if state.s is None else state.s.to(work)
-    return _variance(state.m.to(work), state.v.to(work), s, hyper) * c.s_debias
+    return state.m.to(work), state.v.to(work), None if state.s is None else state.s.to(work), c
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -213,15 +213,9 @@ def _variance(m: Tensor, v: Tensor, s: Tensor | None, hyper: Hyper) -> Tensor:
 
 
 def _gate(
-    m: Tensor,
-    v: Tensor,
-    s: Tensor | None,
-    g: Tensor | None,
-    c: Coefficients,
-    hyper: Hyper,
-    whole: Whole | None,
+    m: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, c: Coefficients, hyper: Hyper, whole: Whole | None
 ) -> Tensor:
-    """Lines 8 and 9: debias, pool to the asked granularity, compare; then what is decided in advance."""
+    """Lines 8 and 9: debias, pool to the requested granularity, compare; then what is decided in advance."""
     if hyper.gate is None:
         return torch.ones_like(m)
     s_hat = _variance(m, v, s, hyper) * c.s_debias

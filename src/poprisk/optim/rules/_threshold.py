@@ -48,11 +48,7 @@ def mean_noise(beta1: float, step: Scalar, signal: Literal["ema", "batch"] = "em
     >>> mean_noise(0.9, 1), round(mean_noise(0.9, 10_000), 6)
     (1.0, 0.052632)
     """
-    if signal == "batch":
-        return 1.0
-    if not isinstance(step, int | float):  # a device scalar: β^t never reaches 1 for t ≥ 1
-        return (1 - beta1) * (1 + beta1**step) / ((1 + beta1) * (1 - beta1**step))
-    if step == 1:
+    if signal == "batch" or (isinstance(step, int | float) and step == 1):
         return 1.0
     return (1 - beta1) * (1 + beta1**step) / ((1 + beta1) * (1 - beta1**step))
 
