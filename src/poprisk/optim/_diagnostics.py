@@ -1,4 +1,4 @@
-"""What the gate is doing, per parameter group, as device scalars: nothing waits until a number is read."""
+"""State of the gate in each parameter group, as device scalars: nothing waits for the device until a number is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ from poprisk.optim.rules._threshold import deviation_noise, mean_noise
 class GateDiagnostics:
     """Meters of a parameter group, or of all; every field is a 0-dim tensor on the group's device.
 
-    With ``signal="batch"`` the gate is that of the averaged signal: the batch's own is gone after the step.
+    With ``signal="batch"`` the gate shown is that of the averaged signal, because the gate of the batch is not kept.
     """
 
     active_fraction: Tensor
@@ -27,7 +27,7 @@ class GateDiagnostics:
     """Mean of q in the last step."""
     noise_scale: Tensor
     """Gradient noise scale in batches, ``tr Cov(g_B) / |E g|²``, both debiased; times the batch size it is B_simple in
-    examples. Infinite where no signal stands out of the noise."""
+    examples. Infinite if no signal can be distinguished from the noise."""
     population_rate: Tensor
     """Decrease of the loss per step that the *previous* step's direction gives on the *current* batch, to first order.
     The direction was chosen before this batch was seen, so on fresh data this estimates the population-risk rate
@@ -35,17 +35,17 @@ class GateDiagnostics:
     training_rate: Tensor
     """The same for the direction the coming step will take, scored on the batch that helps to choose it."""
     self_fit: Tensor
-    """Share of the training rate that the population does not see, 1 - population_rate / training_rate."""
+    """Share of the training rate that does not reduce population risk, 1 - population_rate / training_rate."""
 
     def to_floats(self) -> dict[str, float]:
-        """All meters as plain numbers: this is where the device is waited for."""
+        """All meters as Python numbers; this waits for the device."""
         values = torch.stack([getattr(self, f.name).double() for f in fields(self)]).tolist()
         return {f.name: v for f, v in zip(fields(self), values, strict=True)}
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What the meters are made of, summed over coordinates, so that those of several groups can be added."""
+    """Sums over coordinates from which the meters are computed; those of several groups can be added."""
 
     total: Tensor
     """Open gates, gates, noise power, signal power, and the two rates."""
@@ -64,7 +64,7 @@ def gate_sums(update: GroupUpdate, fresh: bool) -> Sums:
         sums = _sums(param, update, fresh).to(device)  # a group may lie on several devices
         if param.shard is None:
             total += sums
-        else:  # all that is cut alike is added up over the processes at once
+        else:  # parameters split alike are summed over the processes at once
             cut = (param.shard.mesh, param.shard.mesh_axes)
             spread.setdefault(cut, (param.shard, torch.zeros_like(total)))[1].add_(sums)
     for shard, sums in spread.values():

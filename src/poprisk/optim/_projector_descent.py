@@ -27,9 +27,9 @@ class PopulationProjectorDescent(Optimizer):
     and holds a few copies of the b×d matrix of gradients.
 
     Differs from the paper: :math:`M^\star` has rank one at most (see :func:`poprisk.optim.population_projector`);
-    where the examples share nothing the step is weight decay alone. With several parameter groups each group's lr is
-    part of P, so that M stays symmetric (with one lr that is the formula above). The base ``"adam"`` has the current
-    batch in v, as Adam does, while the theorem wants a P fixed before the batch was seen.
+    where the examples share no direction, the step is weight decay alone. With several parameter groups, each group's
+    lr is part of P, so that M stays symmetric (with one lr this is the formula above). The base ``"adam"`` has the current
+    batch in v, as Adam does, while the theorem requires a P fixed before the batch was seen.
 
     Args:
         params: Parameters or groups; dense, float32 or float64.
@@ -68,7 +68,7 @@ class PopulationProjectorDescent(Optimizer):
         super().__init__(params, {"lr": lr, "base": base, "beta2": beta2, "eps": eps, "weight_decay": weight_decay})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a pickled optimizer; what is not part of torch's own state starts afresh."""
+        """Restores a pickled optimizer; attributes outside torch's own state are reset."""
         super().__setstate__(state)
         self._batched = True
         self.rate = None
@@ -83,7 +83,7 @@ class PopulationProjectorDescent(Optimizer):
             raise
 
     def step(self, closure: Callable[[], Tensor]) -> Float[Tensor, "b"]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Takes one step and returns the losses it was decided on.
+        """Takes one step and returns the losses it is based on.
 
         Args:
             closure: Evaluates the model on one batch and returns the loss of each example, [b], before any reduction.
@@ -112,7 +112,7 @@ class PopulationProjectorDescent(Optimizer):
             p.sub_(part.view(p.shape).to(p.dtype))
 
     def _base(self, p: Tensor, mean: Tensor, group: dict[str, Any]) -> Tensor:
-        """The parameter's share of P, with its learning rate."""
+        """The parameter's part of P, times its learning rate."""
         if group["base"] == "identity":
             return torch.full_like(mean, group["lr"])
         state = self.state[p]
@@ -149,7 +149,7 @@ class PopulationProjectorDescent(Optimizer):
             self._batched = False
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             warnings.warn(
-                f"per-example gradients are taken one by one, which is slower and gives the same result: the backward "
+                f"per-example gradients are computed one by one, which is slower with the same result: the backward pass "
                 f"of this model cannot be batched ({reason})",
                 BackendWarning,
                 stacklevel=4,

@@ -1,7 +1,7 @@
-"""A parameter spread over processes (a DTensor): the part of it that lies here, and what the parts tell each other.
+"""Parameters sharded over processes (DTensors): the local part of each, and sums over all parts.
 
-The backends see local tensors only, so that all of them serve sharded parameters. Element-wise gates need no word from
-the other processes; a gate that pools coordinates adds up its sums over the processes that share a pool.
+The backends see local tensors only, so all of them support sharded parameters. Element-wise gates need no
+communication; a gate that pools coordinates adds up its sums over the processes that share a pool.
 """
 
 import sys
@@ -22,7 +22,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Shard:
-    r"""Where one process's part of a parameter lies in the whole.
+    r"""Position of the local part of a parameter in the whole.
 
     A mean over the whole is the sum of the parts' sums over the number of elements of the whole, so uneven and empty
     parts need no special case:
@@ -67,7 +67,7 @@ class Shard:
 
         if not mesh_axes:
             return
-        there = x.to(self.mesh.device_type)  # states may be offloaded to where the mesh cannot speak
+        there = x.to(self.mesh.device_type)  # states may be offloaded to a device that the mesh does not use
         for axis in mesh_axes:
             dist.all_reduce(there, group=self.mesh.get_group(axis))
         if there is not x:
@@ -86,7 +86,7 @@ class Shard:
 
 
 def is_sharded(x: Tensor) -> "TypeGuard[DTensor]":
-    """Whether x is a DTensor; costs nothing where nobody has imported them."""
+    """Whether x is a DTensor; quick where torch.distributed.tensor was never imported."""
     if type(x) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -94,7 +94,7 @@ def is_sharded(x: Tensor) -> "TypeGuard[DTensor]":
 
 
 def local_part(x: Tensor) -> Tensor:
-    """What of x lies in this process: all of it, unless it is a DTensor."""
+    """The part of x in this process: all of it, unless it is a DTensor."""
     return _here(x) if is_sharded(x) else x
 
 
@@ -111,7 +111,7 @@ def as_part_of(parameter: Any, local: Tensor) -> Tensor:
 
 
 def coordinates(parameter: Tensor) -> int:
-    """How many real numbers a parameter has in all processes together."""
+    """Number of real numbers in a parameter, over all processes."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 

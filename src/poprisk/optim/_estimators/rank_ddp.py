@@ -36,13 +36,13 @@ class AllReduce:
                 self.handles.append(p.register_post_accumulate_grad_hook(self._accumulated))
 
     def reset(self) -> None:
-        """Forgets what came since the last step."""
+        """Discards what came since the last step."""
         self.local, self.arriving, self.arrived = {}, {}, set()
         self.quiet: dict[Tensor, int] = {}
         self.synced = False
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles = []

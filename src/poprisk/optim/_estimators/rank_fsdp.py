@@ -41,7 +41,7 @@ class ReduceScatters:
             self.handles.append(_after_accumulation(p, self._take))
 
     def reset(self) -> None:
-        """Forgets what came since the last step."""
+        """Discards what came since the last step."""
         self.open, self.begins = None, True
         for messenger in self.messengers:
             messenger.reset()
@@ -54,7 +54,7 @@ class ReduceScatters:
             source._tallies |= {p: Tally(leftover=gradient_norm(local_part(g))) for p, g in held if g is not None}
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -170,8 +170,8 @@ def _reduce_scatter(output: Tensor, given: Tensor, **options: Any) -> Any:
 def _check_placements(p: Any) -> None:
     if sum(placement.is_shard() for placement in p.placements) != 1:
         raise GradientError(
-            f"RankVariance serves FSDP2 with and without replicas, got the placements {p.placements}: leave tensor-"
-            "parallel modules to the stream (variance=None)"
+            f"RankVariance supports FSDP2 with and without replicas, got the placements {p.placements}: use "
+            "variance=None for models with tensor-parallel modules"
         )
 
 

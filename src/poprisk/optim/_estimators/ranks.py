@@ -38,14 +38,14 @@ class RankVariance(HookedSource):
     same batch on two ranks is not two samples.
 
     - **DDP**: micro-batches under ``no_sync()`` are R k samples (hooks note how they differ as they arrive); without
-      ``no_sync()`` as well. It takes the model's communication hook, of which there is one.
+      ``no_sync()`` as well. It uses the model's only communication hook.
     - **FSDP2** (``fully_shard``; also with replication, HSDP): every reduction brings R samples, so gradient
       accumulation gives R k of them, also with ``set_requires_all_reduce(False)``. With
       ``set_requires_gradient_sync(False)`` a rank's accumulated gradient is one sample: R of them, still without bias.
       After ``set_gradient_divide_factor``, y is x over that factor and not over R.
 
-    After a step that was skipped, clear the gradients by ``zero_grad()`` as it is (or call :meth:`reset`): under FSDP2
-    gradients filled with zeros (``set_to_none=False``) look as if they went on.
+    After a skipped step, clear the gradients with ``zero_grad()`` (or call :meth:`reset`). Do not use
+    ``set_to_none=False`` there under FSDP2: gradients filled with zeros look like a step that continues.
 
     With one rank and one micro-batch there is no variance: the optimizer uses the stream. The paper's
     :math:`\Sigma_B/(b-1)` is over the examples of one batch; this is the same variance, estimated from K group means,
@@ -56,10 +56,10 @@ class RankVariance(HookedSource):
             ``close()``, or the end of a ``with`` block.
 
     Raises:
-        DataError: the model is neither, or another source or communication hook has it, or variances are asked of a
-            model that is not this one.
-        GradientError: gradients were not cleared before the first micro-batch of a step, or parameters are cut by
-            tensor parallelism too.
+        DataError: the model is neither, or already has another source or communication hook, or variances are requested
+            for the parameters of another model.
+        GradientError: gradients were not cleared before the first micro-batch of a step, or parameters are
+            also split by tensor parallelism.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed import HashStore
@@ -81,7 +81,7 @@ class RankVariance(HookedSource):
         if not isinstance(model, DistributedDataParallel) and not sharded:
             raise DataError(
                 f"RankVariance needs a DistributedDataParallel model or one that fully_shard was applied to, got "
-                f"{type(model).__name__}: wrap it first (FSDP1 is not served), or use MicrobatchVariance in one process"
+                f"{type(model).__name__}: wrap it first (FSDP1 is not supported); in one process, use MicrobatchVariance"
             )
         _refuse_a_second(model)
         if isinstance(model, DistributedDataParallel):
@@ -108,12 +108,12 @@ class RankVariance(HookedSource):
             return [_variance(p, tallies[p], samples) if p in tallies else None for p in parameters]
 
     def reset(self) -> None:
-        """Forgets the samples seen so far."""
+        """Discards the samples seen so far."""
         self._tallies = {}
         self._transport.reset()
 
     def close(self) -> None:
-        """Takes the hooks off the model; gradients are averaged as before."""
+        """Removes the hooks from the model; gradients are averaged as before."""
         self._closed = True
         self._transport.close()
         self.reset()

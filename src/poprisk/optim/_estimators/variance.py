@@ -35,13 +35,13 @@ class PerExampleVariance:
 
     Chunks of examples are merged by the update of Chan, Golub and LeVeque (1979) on means and sums of squared
     deviations: memory is ``chunk_size`` gradients, and no large squares are subtracted. Each ``observe`` replaces the
-    one before it; a large batch is passed whole. If ``.grad`` is rescaled before the step (clipping, a summed loss),
+    previous one, so pass a large batch in one call. If ``.grad`` is rescaled before the step (clipping, a summed loss),
     the variance is rescaled with it, parameter by parameter.
 
     Args:
-        module: The model in training; its current weights are used. Batch statistics and dropout are refused.
+        module: The model in training; its current weights are used. It must not use batch statistics or dropout.
         loss: ``"squared"``, ``"cross_entropy"``, or a function of one example's outputs and target.
-        chunk_size: Examples whose gradients are held at a time.
+        chunk_size: Number of examples whose gradients are held at a time.
 
     Raises:
         DataError: from ``observe``: fewer than two examples, or a module that mixes examples.
@@ -66,7 +66,7 @@ class PerExampleVariance:
         Args:
             inputs: The batch, or a tuple of tensors for a module with several arguments.
             targets: One target per example.
-            set_grad: Also write the mean gradient to ``.grad``, in place of what is there: no backward is needed then.
+            set_grad: Also write the mean gradient to ``.grad``, replacing its contents; then no backward is needed.
 
         Returns:
             The mean loss of the batch.
@@ -159,7 +159,7 @@ class MicrobatchVariance(HookedSource):
             )
         self._tallies: dict[Tensor, _Tally] = {}
         self._arriving: dict[Tensor, Tensor] = {}
-        # A strong reference from the hooks would keep the source and its buffers alive for ever.
+        # A strong reference from the hooks would keep the source and its buffers alive.
         arrive, accumulate = weakref.WeakMethod(self._arrive), weakref.WeakMethod(self._accumulated)
         self._handles = []
         for p in self._parameters:
@@ -177,11 +177,11 @@ class MicrobatchVariance(HookedSource):
         return [None if p not in tallies else _sum_variance(p, tallies[p], k) for p in parameters]
 
     def reset(self) -> None:
-        """Forgets the micro-batches seen so far."""
+        """Discards the micro-batches seen so far."""
         self._tallies, self._arriving = {}, {}
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -48,7 +48,7 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What one step multiplies with. ``open_gate`` is 1 or 0 where the gate is decided in advance, else NaN."""
+    """The scalar factors of one step. ``open_gate`` is 1 or 0 where the gate is decided in advance, else NaN."""
 
     step: Scalar
     var_step: Scalar
@@ -83,7 +83,7 @@ def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, obser
     waits = corrected and not observed  # the first deviation from a debiased mean exists at t = 2
     sampled = _where(t > 1, 1.0, 0.0) if waits else 1.0
     center = _inverse(1 - beta1 ** (t - 1)) if corrected else 1.0
-    if hyper.gate is None:  # s stands still, and so do its counters
+    if hyper.gate is None:  # s and its counters do not change
         sampled = 0.0
     t_s = var_step + sampled
     rho = hyper.rho

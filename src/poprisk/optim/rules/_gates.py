@@ -1,7 +1,7 @@
 r"""The paper's three gates, Eq. ``soft_filter``, as pure functions of the debiased moments.
 
 Each depends on the gradients' scale only through the ratio :math:`r = \hat m^2/\hat s`: there is no absolute epsilon
-unless one is asked for, and 0/0 (a coordinate that never had a gradient) gives a closed gate.
+unless you pass one, and 0/0 (a coordinate that never had a gradient) gives a closed gate.
 """
 
 from typing import Literal
@@ -68,7 +68,7 @@ def _share(part: Tensor, rest: Tensor) -> Tensor:
 def evaluate_gate(
     kind: GateName, m_hat: Tensor, s_hat: Tensor, alpha: Scalar, strength: Scalar, gate_eps: int | float = 0.0
 ) -> Tensor:
-    """The gate of the given name; arguments it has no use for are ignored."""
+    """The gate of the given name; arguments that it does not use are ignored."""
     if kind == "hard":
         return hard_gate(m_hat, s_hat, alpha)
     if kind == "soft":

@@ -36,8 +36,8 @@ class PopulationState:
 
     ``s`` is None without a gate and when it follows from m and v (``shared_state``). ``gain`` is what s would be under
     white noise of unit variance; the calibrated threshold divides by it. ``key`` seeds stochastic rounding.
-    ``observed`` says whether the last variance was given from outside. ``whole`` is there where the tensor is one
-    process's part of a larger one: pooled and normalized gates then pool over all parts.
+    ``observed`` says whether the last variance was given from outside. ``whole`` is set if the tensor is one
+    process's part of a larger one; pooled and normalized gates then pool over all parts.
     """
 
     m: Float[Tensor, "*shape"]
@@ -70,8 +70,8 @@ def population_step(
     ``eps`` the ϵ of line 10.
 
     Differs from the paper only where an option says so, and in three corners the paper leaves open: ε defaults to 0
-    with 0/0 guarded; s keeps its own step count; coordinates whose gradient is not usable sit the step out
-    (``skip_nonfinite``).
+    with 0/0 guarded; s keeps its own step count; coordinates whose gradient is not usable are not
+    updated in that step (``skip_nonfinite``).
 
     Args:
         w: Weights before the step.

@@ -73,7 +73,7 @@ def calibrated_alpha(beta1: float, rho: float, step: int, centering: Centering =
     :math:`\alpha_t \to (1-\beta_1)/2` for the paper's centring.
 
     The optimizer computes the same number recursively (``alpha="calibrated"``), so that it stays right when training
-    goes on from a checkpoint without s; this function is the closed statement of it.
+    goes on from a checkpoint without s; this function gives it in closed form.
 
     >>> calibrated_alpha(0.9, 0.99, 1), round(calibrated_alpha(0.9, 0.99, 5000), 6)
     (1.0, 0.05)
