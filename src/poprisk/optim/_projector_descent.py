@@ -28,8 +28,8 @@ class PopulationProjectorDescent(Optimizer):
 
     Differs from the paper: :math:`M^\star` has rank one at most (see :func:`poprisk.optim.population_projector`);
     where the examples share no direction, the step is weight decay alone. With several parameter groups, each group's
-    lr is part of P, so that M stays symmetric (with one lr this is the formula above). The base ``"adam"`` has the current
-    batch in v, as Adam does, while the theorem requires a P fixed before the batch was seen.
+    lr is part of P, so that M stays symmetric (with one lr this is the formula above). The base ``"adam"`` has the
+    current batch in v, as Adam does, while the theorem requires a P fixed before the batch was seen.
 
     Args:
         params: Parameters or groups; dense, float32 or float64.
@@ -149,8 +149,8 @@ class PopulationProjectorDescent(Optimizer):
             self._batched = False
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             warnings.warn(
-                f"per-example gradients are computed one by one, which is slower with the same result: the backward pass "
-                f"of this model cannot be batched ({reason})",
+                f"per-example gradients are computed one by one, which is slower with the same result: the backward "
+                f"pass of this model cannot be batched ({reason})",
                 BackendWarning,
                 stacklevel=4,
             )

@@ -81,7 +81,8 @@ class RankVariance(HookedSource):
         if not isinstance(model, DistributedDataParallel) and not sharded:
             raise DataError(
                 f"RankVariance needs a DistributedDataParallel model or one that fully_shard was applied to, got "
-                f"{type(model).__name__}: wrap it first (FSDP1 is not supported); in one process, use MicrobatchVariance"
+                f"{type(model).__name__}: wrap it first (FSDP1 is not supported), or, in one process, use "
+                "MicrobatchVariance"
             )
         _refuse_a_second(model)
         if isinstance(model, DistributedDataParallel):
