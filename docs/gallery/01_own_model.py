@@ -2,14 +2,13 @@
 Your own model in three lines
 =============================
 
-Any module, any data: say what is trained, train it while everything is recorded, and ask what the
-run will be worth on data it has not seen, without a validation set.
+Describe the training problem, train while every step is recorded, and estimate the loss on new
+data, without a validation set. This works for any module and any data.
 """
 
 # %%
-# The data: ten measurements of patients and the progress of their diabetes a year later, as
-# scikit-learn ships them. More than half are put aside, so that we can see at the end whether the
-# estimate was right; it never sees them.
+# The data, from scikit-learn: ten measurements of patients, and the progression of their diabetes
+# a year later. More than half are held out, to check the estimate at the end.
 
 from functools import partial
 
@@ -26,7 +25,7 @@ order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
 used, aside = order[:200], order[200:]
 
 # %%
-# A model of your own is a module, or a function that makes one.
+# Your model is a module class, or a function that builds a module.
 
 
 class Regressor(torch.nn.Module):
@@ -44,9 +43,9 @@ class Regressor(torch.nn.Module):
 
 
 # %%
-# The three lines. ``train`` is for those who have no loop; :class:`poprisk.runs.Recorder` goes
-# around a loop that is there already. With ``path="runs/first"`` the run is kept in a folder, and
-# ``poprisk report runs/first`` reads it.
+# The three lines. If you have your own training loop, use :class:`poprisk.runs.Recorder` instead of
+# ``train``. With ``path="runs/first"`` the run is saved in a directory, for which ``poprisk report
+# runs/first`` writes a report.
 
 problem = Problem(Regressor, "squared", x[used], y[used], arguments={"width": 16})
 run = train(problem, partial(torch.optim.AdamW, lr=0.02), steps=100, batch_size=50, progress=False)
@@ -56,8 +55,8 @@ print(f"training loss    {risk.training_loss:.3f}")
 print(f"population risk  {risk}")
 
 # %%
-# The estimate comes with a standard error and says whether it may be believed. What those put
-# aside say, who took no part in any of it:
+# The estimate has a standard error and says whether it is valid. For comparison, the loss on the
+# held-out patients:
 
 model = run.module()
 torch.nn.utils.vector_to_parameters(run.weights(run.num_steps), model.parameters())
@@ -70,7 +69,7 @@ distance = (losses.mean() - risk.value).abs() / (error**2 + risk.standard_error*
 print(f"distance of the two: {distance:.1f} of their common standard error")
 
 # %%
-# Side by side, with the error of each:
+# Both, with their standard errors:
 
 figure, ax = plt.subplots(figsize=(6, 2.4), layout="constrained")
 names = ["training loss", "estimated risk", "loss of those put aside"]
@@ -80,5 +79,5 @@ ax.set(xlabel="half the squared error", ylim=(2.5, -0.5))
 plt.show()
 
 # %%
-# Both numbers have an error, and the two should agree within what these allow. The distance from
-# the training loss to either is what the network has memorized.
+# Both numbers have a standard error, and they should agree within these. Their distance from the
+# training loss shows how much the network has memorized.

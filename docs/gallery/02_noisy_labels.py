@@ -2,13 +2,13 @@
 Train on noisy labels
 =====================
 
-Four of ten labels are wrong, and the network is large enough to learn every one of them by heart.
-AdamW does; what :class:`poprisk.PopRiskAdamW` does in its place is seen below.
+Four of ten labels are wrong, and the network is large enough to memorize all of them. AdamW does
+so. This example compares it with :class:`poprisk.PopRiskAdamW`.
 """
 
 # %%
-# The data: handwritten digits of 8 × 8 pixels. Labels to train on are replaced by wrong ones at
-# random; those of the test set are right.
+# The data: handwritten digits of 8 × 8 pixels. A random share of the training labels is replaced by
+# wrong ones; the test labels are correct.
 
 import warnings
 
@@ -27,9 +27,9 @@ spoiled = replace_labels(
 print(f"{int(spoiled.wrong.sum())} of {len(spoiled.labels)} labels are wrong")
 
 # %%
-# An ordinary loop. Two things are measured along the way: accuracy on clean test images, and the
-# share of the wrong labels that the network has learned to repeat. (Should its gate all but close,
-# the optimizer would say so once. With so many wrong labels that is as it should be.)
+# An ordinary training loop. It measures the accuracy on test images with correct labels, and the
+# share of the wrong training labels that the network predicts. (The optimizer warns once if its
+# gate is almost closed. With so many wrong labels that is expected.)
 
 warnings.simplefilter("ignore", ClosedGateWarning)
 
@@ -64,7 +64,7 @@ curves = {
 }  # both as they come
 
 # %%
-# The two side by side:
+# The curves of both optimizers:
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 for name, curve in curves.items():
@@ -77,8 +77,7 @@ axes[0].legend(frameon=False)
 plt.show()
 
 # %%
-# In numbers, the last step beside the best one that somebody with a clean test set could have
-# stopped at:
+# In numbers: the last step, and the best step, which can be chosen only with clean test labels:
 
 for name, curve in curves.items():
     accuracies = [accuracy for _, accuracy, _ in curve]
@@ -88,7 +87,7 @@ for name, curve in curves.items():
     )
 
 # %%
-# What the curves show: AdamW reaches its best early and then trades it for wrong labels. The gate
-# of PopRiskAdamW lets a weight move as far as its gradient's signal stands out of its noise; what
-# wrong labels say differs from batch to batch, and is noise. This is one seed; ``poprisk demo``
-# repeats it over several, beside a grid of learning rates for AdamW.
+# AdamW reaches its best accuracy early and then learns the wrong labels. The gate of PopRiskAdamW
+# scales the step of each weight by the signal-to-noise ratio of its gradient; the contribution of
+# wrong labels differs from batch to batch, so it counts as noise. This is one seed; with several
+# seeds, and a grid of learning rates for AdamW, ``poprisk demo`` repeats the comparison.

@@ -2,13 +2,12 @@
 Find mislabelled digits
 =======================
 
-A recorded training knows which of its labels are probably wrong, about how many, and what they
-should be. Nothing is trained again, and no clean data are needed.
+An audit of a recorded training finds which labels are probably wrong, about how many, and what they
+should be. It needs no further training and no clean data.
 """
 
 # %%
-# A tenth of the labels of some digits are replaced by wrong ones. The positions are kept, to check
-# the audit with.
+# A tenth of the labels is replaced by wrong ones. Their positions are kept to check the audit.
 
 from functools import partial
 
@@ -31,9 +30,9 @@ def network():
 
 
 # %%
-# Training with any optimizer, and the audit of what was recorded. ``every=10`` keeps one state in
-# ten; the audit looks at the losses and probabilities at those moments, which memorize much less
-# than the last ones do.
+# Train with any optimizer, and audit the recorded run. ``every=10`` records every tenth step; the
+# audit averages losses and probabilities over these steps, which show much less memorization than
+# the final ones.
 
 problem = Problem(network, "cross_entropy", split.train_inputs, spoiled.labels, name="digits")
 optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -44,16 +43,16 @@ print("wrong labels, estimated:", table.wrong_labels)
 print("wrong labels, in truth: ", int(spoiled.wrong.sum()))
 
 # %%
-# How good the list is: of the suspects, how many are wrong indeed; and the chance that a wrong
-# label is ranked before a right one.
+# How good the list is: the number of suspects that are wrong, and the probability that a wrong
+# label is ranked before a correct one.
 
 suspects = table.is_suspect
 print(f"{int((suspects & spoiled.wrong).sum())} of {int(suspects.sum())} suspects are wrong")
 print(f"area under the ROC curve: {roc_auc_score(spoiled.wrong, table['suspicion']):.3f}")
 
 # %%
-# The most suspicious ones, with the label they were trained on and the one suggested. A frame
-# marks those whose label really had been replaced.
+# The most suspicious examples, with the given and the suggested label. A frame marks those whose
+# label was replaced.
 
 figure, axes = plt.subplots(2, 6, figsize=(9, 3.8), layout="constrained")
 for row, ax in zip(table.worst(12), axes.flat, strict=True):
@@ -66,5 +65,5 @@ for row, ax in zip(table.worst(12), axes.flat, strict=True):
 plt.show()
 
 # %%
-# ``table.save("audit.csv")`` writes the whole table, ``table.cleaned_targets()`` puts the
-# suggestions in. For a run in a folder, ``poprisk audit FOLDER`` prints the same list.
+# ``table.save("audit.csv")`` writes the whole table; ``table.cleaned_targets()`` returns the labels
+# with the suggestions applied. For a saved run, ``poprisk audit FOLDER`` prints the same list.

@@ -2,9 +2,9 @@
 Signal channel and reservoir
 ============================
 
-A training run moves some directions of its training outputs and leaves others alone. What it moved
-is the *signal channel*; what it left alone is the *reservoir*, and no test point can ever see it.
-Both are read off the recorded steps of a small regression.
+A training run changes its training outputs in some directions, the *signal channel*, and not in
+others, the *reservoir*. No test output depends on the reservoir. This example computes both from
+the recorded steps of a small regression.
 """
 
 # %%
@@ -39,17 +39,17 @@ run = train(
 )
 
 # %%
-# The operators of the whole run. No kernel is frozen and no step taken to be small, so that what
-# they predict for the test outputs is what happened:
+# The operators of the whole run. They do not assume a fixed kernel or small steps, so the predicted
+# change of the test outputs equals the actual one:
 
 ops = Window.of_run(run).dense_operators()
 deviation = (ops.predicted_test - ops.test_displacement).norm() / ops.test_displacement.norm()
 print(f"predicted against true test displacement: relative error {deviation:.0e}")
 
 # %%
-# W says how much of each direction the steps used up. Where that is nothing, or not to be told
-# from rounding, is the reservoir: the six differences of doubles are in there, and directions too
-# fine for this network in this time.
+# W measures how much of each direction the steps used. Directions for which it is zero up to
+# rounding form the reservoir: the six differences of repeated inputs, and directions too fine for
+# this network in this time.
 
 channels = dissipation_channels(ops.factor, ops.train_transfer, ops.test_transfer)
 print(
@@ -62,8 +62,8 @@ print(f"used up of a difference of doubles: {channels.dissipation(difference):.0
 print(f"used up of the first direction:     {channels.dissipation(channels.vectors[:, 0]):.0e}")
 
 # %%
-# The spectrum falls over many decades: of the signal channel too, only the first directions moved
-# much. Right, those directions over the inputs: the run used smooth ones up first.
+# The spectrum falls over many decades: even in the signal channel, only the first directions
+# changed much. On the right, these directions as functions of the input: smooth ones come first.
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 values = channels.spectrum.roots.square()
@@ -84,8 +84,8 @@ axes[1].legend(frameon=False, title="direction")
 plt.show()
 
 # %%
-# How much of what the loss asked for lies in each: the part in the reservoir is noise that
-# training could not reach, and that no test output depends on.
+# The share of the output gradient in each: the part in the reservoir is noise that training could
+# not reach, and no test output depends on it.
 
 g = ops.output_gradient
 hidden = channels.reservoir.to_dense() @ g

@@ -3,12 +3,12 @@ Double descent from one kernel
 ==============================
 
 The error of a fit to noisy data can fall, rise and fall again as its capacity grows. For a fixed
-kernel nothing has to be trained to know where: the risk at every capacity follows from the kernel,
-the clean targets and the noise.
+kernel no training is needed to know where: the risk at every capacity follows from the kernel, the
+clean targets and the noise.
 """
 
 # %%
-# A regression on random features: few examples, more features than examples, and a smooth truth.
+# A regression on random features: few examples, more features than examples, and a smooth target.
 
 import matplotlib.pyplot as plt
 import torch
@@ -23,17 +23,17 @@ problem = task.problem(width)
 print(f"{len(task.signal)} examples, {width} features, kernel of rank {problem.rank}")
 
 # %%
-# Capacity here is the number of predictive directions that are fitted, those first that the test
-# set sees most. Each one adds its noise and takes away its share of the bias; the risk rises where
-# its noise is larger than its signal.
+# Capacity is the number of fitted predictive directions, ordered by their effect on the test
+# outputs. Each direction adds its noise and removes its share of the bias; the risk rises if its
+# noise is larger than its signal.
 
 path = predictive_rank_path(problem, task.signal, noise=sigma**2)
 print("local peaks at rank:", path.local_peaks)
 print("the highest at rank:", path.peak)
 
 # %%
-# Against it, fits that are really made: a least-norm regression at every rank, over many draws of
-# the noise. The simulation uses none of the formulas.
+# For comparison, actual fits: a least-norm regression at every rank, for many draws of the noise.
+# The simulation uses none of the formulas.
 
 features, test_features = task.features(task.inputs, width), task.features(task.test_inputs, width)
 generator = torch.Generator().manual_seed(1)
@@ -44,7 +44,7 @@ deviations = ((path.risks - simulated.mean).abs() / simulated.standard_error)[1:
 print(f"largest distance of theory and simulation: {deviations.max():.1f} standard errors")
 
 # %%
-# Bias, variance and their sum, with the simulated fits on top:
+# Bias, variance and their sum, with the simulated fits:
 
 ranks = range(problem.rank + 1)
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
@@ -67,6 +67,5 @@ axes[1].set(xlabel="predictive rank", title="what each direction adds to the ris
 plt.show()
 
 # %%
-# A peak is where a red bar is followed by a blue one. ``poprisk explore`` writes a page with
-# sliders for the noise, the rank, a ridge and training time over the same curves, for this kernel
-# or for your own.
+# There is a peak where a red bar is followed by a blue one. ``poprisk explore`` writes a page with
+# the same curves and sliders for noise, rank, ridge and training time, for this kernel or your own.

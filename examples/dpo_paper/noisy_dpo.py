@@ -35,7 +35,7 @@ from poprisk.integrations.huggingface import use_poprisk
 
 @dataclass(frozen=True)
 class Configuration:
-    """The paper gives model, quantization, rank, data, share of swaps and seeds; the rest is a usual choice."""
+    """The paper gives model, quantization, rank, data, share of swaps and seeds; the rest are common choices."""
 
     model: str | None = "Qwen/Qwen2.5-0.5B-Instruct"
     dataset: str = "trl-lib/ultrafeedback_binarized"
@@ -98,7 +98,7 @@ def network(config: Configuration) -> Any:
 
 
 def pairs(config: Configuration, seed: int) -> tuple[Dataset, Dataset]:
-    """Training pairs of which a share is swapped, and evaluation pairs, none of them swapped."""
+    """Training pairs, a share of them swapped, and evaluation pairs, none of them swapped."""
     if config.model is None:
         train, evaluation = made_up(config.train_pairs, 1), made_up(config.evaluation_pairs, 2)
     else:

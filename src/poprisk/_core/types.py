@@ -47,15 +47,6 @@ class Linearization:
 
 
 @runtime_checkable
-class Linearizable(Protocol):
-    """An optimizer that can say what its last step was; the recorder of a run asks for it."""
-
-    def linearize(self) -> dict[Tensor, Linearization]:
-        """The last step of each parameter that took one."""
-        ...
-
-
-@runtime_checkable
 class VarianceSource(Protocol):
     """Where the optimizer gets the variance of the batch gradient from, if not from the stream of gradients itself."""
 

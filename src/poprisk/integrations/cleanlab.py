@@ -18,8 +18,7 @@ def cleanlab_inputs(table: AuditTable) -> dict[str, np.ndarray]:
     >>> import torch
     >>> from functools import partial
     >>> from poprisk import audit
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk.runs import Problem, train
     >>> problem = Problem(torch.nn.Linear, "cross_entropy", torch.eye(3), torch.arange(3),
     ...                   arguments={"in_features": 3, "out_features": 3})
     >>> table = audit(train(problem, partial(torch.optim.SGD, lr=1.0), 9, progress=False), progress=False)

@@ -140,8 +140,7 @@ class Window(SweptOperators):
                 the first recorded steps.
             DataError: the window is empty or outside the run, or the model cannot take the test inputs.
 
-        >>> from poprisk.runs import Problem
-        >>> from poprisk.runs import train
+        >>> from poprisk.runs import Problem, train
         >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
         ...                   arguments={"in_features": 2, "out_features": 1})
         >>> run = train(problem, lambda params: torch.optim.SGD(params, lr=0.1), steps=3, progress=False)

@@ -33,8 +33,7 @@ def check_first_steps(run: Run, model: FlatModel) -> None:
     Raises:
         RunError: they differ.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk.runs import Problem, train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
     ...                   arguments={"in_features": 2, "out_features": 1})
     >>> run = train(problem, torch.optim.Adam, steps=2, progress=False)

@@ -41,8 +41,7 @@ class FlatRule(ABC):
     ``torch.func.vmap``, ``jvp`` and ``vjp``; weights, gradient and states may also have a leading axis, with one row
     for each member of an ensemble.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk.runs import Problem, train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
     ...                   arguments={"in_features": 2, "out_features": 1})
     >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), steps=3, progress=False)
@@ -305,8 +304,7 @@ def flat_rule(run: Run) -> FlatRule:
     Raises:
         RunError: the run used amsgrad or states of low precision, or weights of low precision or several dtypes.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk.runs import Problem, train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
     ...                   arguments={"in_features": 2, "out_features": 1})
     >>> run = train(problem, torch.optim.AdamW, steps=3, progress=False)

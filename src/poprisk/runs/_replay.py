@@ -51,8 +51,7 @@ def replay(run: Run, *, start: int = 0, stop: int | None = None, tolerate: bool 
     Raises:
         RunError: the weights deviate, or the run cannot be executed again (no problem, unseeded random numbers).
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk.runs import Problem, train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
     ...                   arguments={"in_features": 2, "out_features": 1})
     >>> run = train(problem, torch.optim.Adam, steps=6, batch_size=1, every=3, progress=False)

@@ -33,8 +33,7 @@ class Run:
 
     A run is made by :func:`~poprisk.runs.train`, :meth:`Recorder.close <poprisk.runs.Recorder.close>` or :meth:`load`.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk.runs import Problem, train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
     ...                   arguments={"in_features": 2, "out_features": 1})
     >>> run = train(problem, lambda params: torch.optim.SGD(params, lr=0.1), steps=3, progress=False)

@@ -253,18 +253,14 @@ class RunWriter:
         self._segment.records.append(record)
         self.num_steps += 1
         if len(self._segment.records) >= self._segment_steps:
-            self._flush()
-
-    def flush(self) -> None:
-        """Write the steps so far as a segment of their own."""
-        self._flush()
+            self.flush()
 
     def finish(self, *, whole: bool, closed: bool) -> None:
         """Write the remaining steps (unless the last one is not ``whole``), and whether the run was ``closed``."""
         if self._manifest is None:
             return
         if whole:
-            self._flush()
+            self.flush()
         self.wait()
         if self._thread is not None:
             self._thread.shutdown()
@@ -281,7 +277,8 @@ class RunWriter:
         if pending is not None:
             pending.result()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write the steps so far as a segment."""
         segment = self._segment
         if self._manifest is None or not segment.records:
             return

@@ -34,8 +34,7 @@ def population_rates(
         DataError: a step outside the run, or a batch of one example.
         RunError: no exact analysis of the run is possible.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk.runs import Problem, train
     >>> x = torch.linspace(-1, 1, 8)[:, None]
     >>> problem = Problem(torch.nn.Linear, "squared", x, 3 * x, arguments={"in_features": 1, "out_features": 1})
     >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.1), steps=6, batch_size=4, progress=False)

@@ -53,8 +53,7 @@ def gate_curve(run: Run, moments: int = _MOMENTS) -> GateCurve:
     Raises:
         RunError: The optimizer has no gate, or the run cannot be replayed.
 
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk.runs import Problem, train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(4), torch.ones(4, 1),
     ...                   arguments={"in_features": 4, "out_features": 1})
     >>> curve = gate_curve(train(problem, PopRiskAdamW, 6, batch_size=2, progress=False), moments=3)

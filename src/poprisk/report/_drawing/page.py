@@ -177,8 +177,7 @@ def training_call(run: Run) -> str:
     """The call of ``poprisk.train`` that reproduces the run; empty if the record does not determine it.
 
     >>> import torch
-    >>> from poprisk.runs import Problem
-    >>> from poprisk.runs import train
+    >>> from poprisk.runs import Problem, train
     >>> x = torch.eye(2)
     >>> problem = Problem(torch.nn.Linear, "squared", x, x, arguments={"in_features": 2, "out_features": 2})
     >>> training_call(train(problem, torch.optim.SGD, 2, progress=False))
