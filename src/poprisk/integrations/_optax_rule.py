@@ -1,6 +1,6 @@
-r"""The rule behind the optax integration: Algorithm 1 on arrays, leaf by leaf, and the checks of what comes in.
+r"""The update rule of the optax integration: Algorithm 1 on arrays, leaf by leaf, with checks of options and inputs.
 
-As :mod:`poprisk.optim.rules._population` is for torch; the tests hold one to the other.
+It corresponds to :mod:`poprisk.optim.rules._population` for torch; tests compare the two.
 """
 
 import math
@@ -25,25 +25,25 @@ Tree = Any
 
 
 class PopulationRiskState(NamedTuple):
-    """m, v, s of Algorithm 1 as trees like the parameters, and the counters of their bias corrections."""
+    """m, v, s of Algorithm 1, as trees with the structure of the parameters, and counters for bias corrections."""
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name for it
-    """Steps taken, int32: as many gradients as m and v have seen."""
+    """Number of steps, int32: the number of gradients in m and v."""
     mu: Tree
     nu: Tree
-    """v; None where another transformation is gated, which has its own."""
+    """v; None if another transformation is gated, which has its own state."""
     s: Tree
     """Variance of the gradient around its running mean; None without a gate."""
     var_count: jax.Array
-    """Gradients s has seen; zero, beside a zero s, where the gate joins a run that began with Adam."""
+    """Number of gradients in s; zero, with s zero, if a run that began with Adam continues with a gate."""
     gain: jax.Array
-    """What s would be under white noise of unit variance; ``alpha="calibrated"`` divides by it."""
+    """The value of s for white noise of unit variance; ``alpha="calibrated"`` divides by it."""
     inner_state: Tree = ()
 
 
 @dataclass(frozen=True)
 class Options:
-    """The gate's options and their defaults, which the tests hold to ``poprisk.optim.DEFAULTS``."""
+    """The gate's options and their defaults; a test compares them with ``poprisk.optim.DEFAULTS``."""
 
     b1: Number = 0.9
     b2: Number = 0.999
@@ -75,7 +75,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 class Moments(NamedTuple):
-    """m, v, s of one leaf; None for those the state does not have."""
+    """m, v, s of one leaf; None if the state does not have it."""
 
     m: Any
     v: Any
@@ -83,7 +83,7 @@ class Moments(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What one step multiplies with: scalars that do not depend on the coordinate."""
+    """The coefficients of one step: scalars that do not depend on the coordinate."""
 
     center: Any
     s_keep: Any
@@ -99,31 +99,31 @@ class Coefficients(NamedTuple):
     gate_eps: Any
     eps: Any
     opened: Any
-    """Whether the gate is 1 in advance (warm-up) ..."""
+    """Whether the gate is 1 because of the warm-up."""
     closed: Any
-    """... or else 0: nothing to decide on yet, or a tie by definition."""
+    """Whether the gate is otherwise 0, because s is still empty or by definition of a tie."""
 
 
 def advance(o: Options, state: PopulationRiskState) -> tuple[Coefficients, dict[str, Any]]:
-    """The coefficients of the next step and the counters after it; as ``poprisk.optim.rules._coefficients.advance``."""
+    """The coefficients of the next step and the counters after it; see ``poprisk.optim.rules._coefficients``."""
     count: Any = optax.safe_increment(state.count)
     t, var_count, gain = as_float(count), state.var_count, state.gain
     corrected = o.centering == "corrected"
     center, new = _inverse(_one_minus_power(o.b1, t - 1)) if corrected else 1.0, as_float(0.0)
-    if o.gate is not None:  # without one s stands still, and so do its counters
+    if o.gate is not None:  # without a gate, s and its counters do not change
         sampled = t > (1 if corrected else 0)  # the first deviation from a debiased mean exists at t = 2
         var_count = jnp.where(sampled, optax.safe_increment(var_count), var_count)
         new = jnp.where(sampled, as_float(1 - o.rho), 0.0)
         noise = _deviation_noise(o, jnp.maximum(t, 2) if corrected else t)
         updated = as_float(gain) + new * (noise - as_float(gain))
-        gain = updated.astype(gain.dtype)  # as it came, also if x64 came later
+        gain = updated.astype(gain.dtype)  # keep the dtype, even if x64 was enabled later
     c = _current(o, count, var_count, gain)
     sampling = {"center": as_float(center), "s_keep": 1 - new, "s_new": new}
     return c._replace(**sampling), {"count": count, "var_count": var_count, "gain": gain}
 
 
 def _current(o: Options, count: jax.Array, var_count: jax.Array, gain: jax.Array) -> Coefficients:
-    """The coefficients of the step already taken, after which s is as it is; as ``coefficients.current``."""
+    """The coefficients of the last step, which do not change s; see ``coefficients.current``."""
     t, t_s, gain = as_float(count), as_float(var_count), as_float(gain)
     s_scale = _one_minus_power(o.rho, t_s)
     calibrated = isinstance(o.alpha, str)
@@ -151,31 +151,31 @@ def _current(o: Options, count: jax.Array, var_count: jax.Array, gain: jax.Array
 
 
 def _mean_noise(o: Options, t: jax.Array) -> jax.Array:
-    """Variance of m̂ under white noise of unit variance; as ``poprisk.optim.rules._threshold.mean_noise``."""
+    """Variance of m̂ under white noise of unit variance; see ``poprisk.optim.rules._threshold.mean_noise``."""
     rest = _one_minus_power(o.b1, t)
     return as_float((1 - o.b1) / (1 + o.b1)) * (2 - rest) / rest
 
 
 def _deviation_noise(o: Options, t: jax.Array) -> jax.Array:
-    """Variance of the deviation g - m under the same noise; as ``poprisk.optim.rules._threshold.deviation_noise``."""
+    """Variance of the deviation g - m under the same noise; see ``poprisk.optim.rules._threshold.deviation_noise``."""
     if o.centering == "corrected":
         return 1 + _mean_noise(o, t - 1)
     return 1 + as_float((1 - o.b1) / (1 + o.b1)) * _one_minus_power(o.b1, 2 * (t - 1))
 
 
 def _one_minus_power(base: Number, exponent: jax.Array) -> jax.Array:
-    """1 - base^exponent to float32's full relative accuracy, also where base^exponent is close to 1."""
+    """1 - base^exponent with the full relative accuracy of float32, even if base^exponent is close to 1."""
     log = jnp.log(base) if isinstance(base, jax.Array) else (math.log(base) if base > 0 else -math.inf)
     return jnp.where(exponent > 0, -jnp.expm1(jnp.maximum(exponent, 1) * log), 0.0)
 
 
 def _inverse(x: jax.Array) -> jax.Array:
-    """1/x, and 0 for 0: what it would multiply has seen no gradient yet, and the gate is closed there."""
+    """1/x, and 0 for x = 0: there has been no gradient yet, and the gate is closed."""
     return jnp.where(x > 0, 1 / jnp.where(x > 0, x, 1.0), 0.0)
 
 
 def leaf_step(g: Any, direction: Any, stored: Moments, c: Coefficients, o: Options) -> tuple[jax.Array, Moments]:
-    """Lines 4 to 9 for one leaf: the gated direction and the new moments, in the dtypes that came in."""
+    """Lines 4 to 9 for one leaf: the gated direction and the new moments, in the dtypes of the inputs."""
     dtype, work = jnp.result_type(g), _work_dtype(stored.s if stored.v is None else stored.v)
     c = jax.tree.map(lambda x: x if x.dtype == jnp.bool_ else x.astype(work), c)
     (g, direction), old = jax.tree.map(lambda x: _parts(x).astype(work), ((g, direction), stored))
@@ -186,21 +186,21 @@ def leaf_step(g: Any, direction: Any, stored: Moments, c: Coefficients, o: Optio
         v=None if old.v is None else c.v_keep * old.v + c.v_new * (g * g),
         s=None if old.s is None else c.s_keep * old.s + c.s_new * jnp.square(g - c.center * old.m),
     )
-    if usable is not None:  # before the gate, which may pool coordinates
+    if usable is not None:  # before the gate, which may average over coordinates
         new = jax.tree.map(partial(jnp.where, usable), new, old)
     q = _gate(new.m, new.s, g, c, o)
     if new.v is None:
         out = q * direction
-    else:  # eps = 0 may meet a coordinate that never had a gradient
+    else:  # with eps = 0, a coordinate may never have had a gradient
         out = q * (new.m * c.m_debias) / jnp.maximum(jnp.sqrt(new.v * c.v_debias) + c.eps, jnp.finfo(work).tiny)
     out = out if usable is None else jnp.where(usable, out, 0)
     return _whole(out, dtype), jax.tree.map(lambda x, y: _whole(x, y.dtype), new, stored)
 
 
 def _gate(m: jax.Array, s: jax.Array | None, g: jax.Array | None, c: Coefficients, o: Options) -> Any:
-    """Lines 8 and 9: debias, pool to the asked granularity, compare; then what is decided in advance.
+    """Lines 8 and 9: debias, average at the given granularity, compare; then apply warm-up and ties.
 
-    What comes out broadcasts against m. Without a gradient the signal is the average.
+    The result broadcasts against m. Without a gradient, the signal is the averaged gradient.
     """
     if s is None:
         return 1.0
@@ -215,7 +215,7 @@ def _gate(m: jax.Array, s: jax.Array | None, g: jax.Array | None, c: Coefficient
 
 
 def _evaluate_gate(power: jax.Array, s_hat: jax.Array, c: Coefficients, o: Options) -> jax.Array:
-    """Eq. ``soft_filter``, the three lines; 0/0, a coordinate that never had a gradient, is closed."""
+    """Eq. ``soft_filter``; the gate is 0 for a coordinate that never had a gradient (0/0)."""
     if o.gate == "hard":
         return (power > c.alpha * s_hat).astype(power.dtype)
     part = power if o.gate == "snr" else jnp.maximum(power - c.alpha * s_hat, 0)
@@ -224,7 +224,7 @@ def _evaluate_gate(power: jax.Array, s_hat: jax.Array, c: Coefficients, o: Optio
 
 
 def leaf_sums(state: PopulationRiskState, o: Options) -> tuple[jax.Array, int]:
-    """Open gates, gates, noise power and signal power, summed over all leaves, and the number of coordinates."""
+    """Sums over all leaves of open gates, gates, noise power and signal power, and the number of coordinates."""
     c, settled = _current(o, state.count, state.var_count, state.gain), jnp.maximum(as_float(state.count), 2)
     total, coordinates = jnp.zeros(4, c.eps.dtype), 0
     means, structure = jax.tree.flatten(state.mu)
@@ -240,41 +240,41 @@ def leaf_sums(state: PopulationRiskState, o: Options) -> tuple[jax.Array, int]:
 
 
 def where_usable(x: Any, g: Any, like: Any) -> jax.Array:
-    """X where the gradient can be used in the arithmetic of ``like``, else 0; part by part if complex."""
+    """``x`` for coordinates whose gradient is usable in the precision of ``like``, otherwise 0."""
     usable = _is_usable(_parts(g).astype(_work_dtype(like)))
     return _whole(jnp.where(usable, _parts(x), 0), jnp.result_type(x))
 
 
 def _is_usable(g: jax.Array) -> jax.Array:
-    """Where a gradient is finite, and small enough that no square in the rule overflows."""
+    """Whether a gradient is finite, and small enough that its square does not overflow."""
     return jnp.abs(g) < (2.0**510 if g.dtype == jnp.float64 else 2.0**62)
 
 
 def _parts(x: Any) -> jax.Array:
-    """A complex array as pairs of real numbers, each with a gate of its own, as in the torch class."""
+    """A complex array as pairs of real numbers, each with its own gate, as in the torch class."""
     x = jnp.asarray(x)
     return jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
 
 
 def _whole(x: jax.Array, dtype: Any) -> jax.Array:
-    """Pairs of real numbers as a complex array again, where ``dtype`` is complex."""
+    """Convert pairs of real numbers back to a complex array, if ``dtype`` is complex."""
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return x.astype(dtype)
     return jax.lax.complex(x[..., 0], x[..., 1]).astype(dtype)
 
 
 def as_float(x: Any) -> jax.Array:
-    """A scalar in the widest float there is: float64 under x64, else float32."""
+    """A scalar in the widest available dtype: float64 if x64 is enabled, otherwise float32."""
     return jnp.asarray(x, dtype=jnp.result_type(float))
 
 
 def _work_dtype(x: Any) -> Any:
-    """Arithmetic is done in float32, or in float64 for float64 and complex128."""
+    """The dtype of computations: float32, or float64 for float64 and complex128."""
     return jnp.float64 if jnp.result_type(x) in (jnp.float64, jnp.complex128) else jnp.float32
 
 
 def zeros_like_tree(params: Tree, dtype: Any = None) -> Tree:
-    """Moments for these parameters; those of a complex one hold two real moments as one complex number."""
+    """Zero moments for these parameters; a complex parameter has complex moments, which hold two real ones."""
 
     def zeros(p: Any) -> jax.Array:
         own = jnp.result_type(p)
@@ -285,12 +285,12 @@ def zeros_like_tree(params: Tree, dtype: Any = None) -> Tree:
 
 
 def column(tree: Tree, structure: Any) -> list[Any]:
-    """The leaves of a tree of that structure; of no tree, as many times None."""
+    """The leaves of a tree with this structure; a list of None if there is no tree."""
     return [None] * structure.num_leaves if tree is None else structure.flatten_up_to(tree)
 
 
 def checked_options(given: dict[str, Any]) -> Options:
-    """The options in one form; refuses those out of range, as ``poprisk.optim._validation`` does."""
+    """The checked options; see also ``poprisk.optim._validation``."""
     o = Options(**_unpack_gate(given))
     numbers = {
         **{name: ("a number in [0, 1)", lambda x: 0 <= x < 1) for name in ("b1", "b2", "rho")},
@@ -309,7 +309,7 @@ def checked_options(given: dict[str, Any]) -> Options:
 
 
 def _unpack_gate(given: dict[str, Any]) -> dict[str, Any]:
-    """The same options with the fields of a :class:`poprisk.Gate`, known by its method since its module needs torch."""
+    """The options with a ``poprisk.Gate`` replaced by its fields; found by its method, as its module needs torch."""
     gate: Any = given.get("gate")
     if not hasattr(gate, "options"):
         return given
@@ -322,12 +322,12 @@ def _unpack_gate(given: dict[str, Any]) -> dict[str, Any]:
     for name in gate_fields:
         beside = given.get(name, getattr(DEFAULTS, name))
         if name != "gate" and (isinstance(beside, jax.Array) or beside != getattr(DEFAULTS, name)):
-            raise HyperparameterError(f"{name}={beside!r} was given beside gate={gate!r}: write it inside the Gate")
+            raise HyperparameterError(f"{name}={beside!r} was given beside gate={gate!r}: pass it to Gate")
     return {**given, **gate_fields}
 
 
 def checked_number(name: str, value: Any, expected: str, ok: Callable[[float], bool]) -> Any:
-    """A number as a float, or an array of floats; refused if out of range, unless its value is not known yet."""
+    """The number as a float or array; its range is checked unless the value is traced."""
     if isinstance(value, Tracer):
         return as_float(value)
     plain = value.item() if getattr(value, "shape", None) == () else value
@@ -344,28 +344,28 @@ def _is_real_dtype(dtype: Any) -> bool:
 
 
 def check_dtype(leaf: Any) -> None:
-    """Refuses what has no gradient.
+    """Check that a parameter can have a gradient.
 
     Raises:
-        GradientError: an integer or boolean parameter.
+        GradientError: The parameter is an integer or boolean array.
     """
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise GradientError(
             f"the gate needs floating-point or complex parameters, got dtype {dtype} for one of shape "
-            f"{jnp.shape(leaf)}: leave it out with optax.masked, or give it a label of its own in optax.multi_transform"
+            f"{jnp.shape(leaf)}: leave it out with optax.masked, or give it its own label in optax.multi_transform"
         )
 
 
 def check_structure(updates: Tree, state: PopulationRiskState) -> None:
-    """Refuses gradients of another tree than the state was made for.
+    """Check that the gradients have the structure of the state.
 
     Raises:
-        GradientError: the trees differ.
+        GradientError: The structures differ.
     """
     got, expected = jax.tree.structure(updates), jax.tree.structure(state.mu)
     if got != expected:
         raise GradientError(
             f"gradients must have the tree structure of the parameters given to init, {expected}, got {got}: leave "
-            "parameters without gradients out with optax.masked, or have None in their place in both trees"
+            "parameters without gradients out with optax.masked, or put None in their place in both trees"
         )

@@ -1,7 +1,7 @@
-r"""Algorithm 1 for JAX: a gradient transformation that gates Adam's direction, and the AdamW made with it.
+r"""Algorithm 1 for JAX: a gradient transformation that gates Adam's direction, and AdamW with this gate.
 
-Written for optax's conventions and free of torch, so that a JAX program does not load a second framework; the tests
-hold it to :class:`poprisk.PopRiskAdamW` step by step.
+It follows optax's conventions and does not import torch, so that a JAX program does not load a second framework. Tests
+compare it with :class:`poprisk.PopRiskAdamW` step by step.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ try:
     import optax
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("jax", "jaxlib", "optax"):
-        raise  # a part of an installed jax or optax is broken: its own message says more
+        raise  # the installed jax or optax is broken: its own message is more helpful
     raise MissingExtraError("optax", "jax", "the optax integration") from None
 
 if TYPE_CHECKING:  # torch is imported where these live
@@ -43,14 +43,14 @@ from poprisk.integrations._optax_rule import (
 
 
 class GateDiagnostics(NamedTuple):
-    """Meters of the last step, as scalars on the device; defined as :meth:`poprisk.PopRiskAdamW.diagnostics` does."""
+    """Diagnostics of the last step, as scalars on the device; see :meth:`poprisk.PopRiskAdamW.diagnostics`."""
 
     active_fraction: jax.Array
     """Share of coordinates whose gate was not closed."""
     mean_gate: jax.Array
-    """Mean of q."""
+    """Mean of the gate q."""
     noise_scale: jax.Array
-    """Gradient noise scale in batches, ``tr Cov(g_B) / |E g|²``, both debiased; infinite where no signal stands out."""
+    """Gradient noise scale in batches, ``tr Cov(g_B) / |E g|²``, both debiased; infinite without a clear signal."""
 
 
 def population_risk_gate(
@@ -72,29 +72,30 @@ def population_risk_gate(
     mu_dtype: Any = DEFAULTS.mu_dtype,
     inner: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Gradients in, gated direction out: lines 4 to 9 of Algorithm 1 (``alg:pop_risk``).
+    r"""Transform gradients into the gated direction: lines 4 to 9 of Algorithm 1 (``alg:pop_risk``).
 
     .. math:: u = q \odot \frac{\hat m}{\sqrt{\hat v} + \epsilon}, \qquad
               q = \frac{\delta}{\delta + \lambda_{pop} \hat s + \varepsilon}, \quad
               \delta = (\hat m^2 - \alpha \hat s)_+
 
-    In a chain it stands where ``optax.scale_by_adam`` would, and before anything that averages or normalizes: the
-    noise it measures must be the gradients' own. For the same reason a gate for another optimizer goes *around* that
-    optimizer: with ``inner`` the updates are :math:`u = q \odot \mathrm{inner}(g)`, with the q of the gradients that
-    come in. ``inner=optax.identity()`` is gated gradient descent, ``inner=optax.scale_by_adam()`` is Algorithm 1 again
-    (with one more state vector), and a chain that ends in ``add_decayed_weights`` has its decay gated too.
+    In a chain, use it in place of ``optax.scale_by_adam``, before anything that averages or normalizes gradients,
+    because it measures their noise. For the same reason, a gate for another optimizer wraps that optimizer: with
+    ``inner`` the updates are :math:`u = q \odot \mathrm{inner}(g)`, where q is computed from the incoming gradients.
+    ``inner=optax.identity()`` is gated gradient descent, ``inner=optax.scale_by_adam()`` is again Algorithm 1 (with one
+    more state vector), and in a chain that ends with ``add_decayed_weights`` the decay is gated, too.
 
     Symbol map: ``b1``, ``b2`` β1, β2, ``eps`` ϵ, ``alpha`` α, ``strength`` λ_pop (λ of the SNR gate), ``rho`` ρ,
     ``gate_eps`` ε.
 
     Args:
         b1: Decay of the average of the gradient.
-        b2: Decay of the average of its square; without effect where ``inner`` is given, like ``eps``.
-        eps: Added to Adam's denominator.
+        b2: Decay of the average of its square; no effect with ``inner``, like ``eps``.
+        eps: Constant added to Adam's denominator.
         gate: ``"snr"`` (positive even below the cutoff), ``"soft"`` (Algorithm 1), ``"hard"`` (the binary mask), or
-            None for Adam, or for ``inner`` as it is. Or a :class:`poprisk.Gate`, which holds the next nine options in
-            one value; given one by one, the numbers among them can be scheduled by ``optax.inject_hyperparams``.
-        alpha: Leave-one-out coefficient in the paper's units, or ``"calibrated"``: where pure noise breaks even.
+            None for Adam, or for ``inner`` without a gate. Or a :class:`poprisk.Gate`, which contains the next nine
+            options; if you pass them one by one, ``optax.inject_hyperparams`` can schedule the numbers among them.
+        alpha: Leave-one-out coefficient in the paper's units, or ``"calibrated"``: the value at which pure noise
+            breaks even.
         strength: Weight of the noise.
         rho: Decay rate of s.
         gate_eps: Constant added to the gate's denominator; any value other than 0 makes the gate depend on the scale
@@ -104,15 +105,15 @@ def population_risk_gate(
         warmup_steps: Number of initial steps without gating.
         normalize_gate: Divide the gate by its mean over each leaf.
         granularity: One gate per ``"element"``, per ``"row"`` (first axis) or per ``"tensor"`` (leaf).
-        skip_nonfinite: Leave a coordinate's m, v, s alone, and emit 0 for it, in a step where its gradient is NaN,
-            infinite, or too large to square.
-        mu_dtype: dtype of m. Default: as v and s, float32, or float64 for float64 parameters; complex parameters have
-            complex moments in any case.
+        skip_nonfinite: Whether to keep a coordinate's m, v, s, and return 0 for it, in a step in which its gradient is
+            NaN, infinite, or too large to square.
+        mu_dtype: Data type of m. Default: that of v and s, float32, or float64 for float64 parameters; complex
+            parameters always have complex moments.
         inner: The transformation to gate instead of Adam's direction.
 
     Returns:
-        The transformation; its state is a :class:`PopulationRiskState`. Numbers may be traced, as under
-        ``optax.inject_hyperparams``; extra arguments of ``update`` are handed to ``inner`` and otherwise ignored.
+        The transformation; its state is a :class:`PopulationRiskState`. Numbers may be traced, as by
+        ``optax.inject_hyperparams``; extra arguments of ``update`` are passed to ``inner`` and otherwise ignored.
 
     Raises:
         HyperparameterError: an option is out of range.
@@ -189,25 +190,26 @@ def poprisk_adamw(
     granularity: "Granularity" = DEFAULTS.granularity,
     skip_nonfinite: bool = DEFAULTS.skip_nonfinite,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""AdamW with the gate of Algorithm 1: :class:`poprisk.PopRiskAdamW` for JAX, in the place of ``optax.adamw``.
+    r"""AdamW with the gate of Algorithm 1: :class:`poprisk.PopRiskAdamW` for JAX, a replacement for ``optax.adamw``.
 
     .. math:: w_t = w_{t-1} - \eta\, q_t \odot \frac{\hat m_t}{\sqrt{\hat v_t} + \epsilon} - \eta \lambda_{wd} w_{t-1}
 
     A chain of :func:`population_risk_gate`, ``optax.add_decayed_weights`` and ``optax.scale_by_learning_rate``. The
-    decay is not gated: a closed gate still decays. A coordinate whose gradient is not finite sits the whole step out.
+    decay is not gated: weights decay even if the gate is closed. A coordinate whose gradient is not finite skips the
+    whole step.
 
-    The gate shrinks most steps, and the default one by far: start with **60 times the learning rate of AdamW** (the
-    default is 0.06), or with less in proportion at a smaller ``strength``. What the defaults gain and cost is in the
-    docstring of :class:`poprisk.PopRiskAdamW`; ``gate="soft", strength=1.0`` is Algorithm 1.
+    The gate makes most steps smaller, the default gate by a large factor: start with **60 times the learning rate of
+    AdamW** (the default is 0.06), or proportionally less with a smaller ``strength``. The docstring of
+    :class:`poprisk.PopRiskAdamW` says what the defaults gain and cost; ``gate="soft", strength=1.0`` is Algorithm 1.
 
     Args:
         learning_rate: η, a number or an optax schedule.
         b1: Decay of the average of the gradient.
         b2: Decay of the average of its square.
-        eps: Added to Adam's denominator.
-        weight_decay: Decoupled weight decay λ_wd, by default that of :class:`poprisk.PopRiskAdamW`, not of optax.
-        mask: Which leaves decay, as in ``optax.adamw``.
-        mu_dtype: As in :func:`population_risk_gate`, like everything below.
+        eps: Constant added to Adam's denominator.
+        weight_decay: Decoupled weight decay λ_wd; the default is that of :class:`poprisk.PopRiskAdamW`, not of optax.
+        mask: Which leaves are decayed, as in ``optax.adamw``.
+        mu_dtype: Data type of m; this and all options below are as in :func:`population_risk_gate`.
         gate: ``"snr"``, ``"soft"``, ``"hard"``, a :class:`poprisk.Gate`, or None for AdamW.
         alpha: Leave-one-out coefficient, or ``"calibrated"``.
         strength: Weight of the noise: λ_pop, or λ of the SNR gate.
@@ -218,10 +220,10 @@ def poprisk_adamw(
         warmup_steps: Number of initial steps without gating.
         normalize_gate: Divide the gate by its mean over each leaf.
         granularity: ``"element"``, ``"row"`` or ``"tensor"``.
-        skip_nonfinite: Leave a coordinate alone, decay included, where its gradient is not finite.
+        skip_nonfinite: Whether a coordinate skips the step, including its decay, if its gradient is not finite.
 
     Returns:
-        The optimizer. Its ``update`` needs ``params``, for the decay.
+        The optimizer. Its ``update`` needs ``params`` for the decay.
 
     Raises:
         HyperparameterError: an option is out of range.
@@ -250,19 +252,19 @@ def poprisk_adamw(
 
 
 def gate_diagnostics(state: Tree, **options: Any) -> GateDiagnostics:
-    r"""What the gate did in the last step, computed now from the state of an optimizer; may be jitted.
+    r"""Gate diagnostics of the last step, computed from the state of an optimizer; may be jitted.
 
-    The state holds no hyper-parameters: **pass those the gate was made with**, if they are not the defaults. Of a state
-    with several gates, as that of ``optax.multi_transform``, the meters are over all of them; where their options
-    differ, pass one inner state at a time. A ``mu_dtype`` below float32 leaves a rounded m to compute from.
+    The state does not contain the hyper-parameters: **pass those of the gate** if they are not the defaults. If a state
+    contains several gates, as with ``optax.multi_transform``, the diagnostics are over all of them; if their options
+    differ, pass one inner state at a time. With a ``mu_dtype`` below float32, they are computed from a rounded m.
 
     Args:
         state: The state of :func:`poprisk_adamw`, or of any optimizer with a :func:`population_risk_gate` in it.
-        **options: The gate's options, by the names of :func:`population_risk_gate`. With ``signal="batch"`` the gate is
-            that of the averaged signal: the batch's own is gone after the step.
+        **options: The gate's options, by the names of :func:`population_risk_gate`. With ``signal="batch"``, the
+            diagnostics use the averaged signal, since the batch is not available after the step.
 
     Raises:
-        StateDictError: there is no gate in this state.
+        StateDictError: The state does not contain a gate.
 
     Example:
         >>> options = {"gate": "snr", "centering": "corrected"}
@@ -278,8 +280,8 @@ def gate_diagnostics(state: Tree, **options: Any) -> GateDiagnostics:
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_ours) if _is_ours(x)]
     if not states:
         raise StateDictError(
-            f"gate_diagnostics needs a state with a PopulationRiskState in it, got {type(state).__name__} without one: "
-            "pass what init or update of poprisk_adamw or population_risk_gate returned"
+            f"gate_diagnostics needs a state that contains a PopulationRiskState, got {type(state).__name__} without "
+            "one: pass the state returned by init or update of poprisk_adamw or population_risk_gate"
         )
     total, coordinates = jnp.zeros(4, jnp.result_type(float)), 0
     for x in states:
@@ -291,7 +293,7 @@ def gate_diagnostics(state: Tree, **options: Any) -> GateDiagnostics:
 
 
 def _sitting_out(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """The same transformation, whose updates are 0 wherever the gradient was not usable: no decay there either."""
+    """The same transformation with updates of 0, decay included, for coordinates with unusable gradients."""
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         out, state = inner.update(updates, state, params, **extra)

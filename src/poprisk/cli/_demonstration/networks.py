@@ -1,4 +1,4 @@
-"""Many trainings of one small network as one stacked computation: members are learning rates x seeds."""
+"""Many trainings of a small network as one stacked computation, for all learning rates and seeds."""
 
 import math
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ class MLPShape:
 
 
 class StackedMLP(nn.Module):
-    """``num_groups`` x ``len(seeds)`` networks in batched matrix products, with leaf tensors per group.
+    """``num_groups`` x ``len(seeds)`` networks in batched matrix products, with separate parameters for each group.
 
-    A group is what gets hyper-parameters of its own (one learning rate). Member (g, s) starts from the weights that
-    ``seeds[s]`` gives, whatever g is, so that groups, and ensembles built from the same seeds, are paired.
+    Each group has its own hyper-parameters (a learning rate). The initial weights of member (g, s) depend only on
+    ``seeds[s]``, so groups, and ensembles with the same seeds, are paired.
 
     Args:
         shape: Sizes of each network.
-        seeds: One initialisation each.
-        num_groups: How many times the seeds are repeated.
-        dtype: Of the weights.
+        seeds: Seeds for the initial weights.
+        num_groups: Number of groups.
+        dtype: Data type of the weights.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class StackedMLP(nn.Module):
         )
 
     def group_parameters(self) -> list[list[nn.Parameter]]:
-        """The leaf tensors of each group, [seeds, out, in] and [seeds, 1, out] by turns."""
+        """The parameters of each group: weights [seeds, out, in] and biases [seeds, 1, out], alternating."""
         return [list(group.parameters()) for group in self.leaves]
 
     def forward(self, inputs: Float[Tensor, "seeds batch inputs"]) -> Float[Tensor, "groups seeds batch outputs"]:
-        """Every member's logits; member (g, s) sees the inputs of seed s."""
+        """Logits of all members; member (g, s) gets the inputs of seed s."""
         layers = [torch.cat(leaves) for leaves in zip(*self.group_parameters(), strict=True)]
         hidden = inputs.expand(self.num_groups, *inputs.shape).flatten(0, 1)
         for index in range(0, len(layers), 2):
@@ -81,7 +81,7 @@ def initial_weights(shape: MLPShape, seed: int, dtype: torch.dtype = torch.float
 def member_losses(
     logits: Float[Tensor, "groups seeds batch classes"], labels: Int[Tensor, "seeds batch"]
 ) -> Float[Tensor, "groups seeds"]:
-    """Each member's mean cross-entropy; their sum has each member's own gradient."""
+    """Mean cross-entropy of each member; the gradient of their sum is each member's own gradient."""
     log_probability = logits.log_softmax(-1)
     index = labels.expand(logits.shape[0], *labels.shape).unsqueeze(-1)
     return -log_probability.gather(-1, index).squeeze(-1).mean(-1)

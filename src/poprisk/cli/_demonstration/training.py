@@ -1,4 +1,4 @@
-"""Training a stacked ensemble: real optimizers with one parameter group per learning rate, each seed's own batches."""
+"""Training of a stacked ensemble, with one parameter group per learning rate and separate batches for each seed."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from poprisk.errors import DataError, HyperparameterError
 
 
 class StackedTraining:
-    """An ensemble on its way: :meth:`advance` it, look at its :meth:`predictions`, advance it further.
+    """The training of an ensemble: :meth:`advance` takes steps, :meth:`predictions` evaluates the current weights.
 
     Args:
         network: The members; group g uses the optimizer's parameter group g.
         optimizer: Any torch optimizer over :func:`learning_rate_groups`.
         inputs: Training inputs of each seed.
         labels: Training labels of each seed.
-        batches: Which examples each step uses, e.g. :func:`epoch_batches`.
+        batches: Indices of the examples of each step, e.g. :func:`epoch_batches`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StackedTraining:
         self._seed_index = torch.arange(len(inputs)).unsqueeze(1)
 
     def advance(self, steps: int) -> None:
-        """Take so many optimizer steps with every member."""
+        """Take a number of optimizer steps with every member."""
         for _ in range(steps):
             index = (self._seed_index, next(self.batches))
             self.optimizer.zero_grad()
@@ -47,7 +47,7 @@ class StackedTraining:
 
     @torch.no_grad()
     def predictions(self, inputs: Float[Tensor, "seeds examples pixels"]) -> Int[Tensor, "groups seeds examples"]:
-        """The class each member gives to each example."""
+        """The class that each member predicts for each example."""
         return self.network(inputs).argmax(-1)
 
 
@@ -55,7 +55,7 @@ def learning_rate_groups(network: StackedMLP, learning_rates: Sequence[float]) -
     """Parameter groups for a torch optimizer: one learning rate for each group of members.
 
     Raises:
-        HyperparameterError: not exactly one learning rate for each group.
+        HyperparameterError: The number of learning rates differs from the number of groups.
     """
     groups = network.group_parameters()
     if len(groups) != len(learning_rates):
@@ -66,22 +66,22 @@ def learning_rate_groups(network: StackedMLP, learning_rates: Sequence[float]) -
 
 
 def evaluation_steps(steps: int, evaluations: int) -> list[int]:
-    """Evenly spaced steps to look at, the last one among them; every step if there are fewer than looks.
+    """Evenly spaced steps at which to evaluate, including the last one; at most one evaluation per step.
 
     >>> evaluation_steps(10, 4)
     [2, 5, 8, 10]
     """
-    looks = min(evaluations, steps)
-    return [round(steps * (i + 1) / looks) for i in range(looks)]
+    count = min(evaluations, steps)
+    return [round(steps * (i + 1) / count) for i in range(count)]
 
 
 def epoch_batches(
     num_examples: int, batch_size: int, seeds: Sequence[int], device: torch.device | None = None
 ) -> Iterator[Int[Tensor, "seeds batch"]]:
-    """Endless batches by index, every seed in its own order, each example at most once an epoch (the last few wait).
+    """Endless batches of indices, in a separate order for each seed; an incomplete last batch of an epoch is dropped.
 
     Raises:
-        DataError: the batch is empty or larger than the data.
+        DataError: The batch is empty or larger than the data.
     """
     if not 1 <= batch_size <= num_examples:
         raise DataError(f"batch_size must lie between 1 and the {num_examples} training examples, got {batch_size}")
