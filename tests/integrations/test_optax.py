@@ -747,7 +747,7 @@ def test_trees_that_do_not_fit_are_refused():
         optimizer.update({"a": jnp.ones(2), "b": None}, optimizer.init(params), params)
     with pytest.raises(HyperparameterError, match=r"inner must be an optax\.GradientTransformation or None, got 3"):
         population_risk_gate(inner=3)
-    with pytest.raises(StateDictError, match="PopulationRiskState in it, got tuple"):
+    with pytest.raises(StateDictError, match="contains a PopulationRiskState, got tuple"):
         gate_diagnostics(optax.adamw(1e-3).init(jnp.ones(2)))
 
 
