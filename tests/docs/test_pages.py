@@ -81,12 +81,9 @@ def test_what_pages_and_examples_import_is_public():
     assert len(found) > 40
     modules = {m.name for room in ROOMS for m in room.modules}
     constants = {name for name in found if name.rpartition(".")[2].isupper() and name.rpartition(".")[0] in modules}
-    lab = {
-        name for name in found if name.startswith("poprisk_lab.")
-    }  # a project of its own, without private names here
-    assert all(
-        "._" not in name and hasattr(import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in lab
-    )
+    lab = {name for name in found if name.startswith("poprisk_lab.")}  # a project of its own
+    places = {name: name.rpartition(".") for name in lab}
+    assert all("._" not in name and hasattr(import_module(m), n) for name, (m, _, n) in places.items())
     unknown = {name: path for name, path in found.items() if name not in KNOWN | modules | constants | lab}
     assert unknown == {}
 
