@@ -58,8 +58,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def train(model: nn.Module, steps: int = 20, **options) -> list[torch.Tensor]:
-    optimizer = PopRiskAdamW.paper(model.parameters(), gate=Gate.paper(alpha=0.3), **options)
+def train(model: nn.Module, granularity: str, steps: int = 20, **options) -> list[torch.Tensor]:
+    gate = Gate.paper(alpha=0.3, granularity=granularity)
+    optimizer = PopRiskAdamW.paper(model.parameters(), gate=gate, **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -76,11 +77,10 @@ def train(model: nn.Module, steps: int = 20, **options) -> list[torch.Tensor]:
 def test_fsdp_equals_the_plain_module(mesh, granularity, offload, backend):
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    options = {"granularity": granularity, **backend}
-    expected = train(network().cuda(), **options)
+    expected = train(network().cuda(), granularity, **backend)
     model = network().cuda() if not offload else network()
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
-    for got, want in zip(train(model, **options), expected, strict=True):
+    for got, want in zip(train(model, granularity, **backend), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
     assert {p.device.type for p in model.parameters()} == {"cpu" if offload else "cuda"}
 

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.gpu
     "options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=["fused", "foreach", "forloop"]
 )
 @pytest.mark.parametrize(
-    "extra", [{}, {"alpha": "calibrated"}, {"centering": "corrected"}, {"state_dtype": torch.bfloat16}], ids=str
+    "extra",
+    [{}, {"gate": Gate(alpha="calibrated")}, {"gate": Gate(centering="corrected")}, {"state_dtype": torch.bfloat16}],
+    ids=str,
 )
 def test_a_captured_step_equals_an_eager_one(options, extra):
     eager, captured = (start(dtype=torch.float32, device="cuda") for _ in range(2))
