@@ -58,6 +58,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"Tensor|os\.PathLike|enum\.Enum|abc\.ABC|LightningModule"),
     (r"py:class", r"GateName|Centering|Signal|Granularity"),  # optax's signatures are text
     (r"py:func", r"functools\.partial"),
+    (r"py:.*", r"poprisk_lab\..*"),  # the reference is that of the library
 ]
 
 sphinx_gallery_conf = {

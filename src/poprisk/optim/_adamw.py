@@ -233,7 +233,7 @@ class PopRiskAdamW(Optimizer):
             }
 
     def linearize(self) -> dict[Tensor, Linearization]:
-        """The last step of each parameter as an affine map of its gradient's momentum; see :class:`Linearization`.
+        """The last step of each parameter as an affine map of its gradient's momentum; see ``Linearization``.
 
         It uses the hyper-parameters of that step, whatever a scheduler has set since. Complex parameters are pairs of
         real numbers, sharded ones DTensors. Coordinates left out for a non-finite gradient are not marked.
