@@ -115,7 +115,7 @@ def shown(run):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("run", ["Run: four <script>", "6", "16", "SGD, first lr 1", "every step", "in memory", "possible", "→"]),
+        ("run", ["Run: four <script>", "6", "16", "SGD, initial lr 1", "every step", "in memory", "possible", "→"]),
         ("estimate", ["Estimate", "0.412 ± 0.031", "valid", "30"]),
         ("doubtful", ["not valid: a single probe <script>", "± nan"]),
         ("tensor", ["tensor of shape [2] with mean 1.5"]),

@@ -27,6 +27,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.risk._error import corrected_risk_error, example_losses_of, unseen_mistake
 from poprisk.risk._influence.exclusion_sweep import ExcludedOutputs, excluded_outputs
 from poprisk.risk._influence.label_sensitivity import corrected_displacement
+from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.matrix import evaluation_model
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.risk._verdict import (
@@ -164,7 +165,7 @@ def exclusion(
 
 
 def exclusion_at(
-    unrolled: Unrolled,
+    unrolled: LinearizedRun,
     found: ExcludedOutputs,
     k: int,
     *,

@@ -19,7 +19,7 @@ from poprisk._core.autodiff import (
     take_first_way,
 )
 from poprisk.errors import DataError
-from poprisk.risk._influence.sensitivity import Unrolled
+from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.step_jacobian import StepJacobian
 
 
@@ -54,7 +54,7 @@ class ExclusionSweep:
     One pass over the run serves every step: the risk at all of them costs what it costs at the last.
 
     Args:
-        unrolled: The run, made differentiable.
+        unrolled: The run with its steps linearized (an ``Unrolled`` is one).
         examples: Indices of the training examples, each left out alone.
         mass_preserving: Whether the weights of the others grow by n/(n - 1), as in a mean over n - 1 examples.
 
@@ -63,13 +63,13 @@ class ExclusionSweep:
     >>> problem = Problem(torch.nn.Linear, "squared", torch.ones(3, 1), y,
     ...                   arguments={"in_features": 1, "out_features": 1, "bias": False})
     >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.5), steps=60, progress=False)
-    >>> sweep = ExclusionSweep(Unrolled(run), torch.arange(3))
+    >>> sweep = ExclusionSweep(LinearizedRun(run), torch.arange(3))
     >>> found = sweep.outputs_at(60)  # the mean of the two others, exactly: the model is linear
     >>> (found.outputs + found.displaced).squeeze(1).round(decimals=3).abs()
     tensor([1.5000, 1.5000, 0.0000])
     """
 
-    def __init__(self, unrolled: Unrolled, examples: Int[Tensor, "m"], *, mass_preserving: bool = True) -> None:
+    def __init__(self, unrolled: LinearizedRun, examples: Int[Tensor, "m"], *, mass_preserving: bool = True) -> None:
         n = unrolled.num_examples
         self.unrolled, self.examples = unrolled, examples
         self.others = n / (n - 1) if mass_preserving else 1.0
@@ -118,7 +118,7 @@ class ExclusionSweep:
             u, displaced = vmap(both, chunk_size=self._examples_at_once())(dW, *parts)
         return ExcludedOutputs(self.examples, u, tangent, displaced, unrolled.output_shape)
 
-    def extend(self, unrolled: Unrolled) -> None:
+    def extend(self, unrolled: LinearizedRun) -> None:
         """Continue along a longer recording of the same run.
 
         Raises:
@@ -153,7 +153,7 @@ class ExclusionSweep:
 
 
 def excluded_outputs(
-    unrolled: Unrolled, examples: Int[Tensor, "m"], *, mass_preserving: bool = True
+    unrolled: LinearizedRun, examples: Int[Tensor, "m"], *, mass_preserving: bool = True
 ) -> ExcludedOutputs:
     """Outputs at the end of the run with and without each example, as many at a time as memory allows."""
     parts = [

@@ -17,6 +17,7 @@ from poprisk._core.autodiff import ExampleLoss, FlatModel, Inputs, slices, take_
 from poprisk._core.estimate import Estimate
 from poprisk._core.linalg import LinearOperator, from_functions, hutchinson_diagonal, xdiag
 from poprisk.errors import DataError
+from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.runs import Run
 
@@ -139,7 +140,7 @@ def exact_estimate(value: Tensor | float, unrolled: Unrolled) -> Estimate:
     return Estimate(value, error, reason="exact derivative of the run", cost=unrolled.num_examples)
 
 
-def evaluation_model(unrolled: Unrolled, loss: str | ExampleLoss | None) -> FlatModel:
+def evaluation_model(unrolled: LinearizedRun, loss: str | ExampleLoss | None) -> FlatModel:
     """The network with the loss to evaluate."""
     return unrolled.model if loss is None else FlatModel(unrolled.model.module, loss)
 
