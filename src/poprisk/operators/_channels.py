@@ -59,7 +59,7 @@ class DissipationChannels:
     train_right: Float[Tensor, "r r"]
     """Right singular vectors of C_S V, one per column."""
     train_rank: int
-    """Singular values of C_S that are told apart from rounding (or lie above the cut-off asked for)."""
+    """Singular values of C_S above rounding error, or above the requested cutoff."""
 
     @property
     def rank(self) -> int:
@@ -144,12 +144,12 @@ class DissipationChannels:
 
     @property
     def unresolved(self) -> int:
-        """Directions of the signal channel on which the train displacement is not told apart from 0."""
+        """Directions of the signal channel whose train displacement cannot be distinguished from 0."""
         return self.rank - self.train_rank
 
     @cached_property
     def complete(self) -> "DissipationChannels":
-        r"""The same window with all of W that is told apart from rounding as signal channel; itself if it is that.
+        r"""The same window with every direction of W above rounding error in its signal channel.
 
         A cut-off chooses a part of W to work on. What bounds all directions, such as :math:`\|G h\|^2 \le
         \|\Gamma_Q\|\, h^\top W h`, needs :math:`\Gamma_Q` on all of them.

@@ -65,7 +65,7 @@ class Operators:
 
     @property
     def dissipation_gramian(self) -> Float[Tensor, "N N"]:
-        """W. For its spectrum use ``factor``: from W nothing finer than the root of rounding can be told apart."""
+        """W. For its spectrum use ``factor``: W itself resolves nothing below √eps."""
         return self.factor.T @ self.factor
 
     @property

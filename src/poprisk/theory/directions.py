@@ -54,7 +54,7 @@ class SignalDirections:
 
     @property
     def rank(self) -> int:
-        """ρ: eigenvalues that are told apart from 0."""
+        """ρ: number of eigenvalues that are distinguishable from 0."""
         return self.spectrum.count_above(max(self.spectrum.resolution * self.spectrum.largest, self.spectrum.rest))
 
     def value_after(self, r: int) -> float:

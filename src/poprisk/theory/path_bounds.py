@@ -9,7 +9,7 @@ Exact zeros are rounding in floating point: each bound states the ``rounding`` i
 are known up to the intervals that time is cut into; what that makes of a bound is its ``discretization``.
 
 A cut-off decides what is signal channel and which predictor is the best, not which directions the run took: bounds on
-the run hold with the norms over all directions of W told apart from rounding (``DissipationChannels.complete``).
+the run hold with the norms over all directions of W above rounding error (``DissipationChannels.complete``).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 r"""What the test outputs can see of a gradient, bounded by what it dissipated: the order of G and W, as both sides.
 
-The bounds speak of all directions, so :math:`\|\Gamma_Q\|` is taken over all directions of W that are told apart from
-rounding, also those that a cut-off leaves to the reservoir (``DissipationChannels.complete``).
+The bounds speak of all directions, so :math:`\|\Gamma_Q\|` is taken over all directions of W above rounding
+error, including those that a cutoff leaves to the reservoir (``DissipationChannels.complete``).
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def soft_reservoir_bound(channels: DissipationChannels, epsilon: float, h: Float
 
     Args:
         channels: The window.
-        epsilon: Threshold in the units of W, not below what is told apart from rounding.
+        epsilon: Threshold in the units of W, not below rounding error.
         h: A direction; None takes the worst one, as a bound on operator norms.
 
     Raises:

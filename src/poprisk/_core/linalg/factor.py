@@ -1,6 +1,6 @@
 r"""Positive semidefinite matrices kept as factors :math:`W = R^\top R`, and their spectra.
 
-The singular values of R carry errors of eps·σ_1, so the eigenvalues σ² of W are told apart down to eps²·λ_1; from the
+The singular values of R carry errors of eps·σ_1, so they resolve the eigenvalues σ² of W down to eps²·λ_1; from the
 Gram matrix W itself nothing below eps·λ_1 is left.
 """
 

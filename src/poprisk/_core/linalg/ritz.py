@@ -44,7 +44,7 @@ class SearchPlan:
     max_basis: int
     """Dimension at which the space is compressed to its leading half."""
     confirmations: int
-    """Rounds in which only the guards grow and nothing new may come up before convergence is believed."""
+    """Rounds in which only the guards grow and nothing new may come up before convergence is accepted."""
     progress: Progress | None
 
 
@@ -155,7 +155,7 @@ def start_block(
 
 
 def rounding_level(A: LinearOperator) -> float:
-    r"""Size, relative to the largest value, at which a value is not told from zero: :math:`4 \sqrt n\, eps`.
+    r"""Size, relative to the largest value, below which a value counts as zero: :math:`4 \sqrt n\, eps`.
 
     Errors of single products add like a random walk; measured null spaces stay well below this line.
     """
