@@ -4,6 +4,7 @@ Both ``conftest.py`` files take everything from here. GPU tests skip without a d
 """
 
 import os
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,10 @@ SHARING = {"tests/operators/": "", "tests/paper/": "smoke_of"}
 """Folders of files that share what is slow to make, and a word that the sharing files contain: all of them in the first
 (``recorded_runs.py``), those that read smoke runs in the second, which belongs to the lab."""
 EVERYTHING = "test_reproduce_all.py"  # has the time to make what the rest of its folder reads
+
+# A shell starts background jobs with Ctrl-C ignored, and their children inherit that; tests of interruption need it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
     import beartype  # noqa: F401

@@ -113,7 +113,7 @@ def test_docstring_has_the_measured_numbers(rows):
     ours = {task: at(task, DEFAULT, FACTOR) for task in (NOISY, CLEAN, TEXT)}
     seeds = {(r["optimizer"], r["last"]["count"]) for r in rows if r["optimizer"] in ("AdamW", DEFAULT)}
     assert {(DEFAULT, 2), ("AdamW", 3)} <= seeds
-    assert "two seeds of the defaults beside three of AdamW" in said
+    assert "with two seeds for the defaults and three for AdamW" in said
     assert f"AdamW at its best lr {best(CLEAN)}, the defaults at 60 times it {ours[CLEAN]}." in said
     assert f"AdamW at its best lr {best(TEXT)}, the defaults at 60 times it {ours[TEXT]}." in said
     assert f"AdamW at its best lr, 1e-4, {best(NOISY)}. The defaults at 60 times it end at {ours[NOISY]}," in said

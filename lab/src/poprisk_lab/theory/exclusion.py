@@ -21,6 +21,14 @@ def exclusion_displacement(
         run: The recorded run, or an :class:`Unrolled` of it.
         examples: Indices of the examples, or a number of them to draw at random; default: all.
         method: How it is predicted; see :func:`exclusion`.
+
+    >>> from poprisk import Problem, train
+    >>> y = torch.tensor([[0.0], [0.0], [3.0]])
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.ones(3, 1), y,
+    ...                   arguments={"in_features": 1, "out_features": 1, "bias": False})
+    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.5), steps=60, progress=False)
+    >>> exclusion_displacement(run).squeeze(1).round(decimals=3)  # from the mean of three to that of the two others
+    tensor([ 0.5000,  0.5000, -1.0000])
     """
     return exclusion(run, examples, method=method).displacement
 

@@ -124,6 +124,15 @@ def taylor_remainder(
     Raises:
         DataError: an example that does not exist.
         RunError: the run allows no exact analysis, or cannot be trained again.
+
+    >>> from poprisk import Problem, train
+    >>> y = torch.tensor([[0.0], [0.0], [3.0]])
+    >>> problem = Problem(torch.nn.Linear, "squared", torch.ones(3, 1), y,
+    ...                   arguments={"in_features": 1, "out_features": 1, "bias": False})
+    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.5), steps=60, progress=False)
+    >>> found = taylor_remainder(run, torch.tensor([2]))
+    >>> found.trainings, bool(found.full > found.half)
+    (2.0, True)
     """
     unrolled = as_unrolled(run)
     n = unrolled.num_examples
