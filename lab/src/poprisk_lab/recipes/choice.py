@@ -86,7 +86,7 @@ def judge(recipe: Recipe, runs: Sequence[StoredRun]) -> Judged:
         if labels == CLEAN:
             cosine = [Recipe(0).accuracy(run) for run in own if run["schedule"] == "cosine"]
             plain = mean(Recipe(0).accuracy(run) for run in usual)
-            lost.append(max([plain, *([mean(cosine)] if cosine else [])]) - found)
+            lost.append((max(plain, mean(cosine)) if cosine else plain) - found)
         else:
             regrets.append(oracle(own) - found)
     return Judged(recipe, accuracies, mean(regrets), max(lost, default=0.0))

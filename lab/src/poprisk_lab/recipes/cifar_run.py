@@ -111,7 +111,7 @@ def run(config: CifarRun, folder: str, device: str) -> dict[str, Any]:
     blocks["test"] = (pixels(data.test_images), data.test_labels.to(device))
     torch.manual_seed(config.seed)
     model = residual_network((1, 1, 1) if config.net == "small" else (2, 2, 2, 2)).to(device)
-    model = model.to(memory_format=torch.channels_last)
+    model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.wd, fused=device == "cuda")
     average = TailAverage(model, optimizer, tail=TAILS)
     generator = torch.Generator(device).manual_seed(config.seed)

@@ -92,7 +92,7 @@ def _by_example(loss: Loss) -> Callable[[Any, Any], Tensor]:
     """The loss of each example of a batch, from the mean loss that a training loop uses."""
     if isinstance(getattr(loss, "reduction", None), str):
         unreduced = copy(loss)
-        unreduced.reduction = "none"  # pyright: ignore[reportAttributeAccessIssue]
+        setattr(unreduced, "reduction", "none")  # noqa: B010
         return lambda outputs, targets: _per_example(unreduced(outputs, targets), len(targets))
     try:
         takes = "reduction" in inspect.signature(loss).parameters

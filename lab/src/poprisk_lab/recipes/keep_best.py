@@ -110,9 +110,10 @@ class KeepBest:
         self._credit, self._batch, self._seen, self._autocast = 0.0, 0, 0, None
         self._kept: dict[str, Tensor] = {}
         self._forward = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        made = average is None or isinstance(average, TailAverage)
-        self.average = average if made else TailAverage(model, optimizer, average)  # pyright: ignore[reportArgumentType]
-        self._owns_average = not made
+        self._owns_average = not (average is None or isinstance(average, TailAverage))
+        self.average = (
+            average if average is None or isinstance(average, TailAverage) else TailAverage(model, optimizer, average)
+        )
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     @property
