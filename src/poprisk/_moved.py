@@ -30,7 +30,7 @@ def root_name(name: str) -> Any:
     return getattr(import_module(ROOT_NAMES[name]), name)
 
 
-def moved_attribute(module: str, name: str) -> Any:
+def moved_attribute(module: str, name: str, stacklevel: int = 4) -> Any:
     """A name of an old module, from where it is now, with a warning.
 
     Raises:
@@ -40,9 +40,21 @@ def moved_attribute(module: str, name: str) -> Any:
     for place, names in MODULES.get(module, {}).items():
         new = renamed(names).get(name)
         if new is not None:
-            _warn(f"{module}.{name}", f"{place}.{new}", stacklevel=4)
+            _warn(f"{module}.{name}", f"{place}.{new}", stacklevel)
             return getattr(_imported(place, f"{module}.{name}"), new)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def facade_attribute(module: str, name: str) -> Any:
+    """What a room that kept its name answers for a name that left it; kept there, so that an import warns once.
+
+    Raises:
+        AttributeError: the room had no such name.
+        ImportError: it is in the lab, which is not installed.
+    """
+    value = moved_attribute(module, name, stacklevel=5)
+    setattr(sys.modules[module], name, value)
+    return value
 
 
 def renamed(names: str) -> dict[str, str]:

@@ -803,3 +803,18 @@ def test_the_code_on_the_page_runs(capsys):
     for name, rate in {"clipped": 0.06, "gated_lion": 6e-3, "gated_descent": 1.0}.items():
         updates, _ = jitted(names[name]).update(params, names[name].init(params))
         assert_allclose(updates["w"], -rate / 101, rtol=1e-5)
+
+
+def test_a_whole_gate_with_a_scheduled_learning_rate():
+    """``inject_hyperparams`` turns defaults that nobody gave into arrays."""
+    from poprisk import Gate
+
+    w = {"w": jnp.ones(3)}
+    schedule = optax.cosine_decay_schedule(0.01, 10)
+    injected = optax.inject_hyperparams(poprisk_adamw)(learning_rate=schedule, gate=Gate("soft", strength=2.0))
+    plain = poprisk_adamw(0.01, gate=Gate("soft", strength=2.0))
+    states = [injected.init(w), plain.init(w)]
+    updates = [jax.jit(rule.update)(w, state, w)[0]["w"] for rule, state in zip((injected, plain), states, strict=True)]
+    assert_allclose(*updates, rtol=1e-6)
+    with pytest.raises(HyperparameterError, match="was given beside"):
+        poprisk_adamw(0.01, gate=Gate("soft"), strength=3.0)

@@ -13,7 +13,7 @@ from streams import start, stream, train
 
 import poprisk
 from poprisk.errors import HyperparameterError
-from poprisk.optim import Gate, join_gate
+from poprisk.optim import Gate, join_gate, parse_options
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._defaults import DEFAULTS, PAPER
 from poprisk.optim._gate import GATE_FIELD
@@ -195,3 +195,25 @@ def test_checkpoints_are_plain_data_and_the_same_in_both_spellings(tmp_path):
     fresh.load_state_dict(saved)
     assert entries(fresh) == entries(one)
     assert entries(copy.deepcopy(one)) == entries(one)
+
+
+def test_every_flat_option_beside_a_gate_is_refused():
+    """As many as a stored group has, too."""
+    flat = {"alpha": 0.5, "strength": 3.0, "rho": 0.9, "gate_eps": 1e-3, "centering": "corrected"}
+    weight = torch.zeros(1, requires_grad=True)
+    with pytest.raises(HyperparameterError, match=r"alpha=0.5 was given beside .*write Gate\(…, alpha=0.5\)"):
+        PopRiskAdamW([weight], gate=Gate("soft"), **flat)
+    with pytest.raises(HyperparameterError, match="was given beside"):
+        PopRiskAdamW([{"params": [weight], "gate": Gate("soft"), **flat}])
+    with pytest.raises(HyperparameterError, match=r"gate_eps=0.5 was given beside .*write Gate\(…, eps=0.5\)"):
+        PopRiskAdamW([weight], gate=Gate("soft"), gate_eps=0.5)
+    with pytest.raises(HyperparameterError, match=r"alpha=0\.5 was given beside"):
+        parse_options({"gate": Gate("hard"), "alpha": 0.5})
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_narrow_states_of_complex_parameters_are_refused(fused):
+    """Their parts are two numbers each, for which a real state has no room."""
+    weight = torch.zeros(3, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(HyperparameterError, match="complex parameters"):
+        PopRiskAdamW([weight], state_dtype=torch.bfloat16, fused=fused)

@@ -104,7 +104,7 @@ def test_a_risk_that_may_not_be_believed_is_said_to_be_and_not_used(found):
     assert not found.risk.valid
     assert found.memorization is None
     page = html.unescape(report_page(found))
-    reason = found.risk.reason.replace("retrain_budget=10", "--retrain 10")
+    reason = found.risk.reason.replace("population_risk(run, retrain_budget=10)", "--retrain 10").removesuffix(".")
     assert f"(not valid: {reason})" in page
     assert 'class="dot hollow' in page
 

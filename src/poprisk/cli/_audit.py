@@ -81,7 +81,7 @@ def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[Render
     from rich.text import Text
 
     from poprisk._core.html import short
-    from poprisk.report import headline
+    from poprisk.report import as_command, headline
 
     yield Text(headline(audited), style="bold")
     if top:
@@ -91,7 +91,7 @@ def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[Render
         title = f"The {min(top, len(audited))} most suspicious examples"
         yield from table(title, [_HEADINGS.get(name, name) for name in names], rows, width, named=False)
     for note in audited.notes:
-        yield Text(f"Note: {note}.")
+        yield Text(f"Note: {as_command(note)}.")
 
 
 def _found(audited: "AuditTable", top: int) -> dict[str, Any]:

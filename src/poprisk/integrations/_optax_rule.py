@@ -319,9 +319,13 @@ def _unpack_gate(given: dict[str, Any]) -> dict[str, Any]:
             "Gate.gated_decay is not an option here: pass population_risk_gate(inner=optax.chain("
             "optax.scale_by_adam(), optax.add_decayed_weights(...)))"
         )
-    for name in gate_fields:
-        beside = given.get(name, getattr(DEFAULTS, name))
-        if name != "gate" and (isinstance(beside, jax.Array) or beside != getattr(DEFAULTS, name)):
+    for name in gate_fields.keys() - {"gate"}:
+        beside, default = given.get(name, getattr(DEFAULTS, name)), getattr(DEFAULTS, name)
+        if isinstance(beside, jax.Array):  # inject_hyperparams passes defaults as arrays, and hides them in a trace
+            same = isinstance(beside, Tracer) or math.isclose(float(beside), default, rel_tol=1e-6)
+        else:
+            same = beside == default
+        if not same:
             raise HyperparameterError(f"{name}={beside!r} was given beside gate={gate!r}: pass it to Gate")
     return {**given, **gate_fields}
 

@@ -175,5 +175,5 @@ def _check_watched(loader: Any) -> None:
     if not any(isinstance(place, DrawnBatches) for place in places):
         raise RunError(
             f"the loader ({type(loader).__name__}) is not watched, so the examples of its batches are unknown: call "
-            " trainer.fit(module, record.watch(loader)), or return record.watch(loader) from train_dataloader"
+            "trainer.fit(module, record.watch(loader)), or return record.watch(loader) from train_dataloader"
         )

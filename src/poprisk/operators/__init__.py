@@ -69,4 +69,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return _moved.moved_attribute(__name__, name)
+    return _moved.facade_attribute(__name__, name)

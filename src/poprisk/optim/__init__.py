@@ -67,7 +67,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        return _moved.moved_attribute(__name__, name)
+        return _moved.facade_attribute(__name__, name)
     from importlib import import_module
 
     return getattr(import_module(_LAZY[name]), name)

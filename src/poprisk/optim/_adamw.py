@@ -254,7 +254,7 @@ class PopRiskAdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with dtypes as text, because ``torch.distributed.checkpoint`` gathers numbers and text only."""
         for group in self.param_groups:
-            group.update(unpack_gate(group))  # a Gate that was set since the last step
+            group.update(unpack_gate(group, in_group=True))  # a Gate that was set since the last step
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group["state_dtype"] = checkpoint.dtype_names(group["state_dtype"])

@@ -164,20 +164,21 @@ def join_gate(options: Mapping[str, Any]) -> dict[str, Any]:
     >>> join_gate({"lr": 0.1, "gate": "soft", "gate_eps": 1e-3})
     {'lr': 0.1, 'gate': Gate('soft', eps=0.001)}
     """
-    flat = {GATE_FIELD[name]: value for name, value in options.items() if name in GATE_FIELD}
-    if not flat:
+    given = {name: value for name, value in options.items() if name in GATE_FIELD}
+    if not given:
         return dict(options)
-    _refuse_both(options.get("gate"), flat)
+    refuse_both(options.get("gate"), given)
+    flat = {GATE_FIELD[name]: value for name, value in given.items()}
     rest = {name: value for name, value in options.items() if name not in GATE_FIELD}
     kind = options.get("gate", Gate().kind)
     return {**rest, "gate": None if kind is None else Gate(kind, **flat)}
 
 
-def unpack_gate(options: Mapping[str, Any]) -> dict[str, Any]:
+def unpack_gate(options: Mapping[str, Any], *, in_group: bool = False) -> dict[str, Any]:
     """The gate among these options as plain entries; options of the gate given one by one raise a warning.
 
     Most of them together are how a parameter group stores its gate, also one of an older version, and pass without
-    a warning.
+    a warning. A Gate that was put into such a group (``in_group``) replaces what is stored there.
 
     Raises:
         HyperparameterError: a gate and single options of it were given together.
@@ -185,7 +186,7 @@ def unpack_gate(options: Mapping[str, Any]) -> dict[str, Any]:
     flat = {name: value for name, value in options.items() if name in GATE_FIELD}
     gate, stored = options.get("gate"), flat.keys() >= _STORED
     if isinstance(gate, Gate):
-        _refuse_both(gate, {} if stored else {GATE_FIELD[name]: value for name, value in flat.items()})
+        refuse_both(gate, {} if in_group else flat)
         return gate.options()
     if not stored:
         warn_of_flat_options(flat)
@@ -203,11 +204,12 @@ def warn_of_flat_options(flat: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_both(gate: Any, flat: Mapping[str, Any]) -> None:
-    if isinstance(gate, Gate) and flat:
-        name = next(iter(flat))
+def refuse_both(gate: Any, flat: Mapping[str, Any]) -> None:
+    """Rejects options of the gate, by their names in a parameter group, beside a :class:`Gate`."""
+    if isinstance(gate, Gate) and (name := next((each for each in flat if each in GATE_FIELD), None)):
+        value = flat[name]
         raise HyperparameterError(
-            f"{name}={flat[name]!r} was given beside gate={gate!r}: write Gate(…, {name}={flat[name]!r})"
+            f"{name}={value!r} was given beside gate={gate!r}: write Gate(…, {GATE_FIELD[name]}={value!r})"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from poprisk.errors import HyperparameterError
 from poprisk.optim._defaults import DEFAULTS
-from poprisk.optim._gate import join_gate
+from poprisk.optim._gate import join_gate, refuse_both
 from poprisk.optim._validation import CHOICES, DTYPE_NAMES, check_group
 
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": None}
@@ -35,6 +35,7 @@ def parse_options(options: str | Mapping[str, Any] | None) -> dict[str, Any]:
         {'betas': (0.9, 0.95), 'fused': True, 'gate': Gate('snr', alpha='calibrated')}
     """
     parsed = read_options(options)
+    refuse_both(parsed.get("gate"), parsed)
     group = {**DEFAULTS.as_dict(), **parsed, "params": []}
     check_group(group)
     given = {name: parsed[name] if name == "gate" else group[name] for name in parsed}

@@ -96,7 +96,8 @@ def _check_shared(group: dict[str, Any]) -> None:
     if not beta1 == beta2 == group["rho"] or beta1 == 0:
         raise HyperparameterError(
             "state='shared' derives s from m and v, which needs rho = betas[0] = betas[1] > 0, got "
-            f"rho={group['rho']}, betas={group['betas']}: pass betas=(0.95, 0.95), rho=0.95, or state='full'"
+            f"rho={group['rho']}, betas={group['betas']}: pass betas=(0.95, 0.95) and gate=Gate(…, rho=0.95), or "
+            "state='full'"
         )
     if group["centering"] != "paper":
         raise HyperparameterError("state='shared' holds for centering='paper' only, got centering='corrected'")
@@ -107,6 +108,8 @@ def _check_shared(group: dict[str, Any]) -> None:
 
 
 def _check_modes(group: dict[str, Any]) -> None:
+    if group["state_dtype"] is not None and any(p.is_complex() for p in group["params"]):
+        raise HyperparameterError("state_dtype does not support complex parameters: use state_dtype=None for them")
     if group["fused"] and group["foreach"]:
         raise HyperparameterError("`fused` and `foreach` cannot be `True` together: choose one, or leave both None")
     for mode in ("fused", "foreach"):

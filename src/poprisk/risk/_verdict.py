@@ -171,7 +171,7 @@ def _not_finite(found: Found, what: str, *others: float) -> str:
 
 def _retrain(found: Found) -> str:
     folds = min(FOLDS, found.of)
-    return f"Use retrain_budget={folds}, which allows {folds}-fold cross-validation."
+    return f"Use population_risk(run, retrain_budget={folds}), which allows {folds}-fold cross-validation."
 
 
 def _difference(value: float, other: float) -> float:

@@ -73,4 +73,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return _moved.moved_attribute("poprisk.runs", name)
+    return _moved.facade_attribute(__name__, name)

@@ -1,6 +1,7 @@
 """An analysis in sentences, for people, and as JSON values, for programs."""
 
 import math
+import re
 from typing import Any
 
 from poprisk.report._analysis.analyze import Analysis
@@ -18,7 +19,7 @@ def summary_lines(found: Analysis) -> list[str]:
     if found.memorization is not None and curves is not None:
         lines.append(_memorization_words(found.memorization, curves.train[0], curves.train[-1]))
     elif "memorization" in found.left_out:
-        lines.append(f"How much was memorized is not known: {found.left_out['memorization']}.")
+        lines.append(f"How much was memorized is not known: {as_command(found.left_out['memorization'])}.")
     if found.risk is not None:
         lines.append(_risk_words(found, found.risk))
     elif "risk" in found.left_out and table is not None:
@@ -59,9 +60,20 @@ def _memorization_words(found: Memorization, first: float, last: float) -> str:
     )
 
 
+def as_command(advice: str) -> str:
+    """Advice that names options of Python functions, in terms of the command line.
+
+    >>> as_command("Use population_risk(run, retrain_budget=10), which allows 10-fold cross-validation.")
+    'Use --retrain 10, which allows 10-fold cross-validation'
+    >>> as_command('use tier="exact"')
+    'use --tier exact'
+    """
+    shorter = re.sub(r"population_risk\(run, retrain_budget=(\d+)\)", r"--retrain \1", advice)
+    return shorter.replace('tier="exact"', "--tier exact").removesuffix(".")
+
+
 def _risk_words(found: Analysis, risk: RiskEstimate) -> str:
-    verdict = "valid" if risk.valid else f"not valid: {risk.reason}"
-    verdict = verdict.replace("retrain_budget=", "--retrain ")  # the option's name on the command line
+    verdict = "valid" if risk.valid else f"not valid: {as_command(risk.reason)}"
     size = str(risk).partition(" (")[0]
     tested = ""
     if found.curves is not None and found.curves.test is not None:

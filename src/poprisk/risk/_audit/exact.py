@@ -68,7 +68,7 @@ def exact_columns(
     price = seconds(run)
     if not demanded and price > _CHEAP:
         return _with_note(
-            table, f'exact columns would take about {price:.1g} s, over the limit of {_CHEAP:.0f} s: use tier="exact"'
+            table, f'exact columns would take about {price:.0f} s, over the limit of {_CHEAP:.0f} s: use tier="exact"'
         )
     try:
         unrolled = _Shown(run)
