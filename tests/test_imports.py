@@ -12,10 +12,11 @@ import poprisk
 MODULES = ("poprisk", "poprisk.optim", "poprisk.optim.rules")
 HEAVY = {"scipy", "sklearn", "matplotlib", "triton", "typer", "rich", "pandas"}
 CODE = """
-import json, os, sys, time, importlib
+import gc, json, os, sys, time, importlib
 start = time.process_time()
 import torch
 torch_seconds = time.process_time() - start
+gc.freeze()  # a collection in a child would look through all of torch
 def child(name):
     read, write = os.pipe()
     if os.fork() == 0:

@@ -3,11 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from poprisk import _moved
-from poprisk._core.autodiff import FlatModel
 from poprisk.optim._adamw import PopRiskAdamW
-from poprisk.optim._estimators.loo import one_step_loo_risk
-from poprisk.optim._estimators.rate import population_projector, population_rate, rate_matrix
-from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
 from poprisk.optim._gate import Gate
 from poprisk.optim._learning_rate import suggest_lr
 from poprisk.optim.rules._gates import hard_gate, snr_gate, soft_gate
@@ -35,7 +31,11 @@ from poprisk.optim.rules._sgd import linearize_sgd, sgd_options, sgd_step
 from poprisk.optim.rules._threshold import Centering
 
 if TYPE_CHECKING:
+    from poprisk._core.autodiff import FlatModel
+    from poprisk.optim._estimators.loo import one_step_loo_risk
     from poprisk.optim._estimators.ranks import RankVariance
+    from poprisk.optim._estimators.rate import population_projector, population_rate, rate_matrix
+    from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
     from poprisk.optim._projector_descent import PopulationProjectorDescent
 
 __all__ = [
@@ -58,8 +58,15 @@ __all__ = [
     "suggest_lr",
 ]
 
-# Few need these, and they bring linear algebra or torch.distributed along.
+# Few need these, and they bring derivatives, linear algebra or torch.distributed along.
 _LAZY = {
+    "FlatModel": "poprisk._core.autodiff",
+    "MicrobatchVariance": "poprisk.optim._estimators.variance",
+    "PerExampleVariance": "poprisk.optim._estimators.variance",
+    "one_step_loo_risk": "poprisk.optim._estimators.loo",
+    "population_projector": "poprisk.optim._estimators.rate",
+    "population_rate": "poprisk.optim._estimators.rate",
+    "rate_matrix": "poprisk.optim._estimators.rate",
     "PopulationProjectorDescent": "poprisk.optim._projector_descent",
     "RankVariance": "poprisk.optim._estimators.ranks",
 }
