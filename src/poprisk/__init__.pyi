@@ -9,11 +9,14 @@ from poprisk.operators import drift_diffusion as drift_diffusion
 from poprisk.operators import error_cells as error_cells
 from poprisk.operators import train_kernel as train_kernel
 from poprisk.optim import Gate as Gate
+from poprisk.optim import KeepBest as KeepBest
 from poprisk.optim import MicrobatchVariance as MicrobatchVariance
 from poprisk.optim import PerExampleVariance as PerExampleVariance
 from poprisk.optim import PopRiskAdamW as PopRiskAdamW
 from poprisk.optim import PopulationProjectorDescent as PopulationProjectorDescent
 from poprisk.optim import RankVariance as RankVariance
+from poprisk.optim import TailAverage as TailAverage
+from poprisk.optim import hold_back as hold_back
 from poprisk.optim import suggest_lr as suggest_lr
 from poprisk.report import Analysis as Analysis
 from poprisk.report import CleanTargets as CleanTargets

@@ -1,4 +1,4 @@
-"""Train: PopRiskAdamW, its gates and thresholds, and estimates of a batch's population risk and gradient variance."""
+"""Train: PopRiskAdamW and its gates, averaged weights, the held-back choice among them, and gradient variances."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -36,18 +36,25 @@ if TYPE_CHECKING:
     from poprisk.optim._estimators.ranks import RankVariance
     from poprisk.optim._estimators.rate import population_projector, population_rate, rate_matrix
     from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
+    from poprisk.optim._hold_back import hold_back
+    from poprisk.optim._keep_best import KeepBest, KeptRisk
     from poprisk.optim._projector_descent import PopulationProjectorDescent
+    from poprisk.optim._tail_average import TailAverage
 
 __all__ = [
     "FlatModel",
     "Gate",
+    "KeepBest",
+    "KeptRisk",
     "MicrobatchVariance",
     "PerExampleVariance",
     "PopRiskAdamW",
     "PopulationProjectorDescent",
     "RankVariance",
+    "TailAverage",
     "calibrated_alpha",
     "hard_gate",
+    "hold_back",
     "loo_coefficient",
     "one_step_loo_risk",
     "population_projector",
@@ -69,6 +76,10 @@ _LAZY = {
     "rate_matrix": "poprisk.optim._estimators.rate",
     "PopulationProjectorDescent": "poprisk.optim._projector_descent",
     "RankVariance": "poprisk.optim._estimators.ranks",
+    "KeepBest": "poprisk.optim._keep_best",
+    "KeptRisk": "poprisk.optim._keep_best",
+    "TailAverage": "poprisk.optim._tail_average",
+    "hold_back": "poprisk.optim._hold_back",
 }
 
 

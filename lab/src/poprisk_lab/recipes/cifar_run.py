@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from poprisk._core.store import write_json
+from poprisk.optim import TailAverage, hold_back
 from poprisk_lab.data.cifar import cifar10, human_labels
-from poprisk_lab.recipes.hold_back import hold_back
-from poprisk_lab.recipes.tail_average import TailAverage
 
 TAILS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 Blocks = dict[str, tuple[Tensor, Tensor]]

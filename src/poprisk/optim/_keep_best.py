@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from poprisk._core.estimate import Estimate
 from poprisk._core.store import write_tensors
 from poprisk.errors import HyperparameterError, StateDictError
-from poprisk_lab.recipes.held_curve import HeldCurve, Metric, Moment
-from poprisk_lab.recipes.held_measure import HeldBlock, Loss
-from poprisk_lab.recipes.tail_average import TailAverage
+from poprisk.optim._held_block import HeldBlock, Loss
+from poprisk.optim._held_curve import HeldCurve, Metric, Moment
+from poprisk.optim._tail_average import TailAverage
 
 _FORWARD = 1 / 3
 """A forward pass costs about a third of a training step on the same examples."""

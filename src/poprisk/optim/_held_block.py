@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from poprisk.errors import DataError
-from poprisk_lab.recipes.held_curve import Metric
+from poprisk.optim._held_curve import Metric
 
 Loss = Callable[[Any, Any], Tensor]
 

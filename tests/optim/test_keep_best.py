@@ -14,9 +14,9 @@ from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
 from poprisk.errors import DataError, HyperparameterError, StateDictError
-from poprisk_lab.recipes.held_curve import HeldCurve, Moment
-from poprisk_lab.recipes.keep_best import KeepBest
-from poprisk_lab.recipes.tail_average import TailAverage
+from poprisk.optim._held_curve import HeldCurve, Moment
+from poprisk.optim._keep_best import KeepBest
+from poprisk.optim._tail_average import TailAverage
 
 
 def task(count=120, noise=0.3, seed=0):

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from poprisk.errors import DataError
-from poprisk_lab.recipes.hold_back import hold_back
+from poprisk.optim._hold_back import hold_back
 
 
 class Numbered(Dataset):

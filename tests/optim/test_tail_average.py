@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from poprisk.errors import HyperparameterError, StateDictError
-from poprisk_lab.recipes.tail_average import TailAverage
+from poprisk.optim._tail_average import TailAverage
 
 
 def drift(model, optimizer, steps, seed=0):
