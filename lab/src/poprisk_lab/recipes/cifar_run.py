@@ -1,15 +1,19 @@
-"""AdamW on CIFAR-10N with augmentation: trainings in which every mean of the weights is measured along the way.
+"""CIFAR-10N with augmentation: trainings in which every mean of the weights is measured along the way.
 
 ``python -m poprisk_lab.recipes.cifar_run DATA OUTPUT``, with CIFAR-10 and CIFAR-10N in ``DATA``
-(:mod:`poprisk_lab.data.cifar`), writes ``lab/results/recipe_cifar.json``: about half an hour on an H200, one training
-after the other. It can be interrupted: trainings that are in the file are not repeated.
+(:mod:`poprisk_lab.data.cifar`), writes the trainings of :func:`plan` to ``lab/results/recipe_cifar.json``, with
+``--plan arms`` those of :func:`arms` to ``lab/results/recipe_cifar_arms.json``: about half an hour each on an H200.
+``--workers 12`` trains side by side. It can be interrupted: trainings that are in the file are not repeated.
 """
 
 import argparse
 import json
 import math
+import multiprocessing
+import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from poprisk._core.store import write_json
+from poprisk.errors import HyperparameterError
 from poprisk.optim import TailAverage, hold_back
 from poprisk_lab.data.cifar import cifar10, human_labels
+from poprisk_lab.recipes.openings import OPENINGS, OpenedAdamW
 
 TAILS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 Blocks = dict[str, tuple[Tensor, Tensor]]
@@ -43,6 +49,9 @@ class CifarRun:
     batch: int = 128
     wd: float = 1e-2
     evaluations: int = 2
+    optimizer: str = "adamw"
+    """``adamw``, or an opening of :class:`poprisk_lab.recipes.openings.OpenedAdamW`."""
+    tails: tuple[float, ...] = TAILS
 
 
 class Block(nn.Module):
@@ -93,6 +102,19 @@ def measured(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, 
     return functional.cross_entropy(outputs, labels, reduction="none"), (outputs.argmax(1) == labels).float()
 
 
+def make_optimizer(config: CifarRun, params: Iterator[nn.Parameter], device: str) -> torch.optim.Optimizer:
+    """The optimizer of a training.
+
+    Raises:
+        HyperparameterError: its name is unknown.
+    """
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(params, lr=config.lr, weight_decay=config.wd, fused=device == "cuda")
+    if config.optimizer not in OPENINGS:
+        raise HyperparameterError(f"optimizer must be 'adamw' or one of {OPENINGS}, got {config.optimizer!r}")
+    return OpenedAdamW(params, config.lr, config.optimizer, weight_decay=config.wd, seed=config.seed)
+
+
 def run(config: CifarRun, folder: str, device: str) -> dict[str, Any]:
     """Train once and return the curves of the weights and of every mean."""
     began, data = time.perf_counter(), cifar10(folder)
@@ -111,8 +133,8 @@ def run(config: CifarRun, folder: str, device: str) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     model = residual_network((1, 1, 1) if config.net == "small" else (2, 2, 2, 2)).to(device)
     model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.wd, fused=device == "cuda")
-    average = TailAverage(model, optimizer, tail=TAILS)
+    optimizer = make_optimizer(config, model.parameters(), device)
+    average = TailAverage(model, optimizer, tail=config.tails)
     generator = torch.Generator(device).manual_seed(config.seed)
     per_epoch = len(inputs) // config.batch
     total = config.epochs * per_epoch
@@ -145,7 +167,7 @@ def _look(
 ) -> None:
     """Append one moment to the curves: the weights themselves, then each mean."""
     rows: dict[str, list[float]] = {name: [] for name in curves}
-    for which in (None, *range(len(TAILS))):
+    for which in (None, *range(len(average.tails))):
         if which is None:
             _measure(model, blocks, rows)
         else:
@@ -180,23 +202,77 @@ def plan() -> list[CifarRun]:
     return runs + [replace(large, labels=labels, schedule="cosine") for labels in ("clean", "worse")]
 
 
+FEW = (0.1, 0.2, 0.5)
+"""The means measured where the first trainings have shown which of them matter."""
+
+
+def arms() -> list[CifarRun]:
+    """Further trainings: gates and their controls, a tuned AdamW with cosine, and longer ones of ResNet-18.
+
+    >>> sorted({each.optimizer for each in arms()})
+    ['adamw', 'gate', 'mean', 'random', 'relative', 'shuffled']
+    """
+    small = CifarRun(evaluations=1, tails=FEW)
+    large = replace(small, net="resnet18", size=50_000, epochs=45)
+    kinds = ("worse", "clean")
+    runs = [replace(large, labels=labels, seed=seed) for seed in range(2) for labels in kinds]
+    runs += [replace(large, labels="clean", seed=seed, schedule="cosine", tails=(0.2,)) for seed in range(2)]
+    literal = replace(small, lr=0.06, wd=5e-3)
+    runs += [
+        replace(literal, labels="worse", seed=seed, optimizer=opening)
+        for seed in range(3)
+        for opening in ("gate", "mean", "shuffled", "random")
+    ]
+    runs += [replace(literal, labels="clean", seed=seed, optimizer="gate") for seed in range(3)]
+    runs += [replace(small, labels=labels, seed=seed, optimizer="relative") for seed in range(3) for labels in kinds]
+    settings = ((3e-4, 0.1), (1e-3, 0.1), (3e-3, 0.1), (1e-3, 1.0))
+    for labels in kinds:
+        runs += [
+            replace(small, labels=labels, seed=100, lr=lr, wd=wd, schedule="cosine", tails=(0.2,))
+            for lr, wd in settings
+        ]
+    return runs
+
+
+PLANS = {"means": plan, "arms": arms}
+
+
 def main() -> None:
-    """All trainings of the plan, stored one by one."""
+    """All trainings of a plan, stored one by one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data")
     parser.add_argument("output", type=Path)
+    parser.add_argument("--plan", choices=sorted(PLANS), default="means")
+    parser.add_argument("--workers", type=int, default=1, help="number of trainings side by side")
+    parser.add_argument("--first", type=int, default=0, help="index of the first training of the plan")
+    parser.add_argument("--last", type=int, help="index after the last training of the plan")
     given = parser.parse_args()
     runs = json.loads(given.output.read_text(encoding="utf-8"))["runs"] if given.output.exists() else []
     done = [_key(each) for each in runs]
-    for place, config in enumerate(plan(), start=1):
-        if _key({**asdict(config), "labels": f"{config.labels}_label"}) not in done:
-            print(f"training {place} of {len(plan())}: {config}", flush=True)
-            runs.append(run(config, given.data, "cuda" if torch.cuda.is_available() else "cpu"))
-            write_json(given.output, {"tails": [None, *TAILS], "runs": runs})
+    wanted = [
+        config
+        for config in PLANS[given.plan]()[given.first : given.last]
+        if _key({**asdict(config), "labels": f"{config.labels}_label"}) not in done
+    ]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(run, config, given.data, device): config for config in wanted}
+        for place, finished in enumerate(as_completed(waiting), start=1):
+            runs.append(finished.result())
+            print(f"training {place} of {len(wanted)}: {waiting[finished]}", flush=True)
+            write_json(given.output, {"versions": versions(), "runs": runs})
+
+
+def versions() -> dict[str, str]:
+    """What the trainings ran on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"torch": torch.__version__, "python": platform.python_version(), "device": device}
 
 
 def _key(run: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(run[name] for name in ("labels", "seed", "size", "net", "epochs", "lr", "schedule", "share"))
+    names = ("labels", "seed", "size", "net", "epochs", "lr", "schedule", "share")
+    later = {"wd": 1e-2, "optimizer": "adamw"}
+    return (*(run[name] for name in names), *(run.get(name, usual) for name, usual in later.items()))
 
 
 if __name__ == "__main__":
