@@ -256,3 +256,26 @@ def test_what_does_not_fit_is_refused():
     other = nn.Linear(8, 2)
     with pytest.raises(StateDictError, match="another model"):
         KeepBest(other, torch.optim.SGD(other.parameters()), (x, y), functional.cross_entropy).load_state_dict(state)
+
+
+def test_a_block_may_measure_by_itself_and_a_loop_may_count_by_itself():
+    class Block:
+        count = 30
+
+        def measure(self, model, batch_size):
+            sizes.append(batch_size)
+            losses = torch.full((30,), float(model.weight.detach().square().mean()))
+            return losses, losses
+
+    sizes, model = [], nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keeper = KeepBest(model, optimizer, Block(), average=None, every=1)
+    for _ in range(3):
+        keeper.count_examples(7)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    least = min(float(each.losses[0]) for each in keeper.curve.moments)
+    assert keeper.finish().measured == 3
+    assert_close(float(model.weight.detach().square().mean()), least)
+    with pytest.raises(HyperparameterError, match="needs the loss"):
+        KeepBest(model, optimizer, (torch.zeros(2, 3), torch.zeros(2)))

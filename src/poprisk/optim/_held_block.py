@@ -1,10 +1,9 @@
 """Measuring a model on held-back examples: batches without a data loader, losses example by example."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -12,9 +11,22 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from poprisk.errors import DataError
+from poprisk.optim._evaluation import evaluating
 from poprisk.optim._held_curve import Metric
 
 Loss = Callable[[Any, Any], Tensor]
+
+
+@runtime_checkable
+class Measurable(Protocol):
+    """Held-back examples that measure a model themselves, as a trainer does with its own batches and loss."""
+
+    count: int
+    """Number of held-back examples."""
+
+    def measure(self, model: nn.Module, batch_size: int) -> tuple[Float[Tensor, "held"], Float[Tensor, "held"]]:
+        """Loss and score of every held-back example, on the CPU; smaller scores are better."""
+        ...
 
 
 class HeldBlock:
@@ -37,12 +49,10 @@ class HeldBlock:
         if not self.count:
             raise DataError("the held-back block is empty: hold at least one example back")
 
-    @torch.no_grad()
     def measure(self, model: nn.Module, batch_size: int) -> tuple[Float[Tensor, "held"], Float[Tensor, "held"]]:
         """Losses and scores of every held-back example, on the CPU; the model is in evaluation mode meanwhile."""
-        device = next((each.device for each in model.parameters()), torch.device("cpu"))
         losses, scores = [], []
-        with _evaluating(model), _random_state_kept(device):
+        with evaluating(model) as device:
             for start in range(0, self.count, batch_size):
                 inputs, targets = _moved(self._batch(start, min(start + batch_size, self.count)), device)
                 outputs = model(**inputs) if isinstance(inputs, Mapping) else model(*_several(inputs))
@@ -118,28 +128,6 @@ def _one_by_one(loss: Loss, outputs: Any, targets: Any) -> Tensor:
         )
     found = [loss(outputs[i : i + 1], targets[i : i + 1]) for i in range(len(targets))]
     return torch.stack([each.reshape(()) for each in found])
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every submodule has the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """The random streams of training go on as if nothing had been measured."""
-    context = (
-        torch.random.fork_rng([device] if device.type == "cuda" else []) if device.type != "meta" else nullcontext()
-    )
-    with context:
-        yield
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from poprisk._core.estimate import Estimate
 from poprisk._core.store import write_tensors
 from poprisk.errors import HyperparameterError, StateDictError
-from poprisk.optim._held_block import HeldBlock, Loss
+from poprisk.optim._held_block import HeldBlock, Loss, Measurable
 from poprisk.optim._held_curve import HeldCurve, Metric, Moment
 from poprisk.optim._tail_average import TailAverage
 
@@ -51,9 +51,11 @@ class KeepBest:
     Args:
         model: The model in training.
         optimizer: Its optimizer, of any kind.
-        held: The held-back examples, from ``hold_back``: a dataset of (input, target) pairs, or a tuple of
-            inputs and targets.
-        loss: The loss of outputs and targets, such as ``torch.nn.functional.cross_entropy`` or a module.
+        held: The held-back examples, from ``hold_back``: a dataset of (input, target) pairs, a tuple of
+            inputs and targets, or an object with ``count`` and ``measure(model, batch_size)`` that returns the loss and
+            the score of every example.
+        loss: The loss of outputs and targets, such as ``torch.nn.functional.cross_entropy`` or a module; not used
+            where ``held`` measures by itself.
         average: A :class:`TailAverage`, the ``tail`` of a new one (or several tails: the block then chooses among
             them, too), or None to measure the weights themselves.
         metric: What to choose by: ``"accuracy"``, ``"loss"``, or ``"probability"`` (of the given label). Default:
@@ -88,7 +90,7 @@ class KeepBest:
         model: nn.Module,
         optimizer: Optimizer,
         held: Any,
-        loss: Loss,
+        loss: Loss | None = None,
         *,
         average: TailAverage | float | Sequence[float] | None = 0.2,
         metric: Metric | None = None,
@@ -103,7 +105,7 @@ class KeepBest:
             raise HyperparameterError(f"cost must be a share in (0, 1), got {cost!r}: 0.03 is 3% of the training")
         if every is not None and every < 1:
             raise HyperparameterError(f"every must be a number of steps, at least 1, got {every!r}")
-        self._model, self._block = model, HeldBlock(held, loss, metric, collate)
+        self._model, self._block = model, _block(held, loss, metric, collate)
         self._cost, self._every, self._path = cost, every, None if path is None else Path(path)
         self.curve = HeldCurve()
         self.steps = 0
@@ -131,6 +133,13 @@ class KeepBest:
                 losses, scores = self._agreed(*self._block.measure(self._model, self._batch_size()))
                 if self.curve.add(Moment(self.steps, tail, losses, scores)):
                     self._keep()
+
+    def count_examples(self, number: int) -> None:
+        """Say that the coming step trains on so many further examples.
+
+        Calls of the model are counted by themselves; this is for loops that call only parts of it.
+        """
+        self._seen += number
 
     def finish(self) -> KeptRisk:
         """Put the best weights into the model, stop following the optimizer, and estimate their risk.
@@ -214,7 +223,7 @@ class KeepBest:
             return
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None)
         if first is not None:
-            self._seen += len(first)
+            self.count_examples(len(first))
             kind = first.device.type
             self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
@@ -258,3 +267,11 @@ class KeepBest:
     def _restore(self) -> None:
         for name, value in self._model.state_dict().items():
             value.copy_(self._kept[name])
+
+
+def _block(held: Any, loss: Loss | None, metric: Metric | None, collate: Any) -> Measurable:
+    if isinstance(held, Measurable):
+        return held
+    if loss is None:
+        raise HyperparameterError("KeepBest needs the loss of outputs and targets: torch.nn.functional.cross_entropy")
+    return HeldBlock(held, loss, metric, collate)
