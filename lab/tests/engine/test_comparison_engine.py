@@ -13,6 +13,8 @@ from poprisk.cli._demonstration.training import epoch_batches
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim.rules._coefficients import Hyper
+from poprisk.optim.rules._population import PopulationState, current_gate
 from poprisk_lab.engine.arms import ALL_ARMS, ARMS
 from poprisk_lab.engine.parameter_layout import ParameterLayout
 from poprisk_lab.engine.run import run_comparison
@@ -199,10 +201,38 @@ def test_members_of_one_stack_may_differ_in_threshold_and_warm_up():
         assert_equal_weights(found, expected)
 
 
-def test_the_defaults_are_the_librarys_defaults():
+def test_the_defaults_are_the_literal_gate_of_the_stored_results():
     task = Regression()
     _, (found,) = trained(task, member("defaults", 0))
-    assert_equal_weights(found, trained_alone(task, 0, PopRiskAdamW))
+    literal = Gate("snr", strength=100.0, rho=0.99, normalize=False)
+    alone = trained_alone(task, 0, lambda p: PopRiskAdamW(p, lr=0.06, weight_decay=5e-3, gate=literal))
+    assert_equal_weights(found, alone)
+
+
+def test_a_relative_gate_is_divided_by_its_mean_over_each_tensor():
+    task = Regression(steps=1, evaluations=1)
+    literal = Stack(task, [member("snr", 0, strength=1.0, lr=10.0, weight_decay=0.0)], CPU)
+    relative = Stack(task, [member("relative", 0, strength=1.0, lr=10.0, weight_decay=0.0)], CPU)
+    for _ in range(4):  # on one trajectory: the weights, and with them the gradients, are made equal after each step
+        before = literal.weights.detach().clone()
+        literal._advance()
+        relative._advance()
+        moved = (literal.weights.detach() - before)[0].split(literal.layout.segments)
+        scaled = (relative.weights.detach() - before)[0].split(literal.layout.segments)
+        state = literal._blocks[0][1]
+        with torch.no_grad():
+            relative.weights.copy_(literal.weights)
+    gates = current_gate(
+        PopulationState(*(state.state[name] for name in ("m", "v", "s")), literal.t, literal.t, state.state["gain"]),
+        Hyper(gate="snr", strength=1.0, rho=0.99),
+    )[0].split(literal.layout.segments)
+    for gate, plain, found in zip(gates, moved, scaled, strict=True):
+        if len(gate):
+            expected = plain / gate * (gate / gate.mean()).clamp(max=1)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    shown = relative._blocks[0][1].mean_gate(relative.t, relative.layout).item()
+    mean = sum((gate / gate.mean()).clamp(max=1).sum().item() for gate in gates if len(gate)) / literal.layout.size
+    assert shown == pytest.approx(mean, rel=1e-5)
 
 
 def test_every_member_is_what_it_is_alone():

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from poprisk.errors import HyperparameterError
-from poprisk.optim._defaults import DEFAULTS
-from poprisk.optim.rules._coefficients import Hyper
 from poprisk_lab.engine.search import Range
 
 Control = Literal["gate_mean", "random_mask", "update_norm"]
-"""What a control copies at every step from the member with the library's defaults and the same seed."""
+"""What a control copies at every step from the member of the arm ``defaults`` with the same seed."""
 
 BETA1 = 0.9
 USUAL: dict[str, float] = {
@@ -49,7 +47,9 @@ class Arm:
         calibrated: Whether the threshold of the gate is the one at which pure noise breaks even.
         per_tensor: Whether all weights of a tensor share a gate.
         cosine: Whether the learning rate decays to zero along a cosine.
-        control: What is copied from the member with the defaults.
+        control: What is copied from the member of the arm ``defaults``.
+        relative: Whether the gate is divided by its mean over each tensor and limited to 1, so that learning rates are
+            those of AdamW. The mean is that of the current step.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Arm:
     per_tensor: bool = False
     cosine: bool = False
     control: Control | None = None
+    relative: bool = False
 
     @property
     def gated(self) -> bool:
@@ -70,7 +71,7 @@ class Arm:
     def definition(self) -> dict[str, Any]:
         """Everything besides the hyper-parameters that determines what the arm does."""
         words = {name: getattr(self, name) for name in ("rule", "calibrated", "per_tensor", "cosine", "control", "eps")}
-        return words | {"beta1": BETA1}
+        return words | {"beta1": BETA1} | ({"relative": True} if self.relative else {})
 
     @property
     def eps(self) -> float:
@@ -99,35 +100,23 @@ def _arm(name: str, label: str, rule: str, scale: float = 1.0, knobs: Mapping[st
     return Arm(name, label, rule, searched=searched, **rest)
 
 
-def _defaults() -> Arm:
-    """The library's defaults as an arm; options that an arm cannot express must have the rule's defaults."""
-    rule = Hyper()
-    unlike = [
-        name
-        for name in ("eps", "gate_eps", "centering", "signal", "normalize_gate", "gated_decay", "granularity")
-        if getattr(DEFAULTS, name) != getattr(rule, name)
-    ]
-    assert not unlike, f"an arm cannot express these options of the defaults: {unlike}"
-    assert DEFAULTS.betas[0] == BETA1
-    calibrated = isinstance(DEFAULTS.alpha, str)
-    fixed = {
-        "lr": DEFAULTS.lr,
-        "weight_decay": DEFAULTS.weight_decay,
-        "beta2": DEFAULTS.betas[1],
-        "strength": DEFAULTS.strength,
-        "rho": DEFAULTS.rho,
-        "gate_warmup": float(DEFAULTS.warmup_steps),
-        **({} if isinstance(DEFAULTS.alpha, str) else {"alpha": float(DEFAULTS.alpha)}),
-    }
-    return Arm("defaults", "PopRiskAdamW, defaults", str(DEFAULTS.gate), fixed, calibrated=calibrated)
-
+_LITERAL = {
+    "lr": 0.06,
+    "weight_decay": 5e-3,
+    "strength": 100.0,
+    "rho": 0.99,
+    "beta2": 0.999,
+    "gate_warmup": 0.0,
+    "alpha": 1.0,
+}
+"""The literal SNR gate at the learning rate that suits it: the library's defaults when the results were stored."""
 
 _SOFT = {"strength": Range(0.1, 10.0), **_GATE}
 _SNR = {"strength": Range(0.3, 30.0), **_GATE}
 ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
-        _defaults(),
+        Arm("defaults", "PopRiskAdamW, defaults", "snr", _LITERAL),
         _arm("adamw", "AdamW", "adamw"),
         _arm("adamw_cosine", "AdamW, cosine decay", "adamw", cosine=True),
         _arm("soft", "soft gate, α = 1", "soft", 10, _SOFT),
@@ -146,9 +135,13 @@ ARMS: dict[str, Arm] = {
         _arm("cubed", "|u|³ Adam", "cubed", 10),
     )
 }
-"""All arms by name; ``defaults`` is the library's own setting and is not searched."""
+"""All arms by name; ``defaults`` is a fixed setting, the one that controls follow, and is not searched."""
 
 ALL_ARMS = tuple(name for name in ARMS if name != "defaults")
+"""Names of the arms that the studies of the paper search."""
+
+_RELATIVE = {"strength": 100.0, "rho": 0.99}
+ARMS["relative"] = Arm("relative", "SNR gate relative to its mean", "snr", _RELATIVE, relative=True)
 
 
 def require_arm(name: str) -> Arm:

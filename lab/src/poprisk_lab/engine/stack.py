@@ -5,20 +5,22 @@ the rule of each arm on its rows. On a GPU the whole step is a CUDA graph and th
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk._core.seeds import stream
 from poprisk.cli._demonstration.training import epoch_batches, evaluation_steps
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.arms import USUAL, Arm, require_arm
+from poprisk_lab.engine.held_block import HeldBlock
 from poprisk_lab.engine.parameter_layout import ParameterLayout
-from poprisk_lab.engine.task import StackedTask
+from poprisk_lab.engine.task import FirstMetric, StackedTask
 from poprisk_lab.engine.updates import Block, Lockstep, take_step
+from poprisk_lab.engine.weight_means import WeightMeans
 
 _COMPILATIONS = 128
 """Limit for the variants of a compiled function, one per arm; the default of Dynamo is too low."""
@@ -26,22 +28,29 @@ _COMPILATIONS = 128
 
 @dataclass(frozen=True)
 class Member:
-    """One training run: an arm, all its hyper-parameters and a seed."""
+    """One training run: an arm, all its hyper-parameters, a seed, and the share of its examples that is held back."""
 
     arm: Arm
     hyper: Mapping[str, float]
     seed: int
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What was measured for the members: metrics, mean gates and final weights."""
+    """What was measured for the members: metrics, mean gates and final weights.
+
+    ``every`` has the metrics of the weights and of each of their means, in the order of ``averages``, and what was
+    measured on the examples held back, NaN for members that hold none back.
+    """
 
     steps: list[int]
     metrics: dict[str, Float[Tensor, "members evaluations"]]
     gate: Float[Tensor, "members evaluations"]
     weights: Float[Tensor, "members d"]
     layout: ParameterLayout
+    averages: tuple[str, ...] = ()
+    every: dict[str, Float[Tensor, "members averages evaluations"]] = field(default_factory=dict)
 
 
 class Stack:
@@ -50,17 +59,28 @@ class Stack:
     Args:
         task: Task to train on.
         members: The members, grouped by arm, those with the defaults before the controls. A control follows the member
-            with the defaults and its own seed.
+            with the defaults, its own seed and its own share of examples held back.
         device: Device to compute on.
         compiled: Whether the losses are compiled on a GPU, where the rules always are.
+        tails: Polynomial-decay means of the weights to keep and to measure, by the share of the steps they cover.
+        decays: Exponential means to keep and to measure, by their decay rates.
+        first_only: Whether only the first metric is measured, if the task can measure it alone.
 
     Raises:
-        HyperparameterError: there is no member, the members are not grouped by arm, or a control has no member to
-            follow.
+        HyperparameterError: there is no member, the members are not grouped by arm, a control has no member to
+            follow, or members hold back different shares above 0.
     """
 
     def __init__(
-        self, task: StackedTask, members: Sequence[Member], device: torch.device, compiled: bool = False
+        self,
+        task: StackedTask,
+        members: Sequence[Member],
+        device: torch.device,
+        compiled: bool = False,
+        *,
+        tails: Sequence[float] = (),
+        decays: Sequence[float] = (),
+        first_only: bool = False,
     ) -> None:
         if not members:
             raise HyperparameterError("a stack needs at least one member, got none")
@@ -79,11 +99,9 @@ class Stack:
         self.t = torch.zeros((), dtype=torch.float64, device=device)
         self._blocks = list(self._make_blocks())
         self._sources = self._make_sources()
-        self._batches = {
-            name: epoch_batches(count, size, [stream(seed, f"batches:{name}") for seed in self._unique], device)
-            for name, (count, size) in task.streams.items()
-        }
-        self._index = {name: next(batches).clone() for name, batches in self._batches.items()}
+        self.means = WeightMeans(self.weights, tails, decays)
+        self._first_only = first_only
+        self._set_up_batches()
         self._fresh = True
         purpose = " ".join(sorted({member.arm.name for member in members}))
         self._generator = torch.Generator(device).manual_seed(stream(self._unique[0], f"masks:{purpose}"))
@@ -100,20 +118,55 @@ class Stack:
                 self._advance()
             done = step
             with torch.no_grad():
-                values = self.cohort.measure(self.layout.views(self.weights))
+                found = [self._measured(weights) for weights in (self.weights.detach(), *self.means.values)]
                 gates.append(torch.cat([block.mean_gate(self.t, self.layout) for _, block in self._blocks]).cpu())
-            seen.append(self._finite({name: value.detach().double() for name, value in values.items()}))
+            seen.append({name: torch.stack([values[name] for values in found], 1) for name in found[0]})
             if look is not None:
                 look(step)
-        metrics = {name: torch.stack([values[name] for values in seen], 1) for name in seen[0]}
-        return Curves(steps, metrics, torch.stack(gates, 1), self.weights.detach(), self.layout)
+        every = {name: torch.stack([values[name] for values in seen], 2) for name in seen[0]}
+        own = {name: values[:, 0] for name, values in every.items() if name in {m.name for m in self.task.metrics}}
+        gate = torch.stack(gates, 1)
+        return Curves(steps, own, gate, self.weights.detach(), self.layout, self.means.names, every)
 
-    def _finite(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The metrics on the CPU, all NaN for a member that diverged, because an accuracy alone would not show it."""
-        whole = self.weights.detach().isfinite().all(1)
+    def _measured(self, matrix: Float[Tensor, "members d"]) -> dict[str, Tensor]:
+        """All metrics on the CPU, all NaN for a member that diverged, because an accuracy alone would not show it."""
+        weights = self.layout.views(matrix)
+        if self._first_only and isinstance(self.cohort, FirstMetric):
+            values = {self.task.metrics[0].name: self.cohort.measure_first(weights)}
+        else:
+            values = self.cohort.measure(weights)
+        values = {name: value.detach().double() for name, value in values.items()}
+        whole = matrix.isfinite().all(1)
         for value in values.values():
             whole &= value.isfinite()
+        if self.held is not None:
+            for name, value in self.held.measure(self.cohort, weights, self._seed_index).items():
+                values[name] = value.double().where(self._holds_back, torch.nan)
         return {name: value.where(whole, torch.nan).cpu() for name, value in values.items()}
+
+    def _set_up_batches(self) -> None:
+        """One stream of batches for each distinct pair of a seed and a share that is held back."""
+        shares = sorted({member.share for member in self.members})
+        if len(shares) > 2 or (len(shares) == 2 and shares[0]):
+            raise HyperparameterError(f"members of a stack hold back one share of their examples or none, got {shares}")
+        self.held = HeldBlock(self.task, self._unique, shares[-1], self.device) if shares[-1] else None
+        self._holds_back = torch.tensor([member.share > 0 for member in self.members], device=self.device)
+        first = {share: k * len(self._unique) for k, share in enumerate(shares)}
+        places = [first[member.share] + self._unique.index(member.seed) for member in self.members]
+        self._batch_index = torch.tensor(places, device=self.device)
+        self._batches: dict[str, list[Iterator[Tensor]]] = {name: [] for name in self.task.streams}
+        for name, (count, size) in self.task.streams.items():
+            seeds = [stream(seed, f"batches:{name}") for seed in self._unique]
+            for share in shares:
+                if not share or self.held is None:
+                    self._batches[name].append(epoch_batches(count, size, seeds, self.device))
+                else:
+                    kept = epoch_batches(self.held.kept[name].shape[1], size, seeds, self.device)
+                    self._batches[name].append(self.held.mapped(name, kept))
+        self._index = {name: self._next_batch(name).clone() for name in self._batches}
+
+    def _next_batch(self, name: str) -> Int[Tensor, "pairs batch"]:
+        return torch.cat([next(batches) for batches in self._batches[name]])
 
     def _make_blocks(self) -> Iterator[tuple[slice, Block]]:
         names = [member.arm.name for member in self.members]
@@ -141,22 +194,22 @@ class Stack:
             return {}
         rows, source = self._blocks[0]
         usual = require_arm("defaults").hyper({})
-        where = {one.seed: i for i, one in enumerate(self.members[rows]) if one.hyper == usual}
-        missing = {m.seed for m in self.members if m.arm.control} - set(where)
+        where = {(one.seed, one.share): i for i, one in enumerate(self.members[rows]) if one.hyper == usual}
+        missing = {m.seed for m in self.members if m.arm.control and (m.seed, m.share) not in where}
         if source.arm.name != "defaults" or missing:
             raise HyperparameterError(
                 "controls follow the members with the library's defaults, which must come first, one for each seed; "
                 f"got {source.arm.name!r} first and no such member for seeds {sorted(missing)}"
             )
         return {
-            block.arm.name: torch.tensor([where[m.seed] for m in self.members[rows]], device=self.device)
+            block.arm.name: torch.tensor([where[m.seed, m.share] for m in self.members[rows]], device=self.device)
             for rows, block in controls
         }
 
     def _advance(self) -> None:
         if not self._fresh:
-            for name, batches in self._batches.items():
-                self._index[name].copy_(next(batches))
+            for name, index in self._index.items():
+                index.copy_(self._next_batch(name))
         self._fresh = False
         if self.device.type != "cuda":
             self._step()
@@ -184,10 +237,10 @@ class Stack:
 
     def _moving(self) -> list[Tensor]:
         states = [tensor for _, block in self._blocks for tensor in block.state.values()]
-        return [self.weights, self.t, *states]
+        return [self.weights, self.t, self.means.values, *states]
 
     def _step(self) -> None:
-        batch = {name: index[self._seed_index] for name, index in self._index.items()}
+        batch = {name: index[self._batch_index] for name, index in self._index.items()}
         losses = self._losses(self.layout.views(self.weights), batch)
         (gradient,) = torch.autograd.grad(losses.sum(), self.weights)
         with torch.no_grad():
@@ -200,12 +253,14 @@ class Stack:
                     lockstep = Lockstep(seen.gate[chosen], seen.norm[chosen], seen.lr[chosen])
                 if arm.control == "random_mask":
                     uniform = torch.rand(gradient[rows].shape, generator=self._generator, device=self.device)
-                move = _compiled() if self.device.type == "cuda" and not arm.per_tensor else take_step
-                segments = self.layout.segments if arm.per_tensor else ()
+                by_tensor = arm.per_tensor or arm.relative
+                move = _compiled() if self.device.type == "cuda" and not by_tensor else take_step
+                segments = self.layout.segments if by_tensor else ()
                 move(arm, segments, self.weights[rows], gradient[rows], self.t, block, lockstep, uniform)
                 if block.gate is not None and block.step is not None:
                     mean = block.gate.sum(1, keepdim=True) / self.layout.size
                     seen = Lockstep(mean, block.step.norm(dim=1, keepdim=True), block.hyper["lr"])
+            self.means.advance(self.weights, self.t)
 
 
 @cache

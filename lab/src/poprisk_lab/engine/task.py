@@ -55,6 +55,24 @@ class Cohort(Protocol):
         ...
 
 
+@runtime_checkable
+class ErrorCounting(Protocol):
+    """A cohort of a classification task, which can count errors on training examples."""
+
+    def errors(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
+        """The share of the given labels of each member's batch that it does not predict."""
+        ...
+
+
+@runtime_checkable
+class FirstMetric(Protocol):
+    """A cohort that can measure the first metric of its task alone, at a lower cost than all of them."""
+
+    def measure_first(self, weights: StackedWeights) -> Float[Tensor, "members"]:
+        """The first metric of the task, as :meth:`Cohort.measure` measures it."""
+        ...
+
+
 class StackedTask(Protocol):
     """A problem to train on, at one size: a frozen dataclass of plain values, so that it can be stored and compared."""
 
@@ -75,7 +93,11 @@ class StackedTask(Protocol):
 
     @property
     def streams(self) -> Mapping[str, tuple[int, int]]:
-        """(number of examples, batch size) of each stream of indices; an epoch draws each example at most once."""
+        """(number of examples, batch size) of each stream of indices; an epoch draws each example at most once.
+
+        A task whose streams contain each example several times, such as mirrored images, has an attribute ``copies``:
+        of n examples, index i + n is another copy of the example with index i.
+        """
         ...
 
     @property

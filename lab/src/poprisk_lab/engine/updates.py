@@ -59,11 +59,12 @@ class Block:
             return torch.full((len(self.hyper["lr"]),), float("nan"), device=t.device)
         hyper, memory = _hyper(self), self.state
         columns = [memory[name].split(layout.segments, dim=1) for name in ("m", "v", "s")]
-        total = sum(
-            current_gate(PopulationState(m, v, s, t, t, memory["gain"]), hyper).sum(1)
+        gates = (
+            current_gate(PopulationState(m, v, s, t, t, memory["gain"]), hyper)
             for m, v, s in zip(*columns, strict=True)
             if m.shape[1]  # a gap may be empty
         )
+        total = sum((gate * _boost(gate) if self.arm.relative else gate).sum(1) for gate in gates)
         return torch.as_tensor(total) / layout.size
 
 
@@ -90,7 +91,7 @@ def take_step(
 
     Args:
         arm: Arm of the block; a separate argument because it determines what is compiled.
-        segments: Lengths of the segments of a row; only used if each tensor has its own gate.
+        segments: Lengths of the segments of a row; only used if the gate depends on the tensor.
         w: The rows, changed in place.
         g: Their gradients.
         t: Number of this step, starting at 1; on the device.
@@ -126,7 +127,11 @@ def _gated(
     whole = PopulationState(memory["m"], memory["v"], memory["s"], t - 1, t - 1, memory["gain"])
     if not arm.per_tensor:
         moved = population_direction(g, whole, hyper)
-        return moved.update, moved.gate, moved.usable, _moments(moved.state)
+        u, gate = moved.update, moved.gate
+        if arm.relative:
+            boost = torch.cat([_boost(part) for part in gate.split(segments, dim=1) if part.shape[1]], 1)
+            u, gate = u * boost, gate * boost
+        return u, gate, moved.usable, _moments(moved.state)
     columns = [x.split(segments, dim=1) for x in (g, memory["m"], memory["v"], memory["s"])]
     parts = [
         population_direction(g_part, replace(whole, m=m, v=v, s=s), hyper)
@@ -142,6 +147,12 @@ def _gated(
         torch.cat(usable, 1) if usable else None,
         state,
     )
+
+
+def _boost(gate: Float[Tensor, "members n"]) -> Float[Tensor, "members n"]:
+    """What turns the gate of one tensor into min(1, gate / its mean), as a factor."""
+    mean = gate.mean(1, keepdim=True).clamp(min=torch.finfo(gate.dtype).tiny)
+    return torch.minimum(1 / mean, 1 / gate)
 
 
 def _hyper(block: Block) -> Hyper:
