@@ -10,7 +10,10 @@ from poprisk_lab.engine import peers
 from poprisk_lab.engine.peers import PEERS
 from poprisk_lab.gates.variants import VARIANTS
 
-NAMES = [name for name in PEERS if name not in VARIANTS]  # whoever imports the variants' arms adds them to the table
+ELSEWHERE = {"magma", "schedule_free", "rm3", "sam"}  # read more than a gradient: see test_peers_in_a_stack.py
+NAMES = [
+    name for name in PEERS if name not in {*VARIANTS, *ELSEWHERE}
+]  # importing the variants' arms adds to the table
 DIRECTIONS = {name: PEERS[name].direction for name in NAMES}
 try:
     from beartype import beartype

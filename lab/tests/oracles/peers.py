@@ -73,3 +73,21 @@ def grokfast(histories, alpha_ema, lamb, beta1, beta2, eps):
 
 def cubed(histories, beta1, beta2, eps):
     return [math.copysign(abs(u) ** 3, u) for u in adamw(histories, beta1, beta2, eps)]
+
+
+def casmo(histories, beta1, beta2, eps):
+    """casmo-optimizer 0.4.0 with its default options; the coordinates are one tensor."""
+    means, noises = [], []
+    for history in histories:
+        t = len(history)
+        deviations = [(g - raw_average(history[:i], beta1)) ** 2 for i, g in enumerate(history)]
+        means.append(average(history, beta1))
+        noises.append(raw_average(deviations, beta2) / (1 - beta2**t))
+    totals = [m * m + s for m, s in zip(means, noises, strict=True)]
+    agreement = [m * m / total if total > 0 else 0.0 for m, total in zip(means, totals, strict=True)]
+    mean = math.fsum(agreement) / len(agreement)
+    trust = (0.1 + 0.9 * mean) ** 0.5
+    return [
+        trust * min(max(a / (mean + eps), 0.1), 1.0) * m / (math.sqrt(total) + eps)
+        for a, m, total in zip(agreement, means, totals, strict=True)
+    ]

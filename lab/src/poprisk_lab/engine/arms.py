@@ -11,7 +11,7 @@ from typing import Any, Literal
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.search import Range
 
-Control = Literal["gate_mean", "random_mask", "update_norm"]
+Control = Literal["gate_mean", "random_mask", "update_norm", "shuffled_gate"]
 """What a control copies at every step from the member of the arm ``defaults`` with the same seed."""
 
 BETA1 = 0.9
@@ -133,11 +133,17 @@ ARMS: dict[str, Arm] = {
         _arm("cautious", "Cautious AdamW", "cautious"),
         _arm("grokfast", "GrokFast", "grokfast", 1, {"lamb": Range(0.5, 5.0)}),
         _arm("cubed", "|u|³ Adam", "cubed", 10),
+        Arm("shuffled_gate", "AdamW, shuffled gate", "adamw", control="shuffled_gate"),
+        Arm("schedule_free", "schedule-free AdamW", "schedule_free", {"lr": 2.5e-3}),  # the rate of its package
+        Arm("casmo", "CASMO 0.4", "casmo", per_tensor=True),
+        Arm("magma", "Magma", "magma", per_tensor=True),
+        Arm("rm3", "RM3, AdamW", "rm3"),
+        Arm("sam", "SAM, AdamW", "sam"),
     )
 }
-"""All arms by name; ``defaults`` is a fixed setting, the one that controls follow, and is not searched."""
+"""All arms by name; ``defaults`` is the one that controls follow; arms without a range are used at given settings only."""
 
-ALL_ARMS = tuple(name for name in ARMS if name != "defaults")
+ALL_ARMS = tuple(name for name, arm in ARMS.items() if arm.searched)
 """Names of the arms that the studies of the paper search."""
 
 _RELATIVE = {"strength": 100.0, "rho": 0.99}

@@ -22,6 +22,7 @@ from torch import Tensor
 from poprisk._core.types import Scalar
 from poprisk.optim import snr_gate
 from poprisk.optim.rules._adam import adam_direction, adam_moments, moving_average
+from poprisk_lab.engine.gradients import GradientKind
 
 States = Mapping[str, Tensor]
 Knobs = Mapping[str, Scalar]
@@ -170,6 +171,119 @@ def cubed(
     return u * u * u, new
 
 
+def casmo(
+    g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
+) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
+    r"""CASMO 0.4 (package casmo-optimizer, commit e81a36e), default options; ``d`` are the weights of one tensor.
+
+    .. math::
+        s \leftarrow \beta_2 s + (1-\beta_2)(g - m_{t-1})^2, \quad
+        a = \frac{\hat m^2}{\hat m^2 + \hat s}, \quad
+        u = \sqrt{0.1 + 0.9\, \bar a} \; \mathrm{clip}\Big(\frac{a}{\bar a + \epsilon}, 0.1, 1\Big)
+        \frac{\hat m}{\sqrt{\hat m^2 + \hat s} + \epsilon}
+
+    :math:`\bar a` is the mean over the tensor. The root is the trust in the tensor (``robustness=0.5``, ``c_min=0.1``),
+    the clipped ratio the focus on a coordinate (``rel_floor=0.1``).
+
+    Knobs: ``beta1``, ``beta2``, ``eps``. States: ``m``, ``s``.
+
+    >>> zero = {"m": torch.zeros(1, 2), "s": torch.zeros(1, 2)}
+    >>> u, _ = casmo(torch.tensor([[2.0, -2.0]]), zero, {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}, 1)
+    >>> u  # m̂² = ŝ: a = 1/2 everywhere, trust √0.55, and the denominator is √2 times |m̂|
+    tensor([[ 0.5244, -0.5244]])
+    """
+    s = moving_average(state["s"], (g - state["m"]).square(), h["beta2"])
+    m = moving_average(state["m"], g, h["beta1"])
+    m_hat, s_hat = m * _cast(_debias(h["beta1"], t), g), s * _cast(_debias(h["beta2"], t), g)
+    total = m_hat.square() + s_hat
+    agreement = m_hat.square() / total.clamp(min=torch.finfo(g.dtype).tiny)
+    mean, eps = agreement.mean(-1, keepdim=True), _cast(h["eps"], g)
+    confidence = (0.1 + 0.9 * mean).sqrt() * (agreement / (mean + eps)).clamp(0.1, 1.0)
+    return confidence * m_hat / (total.sqrt() + eps), {"m": m, "s": s}
+
+
+def magma(
+    g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
+) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
+    r"""Magma on Adam (Joo et al. 2026, arXiv 2602.15322): tensors rest at random, and move by their agreement.
+
+    .. math::
+        s \leftarrow 0.9\, s + 0.1\, \sigma\big(\cos(m, g)/2\big), \qquad u = s z\, u_{Adam}, \qquad
+        z \sim \mathrm{Bernoulli}(1/2)
+
+    ``d`` are the weights of one tensor, which is one block, and m includes this gradient. As published the surviving
+    updates are not divided by 1/2. The score starts at zero.
+
+    Knobs: ``beta1``, ``beta2``, ``eps``, and ``uniform``, random numbers of which the first of the tensor decides.
+    States: ``m``, ``v``, ``score`` (one value, repeated).
+
+    >>> zero = {name: torch.zeros(1, 2) for name in ("m", "v", "score")}
+    >>> h = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "uniform": torch.tensor([[0.2, 0.9]])}
+    >>> magma(torch.tensor([[2.0, -2.0]]), zero, h, 1)[0]  # 0.1·σ(1/2)
+    tensor([[ 0.0622, -0.0622]])
+    """
+    u, new = adamw(g, state, h, t)
+    cosine = torch.nn.functional.cosine_similarity(new["m"], g, dim=-1).unsqueeze(-1)
+    score = 0.9 * state["score"] + 0.1 * torch.sigmoid(cosine / 2)
+    uniform = h["uniform"]
+    assert isinstance(uniform, Tensor)
+    return torch.where(uniform[..., :1] < 0.5, score * u, 0.0), {**new, "score": score}
+
+
+def schedule_free(
+    g: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar
+) -> tuple[Float[Tensor, "*members d"], dict[str, Tensor]]:
+    r"""Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682), written for the point y where gradients are taken.
+
+    .. math::
+        z_{t+1} = z_t - \eta d, \quad x_{t+1} = (1-c) x_t + c z_{t+1}, \quad y = (1-\beta_1) z + \beta_1 x, \qquad
+        d = g/(\sqrt{\hat v} + \epsilon) + \lambda y_t
+
+    with :math:`c = \eta_t^2 / \sum_{i \le t} \eta_i^2`, which is 1/t at a constant rate. The state is
+    :math:`\delta = (x - z)/\eta`, zero at first, so that :math:`u = (1 - \beta_1(1-c))\, d + \beta_1 c\, \delta`
+    contains the weight decay and nothing is left for the caller to decay. The result of a run is x: see
+    :func:`averaged_point`.
+
+    Knobs: ``beta1``, ``beta2``, ``eps``, ``weight_decay``, ``lr_warmup``, and ``weights``, which are y. While the
+    rate rises, δ is rescaled by the ratio of two consecutive rates. States: ``v``, ``delta``.
+
+    >>> zero = {"v": torch.zeros(1, 1), "delta": torch.zeros(1, 1)}
+    >>> h = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "lr_warmup": 0.0}
+    >>> u, state = schedule_free(torch.tensor([[2.0]]), zero, {**h, "weights": torch.zeros(1, 1)}, 1)
+    >>> u, state["delta"]  # after one step x = z = y
+    (tensor([[1.]]), tensor([[0.]]))
+    """
+    y = h["weights"]
+    assert isinstance(y, Tensor)
+    v = moving_average(state["v"], g.square(), h["beta2"])
+    d = g / ((v * _cast(_debias(h["beta2"], t), g)).sqrt() + _cast(h["eps"], g)) + _cast(h["weight_decay"], g) * y
+    share, ratio = _average_share(h["lr_warmup"], t)
+    c, beta = _cast(share, g), _cast(h["beta1"], g)
+    before = state["delta"] * _cast(ratio, g)
+    return (1 - beta * (1 - c)) * d + beta * c * before, {"v": v, "delta": (1 - c) * (before + d)}
+
+
+def averaged_point(y: Float[Tensor, "*members d"], state: States, h: Knobs, t: Scalar) -> Float[Tensor, "*members d"]:
+    """The weights x that schedule-free AdamW returns after step t: y + (1 - β1)(x - z)."""
+    rate = h["lr"] * _rise(h["lr_warmup"], t)
+    return y + _cast((1 - _precise(h["beta1"])) * rate, y) * state["delta"]
+
+
+def _rise(warmup: Scalar, t: Scalar) -> Scalar:
+    """The learning rate of step t as a share of the final one, as in :func:`poprisk_lab.engine.updates.take_step`."""
+    return (torch.as_tensor(t, dtype=torch.float64) / torch.as_tensor(warmup).clamp(min=1)).clamp(max=1)
+
+
+def _average_share(warmup: Scalar, t: Scalar) -> tuple[Scalar, Scalar]:
+    """η_t²/Σ η_i², and η_{t-1}/η_t (1 at the first step, when nothing was stored)."""
+    t = torch.as_tensor(t, dtype=torch.float64)
+    length = torch.as_tensor(warmup).double().clamp(min=1)
+    rising = torch.minimum(t, length)
+    total = rising * (rising + 1) * (2 * rising + 1) / (6 * length**2) + (t - length).clamp(min=0)
+    now = _rise(warmup, t)
+    return now**2 / total, _rise(warmup, (t - 1).clamp(min=1)) / now
+
+
 @dataclass(frozen=True)
 class Peer:
     """A rule, with the names of its state and its hyper-parameters.
@@ -177,12 +291,17 @@ class Peer:
     Attributes:
         states: Names of the state arrays, each with the shape of the weights and initially zero.
         direction: ``(g, state, h, t) -> (u, new state)``.
-        knobs: Names of the hyper-parameters it reads; learning rate and weight decay belong to the caller.
+        knobs: Names of the hyper-parameters it reads; learning rate and weight decay belong to the caller, unless the
+            rule reads ``weight_decay`` itself.
+        gradient: How the gradient of a step is made: see :mod:`poprisk_lab.engine.gradients`.
+        evaluated: ``(w, state, h, t) -> w`` gives the weights that are the result of the run, if not w itself.
     """
 
     states: tuple[str, ...]
     direction: Callable[[Tensor, States, Knobs, Scalar], tuple[Tensor, dict[str, Tensor]]]
     knobs: tuple[str, ...]
+    gradient: GradientKind = "plain"
+    evaluated: Callable[[Tensor, States, Knobs, Scalar], Tensor] | None = None
 
 
 _ADAM = ("beta1", "beta2", "eps")
@@ -194,6 +313,13 @@ PEERS: dict[str, Peer] = {
     "cautious": Peer(("m", "v"), cautious, _ADAM),
     "grokfast": Peer(("m", "v", "slow"), grokfast, (*_ADAM, "alpha_ema", "lamb")),
     "cubed": Peer(("m", "v"), cubed, _ADAM),
+    "casmo": Peer(("m", "s"), casmo, _ADAM),
+    "magma": Peer(("m", "v", "score"), magma, (*_ADAM, "uniform")),
+    "schedule_free": Peer(
+        ("v", "delta"), schedule_free, (*_ADAM, "weight_decay", "lr_warmup", "weights"), evaluated=averaged_point
+    ),
+    "rm3": Peer(("m", "v"), adamw, _ADAM, gradient="median of three"),
+    "sam": Peer(("m", "v"), adamw, _ADAM, gradient="sharpness"),
 }
 """Every rule of this module by its name."""
 

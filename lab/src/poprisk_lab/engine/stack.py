@@ -16,8 +16,10 @@ from poprisk._core.seeds import stream
 from poprisk.cli._demonstration.training import epoch_batches, evaluation_steps
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.arms import USUAL, Arm, require_arm
+from poprisk_lab.engine.gradients import GradientKind, stacked_gradient
 from poprisk_lab.engine.held_block import HeldBlock
 from poprisk_lab.engine.parameter_layout import ParameterLayout
+from poprisk_lab.engine.peers import PEERS
 from poprisk_lab.engine.task import FirstMetric, StackedTask
 from poprisk_lab.engine.updates import Block, Lockstep, take_step
 from poprisk_lab.engine.weight_means import WeightMeans
@@ -118,7 +120,7 @@ class Stack:
                 self._advance()
             done = step
             with torch.no_grad():
-                found = [self._measured(weights) for weights in (self.weights.detach(), *self.means.values)]
+                found = [self._measured(weights) for weights in (self.evaluated(), *self.means.values)]
                 gates.append(torch.cat([block.mean_gate(self.t, self.layout) for _, block in self._blocks]).cpu())
             seen.append({name: torch.stack([values[name] for values in found], 1) for name in found[0]})
             if look is not None:
@@ -127,6 +129,10 @@ class Stack:
         own = {name: values[:, 0] for name, values in every.items() if name in {m.name for m in self.task.metrics}}
         gate = torch.stack(gates, 1)
         return Curves(steps, own, gate, self.weights.detach(), self.layout, self.means.names, every)
+
+    def evaluated(self) -> Float[Tensor, "members d"]:
+        """The weights that are measured: those trained, or what a rule makes of them (schedule-free AdamW)."""
+        return torch.cat([block.evaluated(self.weights[rows].detach(), self.t) for rows, block in self._blocks])
 
     def _measured(self, matrix: Float[Tensor, "members d"]) -> dict[str, Tensor]:
         """All metrics on the CPU, all NaN for a member that diverged, because an accuracy alone would not show it."""
@@ -241,8 +247,10 @@ class Stack:
 
     def _step(self) -> None:
         batch = {name: index[self._batch_index] for name, index in self._index.items()}
-        losses = self._losses(self.layout.views(self.weights), batch)
-        (gradient,) = torch.autograd.grad(losses.sum(), self.weights)
+        kinds: list[tuple[slice, GradientKind]] = [
+            (rows, PEERS[block.arm.rule].gradient) for rows, block in self._blocks if not block.arm.gated
+        ]
+        gradient = stacked_gradient(self._losses, self.layout, self.weights, batch, kinds)
         with torch.no_grad():
             self.t += 1
             seen: Lockstep | None = None
@@ -250,8 +258,9 @@ class Stack:
                 arm, lockstep, uniform = block.arm, None, None
                 if arm.control and seen is not None:
                     chosen = self._sources[arm.name]
-                    lockstep = Lockstep(seen.gate[chosen], seen.norm[chosen], seen.lr[chosen])
-                if arm.control == "random_mask":
+                    openings = self._shuffled(chosen) if arm.control == "shuffled_gate" else None
+                    lockstep = Lockstep(seen.gate[chosen], seen.norm[chosen], seen.lr[chosen], openings)
+                if arm.control == "random_mask" or arm.rule == "magma":
                     uniform = torch.rand(gradient[rows].shape, generator=self._generator, device=self.device)
                 by_tensor = arm.per_tensor or arm.relative
                 move = _compiled() if self.device.type == "cuda" and not by_tensor else take_step
@@ -261,6 +270,13 @@ class Stack:
                     mean = block.gate.sum(1, keepdim=True) / self.layout.size
                     seen = Lockstep(mean, block.step.norm(dim=1, keepdim=True), block.hyper["lr"])
             self.means.advance(self.weights, self.t)
+
+    def _shuffled(self, chosen: Tensor) -> Tensor:
+        """The gates of the members with the defaults, each member's in an order of its own over all its weights."""
+        gates = self._blocks[0][1].gate
+        assert gates is not None
+        keys = torch.rand((len(chosen), gates.shape[1]), generator=self._generator, device=self.device)
+        return gates[chosen].gather(1, keys.argsort(dim=1))
 
 
 @cache

@@ -53,6 +53,13 @@ class Block:
         seen = (torch.zeros_like(weights), torch.zeros_like(weights)) if followed else (None, None)
         return cls(arm, hyper, state, horizon, *seen)
 
+    def evaluated(self, w: Float[Tensor, "members d"], t: Float[Tensor, ""]) -> Float[Tensor, "members d"]:
+        """The weights that are the result of the run after step t, which a rule may keep beside those it trains."""
+        peer = None if self.arm.gated else PEERS[self.arm.rule]
+        if peer is None or peer.evaluated is None:
+            return w
+        return peer.evaluated(w, self.state, {"beta1": BETA1, **self.hyper}, t)
+
     def mean_gate(self, t: Float[Tensor, ""], layout: ParameterLayout) -> Float[Tensor, "members"]:
         """The mean gate of each member in the last step, computed from its state; NaN without a gate."""
         if not self.arm.gated:
@@ -75,6 +82,8 @@ class Lockstep:
     gate: Float[Tensor, "members 1"]
     norm: Float[Tensor, "members 1"]
     lr: Float[Tensor, "members 1"]
+    openings: Float[Tensor, "members d"] | None = None
+    """Gate of each weight, for the shuffled gate."""
 
 
 def take_step(
@@ -97,7 +106,7 @@ def take_step(
         t: Number of this step, starting at 1; on the device.
         block: Hyper-parameters and state; the state is changed in place.
         lockstep: What the members with the defaults did; only for a control.
-        uniform: Random numbers in [0, 1), for the random mask.
+        uniform: Random numbers in [0, 1), for the random mask and for rules that draw.
     """
     h, usable = block.hyper, None
     if arm.gated:
@@ -105,13 +114,17 @@ def take_step(
         if block.gate is not None:
             block.gate.copy_(gate)
     else:
-        u, state = PEERS[arm.rule].direction(g, block.state, {"beta1": BETA1, "eps": arm.eps, **h}, t)
+        u, state = _ungated(arm, segments, w, g, t, block, uniform)
     for name, value in state.items():
         block.state[name].copy_(value)
     lr = h["lr"] * (t / h["lr_warmup"].clamp(min=1)).clamp(max=1)
     if arm.cosine:
         lr = lr * 0.5 * (1 + torch.cos(torch.pi * (t - 1) / block.steps))
-    decay, lr = (lr * h["weight_decay"]).to(w.dtype), lr.to(w.dtype)
+    own_decay = not arm.gated and "weight_decay" in PEERS[arm.rule].knobs
+    decay, lr = (
+        torch.zeros_like(lr, dtype=w.dtype) if own_decay else (lr * h["weight_decay"]).to(w.dtype),
+        lr.to(w.dtype),
+    )
     if lockstep is not None:
         u, lr = _follow(arm, u, lr, lockstep, uniform)
     if block.step is not None:
@@ -155,6 +168,29 @@ def _boost(gate: Float[Tensor, "members n"]) -> Float[Tensor, "members n"]:
     return torch.minimum(1 / mean, 1 / gate)
 
 
+def _ungated(
+    arm: Arm, segments: tuple[int, ...], w: Tensor, g: Tensor, t: Tensor, block: Block, uniform: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    peer = PEERS[arm.rule]
+    given = {"weights": w} if "weights" in peer.knobs else {}
+    if "uniform" in peer.knobs:
+        assert uniform is not None
+        given["uniform"] = uniform
+    plain = {"beta1": BETA1, "eps": arm.eps, **block.hyper}
+    if not arm.per_tensor:
+        return peer.direction(g, block.state, plain | given, t)
+    columns = {name: x.split(segments, dim=1) for name, x in ({"g": g} | given | dict(block.state)).items()}
+    found = []
+    for k in (k for k, size in enumerate(segments) if size):  # a gap may be empty
+        part = {name: parts[k] for name, parts in columns.items()}
+        state, extra = {name: part[name] for name in block.state}, {name: part[name] for name in given}
+        found.append(peer.direction(part["g"], state, plain | extra, t))
+    return (
+        torch.cat([u for u, _ in found], 1),
+        {name: torch.cat([state[name] for _, state in found], 1) for name in block.state},
+    )
+
+
 def _hyper(block: Block) -> Hyper:
     arm, h = block.arm, block.hyper
     return Hyper(
@@ -175,6 +211,9 @@ def _follow(arm: Arm, u: Tensor, lr: Tensor, lockstep: Lockstep, uniform: Tensor
     if arm.control == "random_mask":
         assert uniform is not None
         return torch.where(uniform < lockstep.gate, u, 0.0), lr
+    if arm.control == "shuffled_gate":
+        assert lockstep.openings is not None
+        return u * lockstep.openings, lr
     own = u.norm(dim=1, keepdim=True).clamp(min=torch.finfo(u.dtype).tiny)
     return u * (lockstep.norm / lockstep.lr.to(u.dtype) / own), lr
 
