@@ -141,7 +141,7 @@ ARMS: dict[str, Arm] = {
         Arm("sam", "SAM, AdamW", "sam"),
     )
 }
-"""All arms by name; ``defaults`` is the one that controls follow; arms without a range are used at given settings only."""
+"""All arms by name; controls follow ``defaults``, and arms without a range are used at given settings only."""
 
 ALL_ARMS = tuple(name for name, arm in ARMS.items() if arm.searched)
 """Names of the arms that the studies of the paper search."""
