@@ -6,7 +6,7 @@ from typing import Any
 
 from poprisk._core.store import write_json
 from poprisk.errors import HyperparameterError
-from poprisk.optim import GateDiagnostics, PopRiskAdamW
+from poprisk.optim import GateDiagnostics, KeepBest, PopRiskAdamW
 
 PREFIX = "poprisk/"
 METERS_FILE = "poprisk_meters.json"
@@ -60,6 +60,15 @@ class Readings:
         rate = values["training_rate"]
         values["self_fit"] = 1 - values["population_rate"] / rate if rate else math.nan
         return {PREFIX + name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def held_back_readings(keeper: KeepBest) -> dict[str, float]:
+    """The last measurement of a keeper, as named numbers for a log line."""
+    last, kept = keeper.curve.moments[-1], keeper.kept_step
+    found = {"held_back_loss": float(last.losses.double().mean()), "kept_step": float(kept or 0)}
+    if last.scores is not last.losses and bool(((last.scores == 0) | (last.scores == 1)).all()):
+        found["held_back_accuracy"] = float(1 - last.scores.double().mean())
+    return {PREFIX + name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def write_readings(folder: str | Path, lines: list[dict[str, Any]]) -> None:

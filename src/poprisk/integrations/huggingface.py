@@ -18,6 +18,7 @@ from poprisk.integrations._readings import (
     write_readings,
 )
 from poprisk.integrations._schedules import keep_own_lr
+from poprisk.integrations.huggingface_keep import KeepBestCallback, keep_best  # noqa: F401
 from poprisk.optim import DEFAULTS, Gate, PopRiskAdamW, parse_options, read_options, suggest_lr
 
 try:

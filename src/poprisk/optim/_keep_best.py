@@ -204,12 +204,12 @@ class KeepBest:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
+        self._batch = max(self._batch, self._seen)  # gradient accumulation: all examples of the step
+        self._seen = 0
         if self._every is not None:
             if self.steps % self._every == 0:
                 self.measure()
             return
-        self._batch = max(self._batch, self._seen)  # gradient accumulation: all examples of the step
-        self._seen = 0
         price = self._price()
         self._credit = min(self._credit + self._cost, _BANKED * price)
         wanted = price if self.curve.is_bending() else 2 * price
