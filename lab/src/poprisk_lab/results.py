@@ -85,6 +85,13 @@ SCRIPTS: dict[str, Script] = {
         device="GPU",
         smoke="",
     ),
+    "recipe_cifar_arms": Script(
+        "the same: longer trainings of ResNet-18, gates and their controls",
+        ("-m", "poprisk_lab.recipes.cifar_run", "{data}/cifar10", "{output}", "--plan", "arms"),
+        data="cifar10",
+        device="GPU",
+        smoke="",
+    ),
     "cost_models_cpu": Script(
         "time and memory of the library's operations, for the page on scaling",
         ("lab/benchmarks/cost_models.py", "--device", "cpu", "--out", "{output}"),
