@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from poprisk.errors import HyperparameterError
+from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import Setting, Study
 from poprisk_lab.paper.char_language.task import CharLanguageTask
@@ -25,6 +26,7 @@ SETTINGS = (
     Setting(DEFAULTS, "defaults", {}),
     Setting(SNR_INHERITED, "snr", _INHERITED | {"strength": 1.0, "rho": 0.99}),
     Setting(CALIBRATED_INHERITED, "soft_calibrated", _INHERITED | {"strength": 1.0, "rho": 0.99}),
+    *package_settings(_INHERITED),
 )
 """What is reported without a search: torch's own values for AdamW, each gate in its place, and our defaults."""
 

@@ -44,7 +44,7 @@ class CifarConfig:
 
     labels: tuple[str, ...] = ("clean", "random1", "worse")
     arms: tuple[str, ...] = ("adamw", "adamw_cosine", "gate_schedule")
-    trials: int = 4
+    trials: int = 12
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2)
     folder: str | None = "data"

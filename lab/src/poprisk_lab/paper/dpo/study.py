@@ -12,6 +12,7 @@ from pathlib import Path
 from poprisk.errors import HyperparameterError
 from poprisk.optim import suggest_lr
 from poprisk_lab.engine.arms import ARMS
+from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import Setting, Study
 from poprisk_lab.paper.dpo.task import DpoTask, FineTuning
@@ -36,23 +37,23 @@ class DpoConfig:
     Attributes:
         task: Model, pairs and sizes; its noise is set by ``noises``.
         noises: Shares of the training pairs that are swapped; 0 is the clean control.
-        lr: Shared by the rows in which nothing is tuned.
-        lr_range: Where AdamW's learning rate is searched; those of gated arms ten times higher.
-        arms: Which optimizers are tuned where pairs are swapped.
-        clean_arms: Which are where none is; usually none, the rows that are given suffice for a control.
-        trials: For each of them.
-        tuning_seeds: For the search.
-        report_seeds: For everything that is reported.
-        members_at_once: So many trainings are one computation; 12 need about 35 GB at the full size.
+        lr: Learning rate of the rows in which nothing is tuned.
+        lr_range: Range of AdamW's learning rate in the search; that of the gates is ten times higher.
+        arms: Names of the optimizers that are tuned where pairs are swapped.
+        clean_arms: Names of those tuned where no pair is swapped; usually none, because the fixed rows are a control.
+        trials: Number of trials of each of them.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for everything that is reported.
+        members_at_once: Number of trainings in one computation; 12 need about 35 GB at the full size.
     """
 
     task: DpoTask = field(default_factory=DpoTask)
     noises: tuple[float, ...] = (0.3,)
     lr: float = 5e-5
     lr_range: tuple[float, float] = (3e-6, 3e-3)
-    arms: tuple[str, ...] = ("adamw", "adamw_cosine", "gate_schedule", "soft_calibrated")
+    arms: tuple[str, ...] = ("adamw", "soft_calibrated")
     clean_arms: tuple[str, ...] = ()
-    trials: int = 4
+    trials: int = 12
     tuning_seeds: tuple[int, ...] = (100,)
     report_seeds: tuple[int, ...] = (0, 1, 2)
     members_at_once: int | None = 12
@@ -105,6 +106,7 @@ def settings(config: DpoConfig, noise: float) -> tuple[Setting, ...]:
         Setting(PAPER_RULE, "soft", paper),
         Setting(THEORY_ALPHA, "soft", {**paper, "alpha": batch / (count - batch)}),
         Setting(SNR, "snr", {**shared, "strength": 1.0, "rho": 0.99}),
+        *package_settings(shared, " at the shared lr"),
         Setting(CALIBRATED, "soft_calibrated", {**shared, "strength": 1.0, "rho": 0.99}),
         Setting(SUGGESTED, "defaults", {"lr": suggest_lr(config.lr)}),
         Setting(DEFAULTS, "defaults"),

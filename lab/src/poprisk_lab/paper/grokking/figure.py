@@ -6,8 +6,8 @@ from typing import Any
 
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine.arms import ARMS
-from poprisk_lab.engine.reading import curve, reached, row, steps_to
-from poprisk_lab.figure_style import BLUE, FAINT, GREEN, ORANGE, PURPLE, SKY, STYLE
+from poprisk_lab.engine.reading import curve, find_row, reached, steps_to
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk_lab.pages.gate_choice import tuned_gate_words
 from poprisk_lab.pages.seed_curves import draw_seeds
 from poprisk_lab.paper.grokking.numbers import DEFAULTS, TEST, TRAIN, best_gate, mean_steps, quickest, target
@@ -23,7 +23,7 @@ except ImportError:
     raise MissingExtraError("matplotlib", "report", "the grokking figure") from None
 
 Saved = Mapping[str, Any]
-_COLOURS = dict(zip(RULES, (BLUE, ORANGE, GREEN, PURPLE), strict=True))
+_COLOURS = dict(zip(RULES, (BLUE, ORANGE, GREEN, PURPLE, SKY, INK), strict=True))
 
 
 def draw(saved: Saved) -> Figure:
@@ -40,7 +40,8 @@ def draw(saved: Saved) -> Figure:
         panels = [*above.subplots(1, len(decays), squeeze=False)[0], *below.subplots(1, 2)]
         letters = iter(string.ascii_uppercase)
         for decay, axes in zip(decays, panels, strict=False):
-            rows = {rule: row(studies[SHARED], shared_label(rule, decay)) for rule in RULES}
+            given = {rule: find_row(studies[SHARED], shared_label(rule, decay)) for rule in RULES}
+            rows = {rule: each for rule, each in given.items() if each is not None}
             title = f"{next(letters)}  Shared settings, weight decay {decay:g}"
             _draw_accuracy(axes, studies[SHARED], rows, _COLOURS, title)
         rows, colours = _tuned_rows(studies[TUNED])

@@ -106,20 +106,21 @@ def claims(saved: Saved) -> list[VerdictRow]:
 
 def _shared(study: Saved, decay: float) -> dict[str, Any]:
     """One weight decay: the steps of every rule, and the verdict on the paper's rule against AdamW."""
-    rows = {rule: row(study, shared_label(rule, decay)) for rule in RULES}
-    slow, fast = (steps_to(study, rows[rule], TEST) for rule in (ADAMW, PAPER_RULE))
+    rows = {rule: find_row(study, shared_label(rule, decay)) for rule in RULES}
+    adamw, paper = (row(study, shared_label(rule, decay)) for rule in (ADAMW, PAPER_RULE))
+    slow, fast = (steps_to(study, each, TEST) for each in (adamw, paper))
     speed = steps_ratio(slow, fast, study["evaluation_steps"])
     neither = all(step is None for step in (*slow, *fast))
     missed = "Undecided" if None in slow else "Not held"
     return {
         "decay": decay,
-        "steps": {rule: _steps_words(study, each) for rule, each in rows.items()},
+        "steps": {rule: "not measured" if each is None else _steps_words(study, each) for rule, each in rows.items()},
         "verdict": missed if speed is None else speed.verdict(BAR),
         "fewer": None if speed is None else _fewer(speed),
         "neither": neither,
         "budget": study["task"]["steps"],
-        "rule_reached": reached(study, rows[PAPER_RULE], TEST),
-        "adamw_reached": reached(study, rows[ADAMW], TEST),
+        "rule_reached": reached(study, paper, TEST),
+        "adamw_reached": reached(study, adamw, TEST),
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from poprisk.errors import DataError, HyperparameterError
 from poprisk_lab.engine.arms import ALL_ARMS
+from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import DEFAULTS, Setting, Study
 from poprisk_lab.paper.inr.task import InrTask
@@ -22,6 +23,7 @@ SETTINGS = (
     Setting(SHARED, "soft", {"lr": 1e-3, "alpha": 1.0, "strength": 1.0, "rho": 0.99}),
     Setting(SHARED_SNR, "snr", {"lr": 1e-3, "strength": 1.0}),
     Setting(FASTER, "soft", {"lr": 1e-2, "alpha": 1.0, "strength": 1.0, "rho": 0.99}),
+    *package_settings({"lr": 1e-3}),
 )
 """The rows that are given; weight decay (.01) and β2 (.999) are those of torch's AdamW in all but the defaults."""
 PICTURED = (ADAMW, SHARED, DEFAULTS.label, "adamw")

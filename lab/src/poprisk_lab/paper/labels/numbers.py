@@ -36,7 +36,7 @@ from poprisk_lab.paper.teacher.numbers import ALLOWED_CLEAN, ALLOWED_NOISY, verd
 
 Saved = Mapping[str, Any]
 PACKAGE = "poprisk_lab.paper.labels"
-ADAMW_GIVEN, PAPER_RULE = (setting.label for setting in SETTINGS[1:])
+ADAMW_GIVEN, PAPER_RULE = (setting.label for setting in SETTINGS[1:3])
 ACCURACY = "test accuracy"
 _SPEC = ".1%"
 

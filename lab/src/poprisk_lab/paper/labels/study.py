@@ -9,6 +9,7 @@ from pathlib import Path
 
 from poprisk.errors import DataError, HyperparameterError
 from poprisk_lab.engine.arms import ALL_ARMS
+from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import DEFAULTS, Setting, Study
 from poprisk_lab.paper.labels.task import DIGITS, FASHION, TITLES, LabelTask
@@ -20,6 +21,7 @@ SETTINGS: tuple[Setting, ...] = (
     DEFAULTS,
     Setting("AdamW, defaults lr 1e-3", "adamw", SHARED),
     Setting("paper's rule at AdamW's lr", "soft", {**SHARED, "strength": 1.0, "alpha": 1.0, "rho": 0.99}),
+    *package_settings(SHARED),
 )
 """Rows that are given, not tuned, in every study: both optimizers as they come, and the paper's rule swapped in."""
 

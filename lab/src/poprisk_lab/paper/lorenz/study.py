@@ -10,6 +10,7 @@ from pathlib import Path
 
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.arms import ALL_ARMS, ARMS
+from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import Setting, Study
 from poprisk_lab.paper.lorenz.task import LorenzTask
@@ -23,6 +24,7 @@ SETTINGS = (
     Setting(SHARED_ADAMW, "adamw", _SHARED),
     Setting(PAPER_RULE, "soft", {**_SHARED, "strength": 1.0, "alpha": 1.0, "rho": 0.99}),
     Setting(SNR, "snr", {**_SHARED, "strength": 1.0, "rho": 0.99}),
+    *package_settings(_SHARED),
 )
 """Rows with nothing searched: the library's defaults, and what shares AdamW's usual hyper-parameters."""
 

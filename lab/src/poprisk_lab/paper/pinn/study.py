@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from poprisk.errors import HyperparameterError
+from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import DEFAULTS, Setting, Study
 from poprisk_lab.paper.pinn.task import PinnTask
@@ -108,6 +109,7 @@ def noisy_settings(warmup: int) -> tuple[Setting, ...]:
         *_readings("soft", "Soft gate, α = 1", (1e-3,), warmup),
         *_readings("snr", "SNR gate, strength 1", (1e-4, 1e-3), warmup),
         *_readings("soft_calibrated", "Soft gate, calibrated", (1e-4, 1e-3), warmup),
+        *(each for lr in (1e-4, 1e-3) for each in package_settings({"lr": lr}, f", lr {_rate(lr)}")),
     )
 
 

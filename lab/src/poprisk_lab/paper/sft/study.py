@@ -6,6 +6,7 @@ from pathlib import Path
 from poprisk.errors import HyperparameterError
 from poprisk.optim import suggest_lr
 from poprisk_lab.engine.arms import ARMS
+from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import Setting, Study
 from poprisk_lab.paper.dpo.task import FineTuning
@@ -80,6 +81,7 @@ def settings(config: SftConfig) -> tuple[Setting, ...]:
         Setting(PAPER_RULE, "soft", {**gate, "alpha": 1.0}),
         Setting(CALIBRATED, "soft_calibrated", gate),
         Setting(SNR, "snr", gate),
+        *package_settings(shared, " at the shared lr"),
         Setting(SUGGESTED, "defaults", {"lr": suggest_lr(config.lr)}),
         Setting(DEFAULTS, "defaults"),
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.arms import ALL_ARMS
+from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
 from poprisk_lab.engine.study import Setting, Study
 from poprisk_lab.paper.teacher.task import TeacherTask
@@ -17,6 +18,7 @@ SETTINGS = (
     Setting("PopRiskAdamW, defaults", "defaults", {}),
     Setting("SNR gate, strength 1, at AdamW's lr", "snr", _INHERITED | {"strength": 1.0, "rho": 0.99}),
     Setting("soft gate, calibrated α, at AdamW's lr", "soft_calibrated", _INHERITED | {"strength": 1.0, "rho": 0.99}),
+    *package_settings(_INHERITED),
 )
 """What is reported without a search: torch's own values for AdamW, each gate in its place, and our defaults."""
 
