@@ -403,3 +403,41 @@ def test_figures_and_lines_are_drawn_from_the_smoke_result(smoke):
     for claim in [*report.claims(smoke["dpo"]), *claims_sft(smoke["sft"])]:
         assert all((claim.claim, claim.paper, claim.paper_conditions, claim.equal_tuning, claim.verdict)), claim
     assert report.claims(smoke["dpo"])[-1].claim.startswith("DPO without swapped pairs")
+
+
+def test_the_recipe_trains_on_the_loss_of_the_task_and_measures_what_it_kept():
+    from poprisk_lab.paper.dpo import recipe
+    from poprisk_lab.paper.dpo.task import dpo_losses
+
+    cpu = torch.device("cpu")
+    model = recipe.DpoModel(recipe.SMOKE.dpo, 0, cpu)
+    pairs, swapped = torch.arange(6), torch.tensor([True, False, True, False, False, True])
+    with torch.no_grad():
+        for weight in model.weights:
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+        reward = model(pairs)
+        theirs = dpo_losses(reward, swapped).mean()
+    torch.testing.assert_close(torch.nn.functional.cross_entropy(reward, swapped.long()), theirs)
+    cohort = recipe.SMOKE.dpo.cohort([0], cpu)
+    assert model.measure() == pytest.approx({k: float(v[0]) for k, v in cohort.measure(model.stacked()).items()})
+    made = recipe.run(recipe.SMOKE, cpu)
+    assert [run["task"] for run in made["runs"]] == ["dpo_30_swapped", "sft_20_replaced"]
+    for run in made["runs"]:
+        assert run["held_back"] == 10
+        assert run["last"] == run["curve"][-1]
+        assert set(run["kept"]) == set(run["mean"]) == set(run["best"])
+        assert 1 <= run["kept_step"] <= 12
+
+
+def test_the_recipe_measures_fine_tuning_as_the_task_does():
+    from poprisk_lab.paper.dpo import recipe
+
+    cpu = torch.device("cpu")
+    task = recipe.SMOKE.sft
+    model, cohort = recipe.SftModel(task, 0, cpu), task.cohort([0], cpu)
+    answers = torch.arange(5)
+    counts = task.model.preferences().train.mask[:5, 0].sum(1).float()
+    ours = recipe.token_loss(model(answers), counts)
+    torch.testing.assert_close(ours, cohort.losses(model.stacked(), {"answers": answers[None]})[0])
+    theirs = cohort.measure(model.stacked())
+    assert model.measure() == pytest.approx({name: float(value[0]) for name, value in theirs.items()})
