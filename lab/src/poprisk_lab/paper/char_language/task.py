@@ -84,7 +84,11 @@ class CharLanguageTask:
     @property
     def streams(self) -> dict[str, tuple[int, int]]:
         """Windows of the training text."""
-        return {"windows": (len(all_windows(_text().train, self.context)), self.batch_size)}
+        return {"windows": (len(self.train_windows()), self.batch_size)}
+
+    def train_windows(self) -> Int[Tensor, "windows time"]:
+        """The windows of the training text, one character longer than the context."""
+        return all_windows(_text().train, self.context)
 
     def initial(self, seed: int) -> dict[str, Tensor]:
         """The weights of a :class:`CharTransformer` made with this seed."""
@@ -98,7 +102,7 @@ class CharLanguageTask:
 
     def given_targets(self, seed: int) -> Int[Tensor, "windows time"]:
         """The targets of a member with this seed in each training window, including the wrong ones."""
-        targets = all_windows(_text().train, self.context)[:, 1:]
+        targets = self.train_windows()[:, 1:]
         generator = torch.Generator().manual_seed(stream(seed, "targets"))
         return replace_labels(targets.flatten(), self.noise, len(_text().vocabulary), generator).labels.view_as(targets)
 
@@ -114,35 +118,50 @@ class CharLanguageCohort:
         self._task, self._members = task, len(seeds)
         unique = sorted(set(seeds))
         self._seed_index = torch.tensor([unique.index(seed) for seed in seeds], device=device)
-        windows = all_windows(_text().train, task.context)
+        windows = task.train_windows()
         self._inputs = windows[:, :-1].to(device)
         targets = torch.stack([task.given_targets(seed) for seed in unique])
         self._targets = targets.to(device, torch.int16)  # a quarter of the memory; cast when used
         self._one_hot = torch.eye(len(_text().vocabulary), device=device)
-        self._measured = _evenly(len(windows), task.measured_windows).to(device)
+        self._measured = evenly(len(windows), task.measured_windows).to(device)
         held_out = all_windows(_text().held_out, task.context)
-        held_out = held_out[_evenly(len(held_out), task.measured_windows)].to(device)
+        held_out = held_out[evenly(len(held_out), task.measured_windows)].to(device)
         self._held_out_inputs, self._held_out_targets = held_out[:, :-1], held_out[:, 1:]
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
         """Nats per character on the windows of each member, with the targets of its seed."""
-        index = batch["windows"]
-        targets = self._targets[self._seed_index.unsqueeze(1), index]
-        return self._nats(weights, self._inputs[index], targets.long())
+        return self._nats(weights, *self._given(batch))
+
+    def errors(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
+        """The share of the given characters that each member does not predict."""
+        codes, targets = self._given(batch)
+        return (self._logits(weights, codes).argmax(-1) != targets.flatten(1)).float().mean(1)
+
+    def measure_first(self, weights: StackedWeights) -> Float[Tensor, "members"]:
+        """Loss on the held-out text."""
+        held_out = []
+        for piece in torch.arange(len(self._held_out_inputs), device=self._inputs.device).split(self._per_piece):
+            inputs, targets = self._shared(self._held_out_inputs[piece]), self._shared(self._held_out_targets[piece])
+            held_out.append(self._nats(weights, inputs, targets) * len(piece))
+        return torch.stack(held_out).sum(0) / len(self._held_out_inputs)
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
         """Held-out and training loss in nats, computed in chunks that fit in memory."""
-        held_out, train = [], []
-        per_piece = max(1, _WINDOWS_AT_ONCE // self._members)
-        for piece in torch.arange(len(self._held_out_inputs), device=self._inputs.device).split(per_piece):
-            inputs, targets = self._shared(self._held_out_inputs[piece]), self._shared(self._held_out_targets[piece])
-            held_out.append(self._nats(weights, inputs, targets) * len(piece))
-        for piece in self._measured.split(per_piece):
-            train.append(self.losses(weights, {"windows": self._shared(piece)}) * len(piece))
-        return {
-            HELD_OUT: torch.stack(held_out).sum(0) / len(self._held_out_inputs),
-            TRAIN: torch.stack(train).sum(0) / len(self._measured),
-        }
+        train = [
+            self.losses(weights, {"windows": self._shared(piece)}) * len(piece)
+            for piece in self._measured.split(self._per_piece)
+        ]
+        return {HELD_OUT: self.measure_first(weights), TRAIN: torch.stack(train).sum(0) / len(self._measured)}
+
+    @property
+    def _per_piece(self) -> int:
+        """Number of windows that fit in memory for all members at once."""
+        return max(1, _WINDOWS_AT_ONCE // self._members)
+
+    def _given(self, batch: StackedBatch) -> tuple[Tensor, Tensor]:
+        """Input characters and given targets of each member's windows."""
+        index = batch["windows"]
+        return self._inputs[index], self._targets[self._seed_index.unsqueeze(1), index].long()
 
     def _shared(self, values: Tensor) -> Tensor:
         """The same for every member."""
@@ -189,7 +208,7 @@ def _normed(weights: StackedWeights, name: str, x: Float[Tensor, "members rows w
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:]), gain)
 
 
-def _evenly(count: int, wanted: int) -> Int[Tensor, "chosen"]:
+def evenly(count: int, wanted: int) -> Int[Tensor, "chosen"]:
     """At most as many indices as requested, evenly spaced in 0 … count - 1."""
     chosen = min(count, wanted)
     return torch.arange(chosen) * count // chosen

@@ -131,6 +131,11 @@ class CifarTask:
         """One stream: the training images, followed by their mirror images."""
         return {"train": (self.train_size * (2 if self.flips else 1), self.batch_size)}
 
+    @property
+    def copies(self) -> int:
+        """Number of copies of each image in the stream: with flips, the mirror image of i is i + ``train_size``."""
+        return 2 if self.flips else 1
+
     def initial(self, seed: int) -> dict[str, Tensor]:
         """Normal weights of variance 2 / fan in, biases 0; the last layer uniform within ±1/√(fan in)."""
         generator = torch.Generator().manual_seed(stream(seed, "weights"))
@@ -226,26 +231,42 @@ class CifarCohort:
         logits = self._logits(weights, self._train[index])
         return cross_entropies(logits, self._given[index % len(self._given)]).mean(1)
 
+    def errors(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
+        """The share of the human labels that each member does not predict."""
+        index = batch["train"]
+        said = self._logits(weights, self._train[index]).argmax(-1)
+        return (said != self._given[index % len(self._given)]).float().mean(1)
+
+    def measure_first(self, weights: StackedWeights) -> Float[Tensor, "members"]:
+        """The test accuracy."""
+        accuracy, loss = self._tested(weights)
+        return accuracy.where(loss.isfinite(), torch.nan)
+
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
         """The metrics of the task, on the first 10 000 training images; NaN where the test loss is not finite."""
-        right, loss, fitted, memorized = self._given.new_zeros(4, self._members, dtype=torch.float32).unbind()
-        for piece in self._pieces(len(self._test_labels)):
-            logits, labels = self._shared_logits(weights, self._test[piece]), self._test_labels[piece]
-            right += (logits.argmax(-1) == labels).sum(1)
-            loss += cross_entropies(logits, labels.expand(self._members, -1)).sum(1)
+        accuracy, loss = self._tested(weights)
+        fitted, memorized = self._given.new_zeros(2, self._members, dtype=torch.float32).unbind()
         shown = min(_TRAIN_MEASURED, len(self._given))
         for piece in self._pieces(shown):
             same = self._shared_logits(weights, self._train[piece]).argmax(-1) == self._given[piece]
             fitted += same.sum(1)
             memorized += (same & self._wrong[piece]).sum(1)
-        loss /= len(self._test_labels)
         values = {
-            "test accuracy": right / len(self._test_labels),
+            "test accuracy": accuracy,
             "test loss": loss,
             "train accuracy": fitted / shown,
             "memorized": memorized / self._wrong[:shown].sum().clamp_min(1),
         }
         return {m.name: values[m.name].where(loss.isfinite(), torch.nan) for m in self._task.metrics}
+
+    def _tested(self, weights: StackedWeights) -> tuple[Float[Tensor, "members"], Float[Tensor, "members"]]:
+        """Accuracy and loss on the test images."""
+        right, loss = self._given.new_zeros(2, self._members, dtype=torch.float32).unbind()
+        for piece in self._pieces(len(self._test_labels)):
+            logits, labels = self._shared_logits(weights, self._test[piece]), self._test_labels[piece]
+            right += (logits.argmax(-1) == labels).sum(1)
+            loss += cross_entropies(logits, labels.expand(self._members, -1)).sum(1)
+        return right / len(self._test_labels), loss / len(self._test_labels)
 
     def _shared_logits(self, weights: StackedWeights, images: Tensor) -> Float[Tensor, "members batch classes"]:
         return self._logits(weights, images.expand(self._members, *images.shape))

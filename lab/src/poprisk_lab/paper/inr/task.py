@@ -1,7 +1,7 @@
 r"""A noisy photograph fitted by many coordinate networks at once."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -155,23 +155,34 @@ class InrCohort:
         fitted = network(self.task, weights, self.features[seed, pixels])
         return (fitted - self.noisy[seed, pixels]).square().mean((1, 2))
 
+    def measure_first(self, weights: StackedWeights) -> Float[Tensor, "members"]:
+        """PSNR against the clean picture."""
+        return torch.cat([psnr(self._fitted(part, first) - self.clean) for part, first in _parts(weights)])
+
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
         """Both PSNRs and the high-frequency power of the residual, over the whole picture."""
-        parts = [
-            self._measure({name: value[first : first + _MEMBERS_AT_ONCE] for name, value in weights.items()}, first)
-            for first in range(0, len(self._seed_index), _MEMBERS_AT_ONCE)
-        ]
+        parts = [self._measure(part, first) for part, first in _parts(weights)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _measure(self, weights: StackedWeights, first: int) -> dict[str, Tensor]:
         seed = self._seed_index[first : first + _MEMBERS_AT_ONCE, 0]
-        fitted = network(self.task, weights, self.features[seed])
+        fitted = self._fitted(weights, first)
         residual = fitted - self.clean
         return {
             CLEAN_PSNR: psnr(residual),
             NOISY_PSNR: psnr(fitted - self.noisy[seed]),
             HIGH_POWER: (residual_power(residual, self.task.size) * self._high).sum((-2, -1)),
         }
+
+    def _fitted(self, weights: StackedWeights, first: int) -> Float[Tensor, "members pixels channels"]:
+        """The pictures of the members from the given one on."""
+        return network(self.task, weights, self.features[self._seed_index[first : first + _MEMBERS_AT_ONCE, 0]])
+
+
+def _parts(weights: StackedWeights) -> Iterator[tuple[StackedWeights, int]]:
+    """The weights of as many members as are measured at once, with the number of the first of them."""
+    for first in range(0, len(next(iter(weights.values()))), _MEMBERS_AT_ONCE):
+        yield {name: value[first : first + _MEMBERS_AT_ONCE] for name, value in weights.items()}, first
 
 
 def network(

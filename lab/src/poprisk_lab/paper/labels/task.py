@@ -236,32 +236,52 @@ class LabelCohort:
 
     def losses(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
         """The mean cross-entropy of each member, with its given labels."""
-        examples, data = batch["train"], self._data
-        logits = self._logits(weights, data.train_pool[data.train_rows[self._seed, examples]])
-        return cross_entropies(logits, data.given[self._seed, examples]).mean(1)
+        return cross_entropies(*self._given(weights, batch)).mean(1)
+
+    def errors(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
+        """The share of the given labels that each member does not predict."""
+        logits, labels = self._given(weights, batch)
+        return (logits.argmax(-1) != labels).float().mean(1)
+
+    def measure_first(self, weights: StackedWeights) -> Float[Tensor, "members"]:
+        """The test accuracy."""
+        accuracy, loss = self._tested(weights)
+        return accuracy.where(loss.isfinite(), torch.nan)
 
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
         """The metrics of the task; all NaN for a member whose test loss is not finite."""
         data = self._data
-        right, loss, fitted, memorized = (0.0 * self._wrong_count for _ in range(4))
-        for piece in self._pieces(data.test_labels.shape[1]):
-            labels = data.test_labels[:, piece][self._seed.squeeze(1)]
-            logits = self._logits(weights, data.test_pool[data.test_rows[:, piece][self._seed.squeeze(1)]])
-            right += (logits.argmax(-1) == labels).sum(1)
-            loss += cross_entropies(logits, labels).sum(1)
+        accuracy, loss = self._tested(weights)
+        fitted, memorized = (0.0 * self._wrong_count for _ in range(2))
         for piece in self._pieces(data.given.shape[1]):
             rows, given, wrong = (x[:, piece][self._seed.squeeze(1)] for x in (data.train_rows, data.given, data.wrong))
             same = self._logits(weights, data.train_pool[rows]).argmax(-1) == given
             fitted += same.sum(1)
             memorized += (same & wrong).sum(1)
-        loss = loss / data.test_labels.shape[1]
         values = {
-            "test accuracy": right / data.test_labels.shape[1],
+            "test accuracy": accuracy,
             "test loss": loss,
             "train accuracy": fitted / data.given.shape[1],
             "memorized": memorized / self._wrong_count,
         }
         return {m.name: values[m.name].where(loss.isfinite(), torch.nan) for m in self._task.metrics}
+
+    def _given(self, weights: StackedWeights, batch: StackedBatch) -> tuple[Tensor, Tensor]:
+        """Logits and given labels of each member's batch."""
+        examples, data = batch["train"], self._data
+        logits = self._logits(weights, data.train_pool[data.train_rows[self._seed, examples]])
+        return logits, data.given[self._seed, examples]
+
+    def _tested(self, weights: StackedWeights) -> tuple[Float[Tensor, "members"], Float[Tensor, "members"]]:
+        """Accuracy and loss on the test examples."""
+        data = self._data
+        right, loss = (0.0 * self._wrong_count for _ in range(2))
+        for piece in self._pieces(data.test_labels.shape[1]):
+            labels = data.test_labels[:, piece][self._seed.squeeze(1)]
+            logits = self._logits(weights, data.test_pool[data.test_rows[:, piece][self._seed.squeeze(1)]])
+            right += (logits.argmax(-1) == labels).sum(1)
+            loss += cross_entropies(logits, labels).sum(1)
+        return right / data.test_labels.shape[1], loss / data.test_labels.shape[1]
 
     def _logits(
         self, weights: StackedWeights, inputs: Float[Tensor, "members batch pixels"]

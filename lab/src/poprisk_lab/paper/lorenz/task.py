@@ -174,12 +174,17 @@ class LorenzCohort:
         of, at = self._seed_index[:, None], batch["train"]
         return _squared_error(weights, self._reported[of, at], self._reported[of, at + 1])
 
+    def measure_first(self, weights: StackedWeights) -> Float[Tensor, "members"]:
+        """One-step error on true states."""
+        true = self._true[self._seed_index]
+        return _squared_error(weights, true[:, :-1], true[:, 1:])
+
     @torch.no_grad()
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
         """One-step error on true states, valid prediction time, loss on all reported pairs."""
-        true, reported = self._true[self._seed_index], self._reported[self._seed_index]
+        reported = self._reported[self._seed_index]
         return {
-            HELD_OUT.name: _squared_error(weights, true[:, :-1], true[:, 1:]),
+            HELD_OUT.name: self.measure_first(weights),
             VALID_TIME.name: self._valid_time(weights),
             TRAIN_LOSS.name: _squared_error(weights, reported[:, :-1], reported[:, 1:]),
         }

@@ -140,11 +140,20 @@ class TeacherCohort:
         losses = F.cross_entropy(logits.flatten(0, 1), self._labels[seeds, index].flatten(), reduction="none")
         return losses.view(index.shape).mean(1)
 
+    def errors(self, weights: StackedWeights, batch: StackedBatch) -> Float[Tensor, "members"]:
+        """The share of the given labels that each member does not predict."""
+        seeds, index = self._seed_index.unsqueeze(1), batch["examples"]
+        said = self._logits(weights, self._inputs[seeds, index]).argmax(2)
+        return (said != self._labels[seeds, index]).float().mean(1)
+
+    def measure_first(self, weights: StackedWeights) -> Float[Tensor, "members"]:
+        """The accuracy on test points."""
+        return self._right(weights, self._test_inputs, self._test_labels).float().mean(1)
+
     def measure(self, weights: StackedWeights) -> dict[str, Float[Tensor, "members"]]:
         """The metrics of each member on test points and training labels."""
         fitted = self._right(weights, self._inputs, self._labels)
-        right = self._right(weights, self._test_inputs, self._test_labels)
-        measured = {TEST_ACCURACY: right.float().mean(1), TRAIN_ACCURACY: fitted.float().mean(1)}
+        measured = {TEST_ACCURACY: self.measure_first(weights), TRAIN_ACCURACY: fitted.float().mean(1)}
         if self._task.wrong_count:
             measured[MEMORIZED] = (fitted & self._wrong[self._seed_index]).float().sum(1) / self._task.wrong_count
         return measured
