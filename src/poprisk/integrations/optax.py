@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:  # torch is imported where these live
     from poprisk.optim import Centering, Gate, GateName, Granularity, Signal
 
+from poprisk.integrations._optax_average import TailAverageState, averaged_params, tail_average  # noqa: F401
 from poprisk.integrations._optax_rule import (
     DEFAULTS,
     NAMES,

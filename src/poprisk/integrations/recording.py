@@ -291,6 +291,11 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return optimizer
 
 
+def batch_length(batch: Any) -> int:
+    """Number of examples in a batch: the first axis of its first tensor."""
+    return next((len(each) for each in _tensors(batch) if each.dim()), 0)
+
+
 def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch

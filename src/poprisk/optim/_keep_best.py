@@ -111,6 +111,7 @@ class KeepBest:
         self.steps = 0
         self._credit, self._batch, self._seen, self._autocast = 0.0, 0, 0, None
         self._kept: dict[str, Tensor] = {}
+        self._counts_calls = True
         self._forward = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._owns_average = not (average is None or isinstance(average, TailAverage))
         self.average = (
@@ -135,11 +136,13 @@ class KeepBest:
                     self._keep()
 
     def count_examples(self, number: int) -> None:
-        """Say that the coming step trains on so many further examples.
+        """Say that the coming step trains on this number of further examples.
 
-        Calls of the model are counted by themselves; this is for loops that call only parts of it.
+        Without it, the examples in calls of the model are counted. This is for loops that call parts of the model: from
+        the first use on, its calls are no longer counted.
         """
         self._seen += number
+        self._counts_calls = False
 
     def finish(self) -> KeptRisk:
         """Put the best weights into the model, stop following the optimizer, and estimate their risk.
@@ -223,7 +226,7 @@ class KeepBest:
             return
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None)
         if first is not None:
-            self.count_examples(len(first))
+            self._seen += len(first) if self._counts_calls else 0
             kind = first.device.type
             self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
