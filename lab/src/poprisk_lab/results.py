@@ -106,12 +106,6 @@ SCRIPTS: dict[str, Script] = {
         ("lab/benchmarks/scale_gpu.py", "--out", "{output}"),
         device="GPU",
     ),
-    "recipe_fine_tuning": Script(
-        "DPO and fine-tuning with AdamW: the last step, the mean of the weights, the kept moment",
-        ("-m", "poprisk_lab.paper.dpo.recipe", "{data}", "{output}"),
-        data="smollm2",
-        device="GPU",
-    ),
     "kernel_cpu": Script(
         "tangent kernels against other packages",
         ("benchmarks/kernel.py", "--output", "{output}"),
