@@ -153,7 +153,7 @@ def test_every_row_can_be_trained_and_is_named_once():
         assert {("adamw", 1e-3, 0.05), ("adamw", 1e-3, 0.0)} <= {(r.name, r.hyper["lr"], r.share) for r in rows}
         for row in rows:
             assert row.shown.items() <= row.hyper.items()
-    assert StudyRow("defaults").shown == {"lr": 0.06, "weight_decay": 5e-3, "strength": 100.0}
+    assert StudyRow("literal").shown == {"lr": 0.06, "weight_decay": 5e-3, "strength": 100.0}
 
 
 def test_the_tasks_have_the_sizes_of_the_stored_results():
@@ -177,7 +177,7 @@ def test_a_study_is_stored_and_continues(tmp_path, capsys):
     task = found["tasks"]["teacher_20"]
     assert (task["metric"], task["higher_is_better"], task["clean"]) == ("test accuracy", True, False)
     assert len(task["rows"]) == len(ROWS["all"])
-    assert {"rm3", "sam", "shuffled_gate", "schedule_free", "defaults", "relative"} <= {r["arm"] for r in task["rows"]}
+    assert {"rm3", "sam", "shuffled_gate", "schedule_free", "literal", "relative"} <= {r["arm"] for r in task["rows"]}
     for row in task["rows"]:
         shape = (2, len(row["averages"]), len(task["evaluation_steps"]))
         held = ("held_loss", "held_error", "half_held_loss", "half_held_error")

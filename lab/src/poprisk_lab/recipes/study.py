@@ -43,7 +43,7 @@ def train_stack(
 
     Args:
         one: The task.
-        rows: Rows of one stack; if a control is among them, ``defaults`` with the same share is added if missing.
+        rows: Rows of one stack; if a control is among them, ``literal`` with the same share is added if missing.
         seeds: Seeds of every row.
         device: Device to compute on.
 
@@ -51,8 +51,8 @@ def train_stack(
         The steps of the evaluations, and each row as it is stored.
     """
     present = {(row.name, row.share) for row in rows}
-    followed = {row.share for row in rows if row.arm.control and ("defaults", row.share) not in present}
-    padded = [*rows, *(StudyRow("defaults", {}, share) for share in sorted(followed))]
+    followed = {row.share for row in rows if row.arm.control and ("literal", row.share) not in present}
+    padded = [*rows, *(StudyRow("literal", {}, share) for share in sorted(followed))]
     order = sorted(padded, key=lambda row: list(ARMS).index(row.arm.name))  # controls need the defaults first
     members = [Member(row.arm, row.hyper, seed, row.share) for row in order for seed in seeds]
     stack = Stack(one.task, members, device, one.compiled, tails=TAILS, decays=DECAYS, first_only=True)

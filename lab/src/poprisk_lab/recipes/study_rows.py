@@ -21,7 +21,7 @@ class StudyRow:
     """One optimizer at one setting.
 
     Attributes:
-        name: Name of the arm; ``defaults`` is the literal gate that controls follow.
+        name: Name in the stored result; ``literal`` is the engine's arm ``defaults``, the gate that controls follow.
         given: Hyper-parameters that differ from those of the arm.
         share: Share of the training examples that is held back.
         averages: Means of the weights whose curves are stored; empty for all.
@@ -37,7 +37,7 @@ class StudyRow:
     @property
     def arm(self) -> Arm:
         """The arm of the engine."""
-        return ARMS[self.name]
+        return ARMS["defaults" if self.name == "literal" else self.name]
 
     @property
     def hyper(self) -> dict[str, float]:
@@ -56,7 +56,7 @@ def _swapped(name: str, share: float = SHARE, rates: Sequence[float] = RATES) ->
 
 _LITERAL = {name: ARMS["defaults"].hyper({})[name] for name in ("lr", "weight_decay")}
 _GATES = [
-    StudyRow("defaults"),
+    StudyRow("literal"),
     StudyRow("soft", {"lr": 1e-2}),
     StudyRow("hard", {"lr": 1e-2}),
     StudyRow("snr", {"lr": 1e-2, "strength": 1.0}),
@@ -72,7 +72,7 @@ _WHOLE = [
     *_swapped("adamw", 0.0),
     *_swapped("adamw_cosine", 0.0, (3e-4, 1e-3, 3e-3)),
     *_swapped("relative", 0.0),
-    StudyRow("defaults", {}, 0.0),
+    StudyRow("literal", {}, 0.0),
 ]
 ROWS: dict[str, list[StudyRow]] = {
     "all": [
@@ -86,7 +86,7 @@ ROWS: dict[str, list[StudyRow]] = {
     "few": [
         *_swapped("adamw", rates=(3e-4, 1e-3, 3e-3)),
         StudyRow("relative", {"lr": 1e-3}),
-        StudyRow("defaults"),
+        StudyRow("literal"),
         StudyRow("cautious", {"lr": 1e-3}),
         *_swapped("adamw", 0.0, (3e-4, 1e-3, 3e-3)),
         StudyRow("relative", {"lr": 1e-3}, 0.0),
@@ -95,7 +95,7 @@ ROWS: dict[str, list[StudyRow]] = {
     "fewest": [
         StudyRow("adamw", {"lr": 1e-3}),
         StudyRow("relative", {"lr": 1e-3}),
-        StudyRow("defaults"),
+        StudyRow("literal"),
         StudyRow("adamw", {"lr": 1e-3}, 0.0),
         StudyRow("adamw_cosine", {"lr": 1e-3}, 0.0),
     ],
