@@ -1,5 +1,6 @@
 """The demo's pairing, its summary, and its small print."""
 
+import inspect
 import math
 from dataclasses import asdict, replace
 
@@ -10,15 +11,14 @@ from torch.optim import AdamW
 from poprisk._core.seeds import stream
 from poprisk._core.statistics import mean_over_seeds, paired_difference
 from poprisk.cli._demonstration.recorded import record_demo
-from poprisk.cli._demonstration.study import DemoConfig, default_lr, demo_data, run_demo
+from poprisk.cli._demonstration.study import ADAMW, KEPT, USUAL_LR, DemoConfig, demo_data, run_demo
 from poprisk.cli._demonstration.summary import format_lr, summarize
 from poprisk.cli._demonstration.training import evaluation_steps
 from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError
-from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._run import Run
 
 TINY = DemoConfig(
-    seeds=2, train_size=120, steps=6, width=8, depth=1, evaluations=3, adamw_lrs=(1e-4, 3e-3), poprisk_lrs=(3e-3,)
+    seeds=2, train_size=120, steps=6, width=8, depth=1, evaluations=3, adamw_lrs=(1e-4, 3e-3), kept_lrs=(3e-3,)
 )
 
 
@@ -33,7 +33,7 @@ def test_result_has_a_curve_for_every_member(tiny_result):
     assert result.evaluation_steps == [2, 4, 6]
     assert result.wrong_share == pytest.approx(0.4)
     assert result.test_size == 1797 - 120
-    for name, count in (("AdamW", 3), ("PopRiskAdamW", 2)):  # the default joins each grid
+    for name, count in ((ADAMW, 3), (KEPT, 2)):  # the default joins each grid
         sweep = result.sweeps[name]
         assert len(sweep.learning_rates) == count
         for curves in (sweep.test_accuracy, sweep.train_accuracy, sweep.memorized):
@@ -43,10 +43,10 @@ def test_result_has_a_curve_for_every_member(tiny_result):
 def test_progress_alternates_between_the_optimizers(tiny_result):
     _, told = tiny_result
     assert [(name, step) for name, step, _ in told[:4]] == [
-        ("AdamW", 2),
-        ("PopRiskAdamW", 2),
-        ("AdamW", 4),
-        ("PopRiskAdamW", 4),
+        (ADAMW, 2),
+        (KEPT, 2),
+        (ADAMW, 4),
+        (KEPT, 4),
     ]
 
 
@@ -68,7 +68,7 @@ def test_the_recorded_run_is_the_first_seed_s(tiny_result, tmp_path):
     record_demo(TINY, tmp_path / "run")
     run = Run.load(tmp_path / "run")
     inputs, labels = run.problem.test
-    module, sweep = run.module(), result.sweeps["PopRiskAdamW"]
+    module, sweep = run.module(), result.sweeps[ADAMW]
     seen = sweep.test_accuracy[sweep.learning_rates.index(sweep.default_lr)][0]
     for step, accuracy in zip(result.evaluation_steps, seen, strict=True):
         for p, piece in zip(module.parameters(), run.layout.split(run.weights(step)), strict=True):
@@ -84,14 +84,14 @@ def test_the_recorded_run_is_the_first_seed_s(tiny_result, tmp_path):
 
 def test_clean_labels_have_nothing_to_memorize():
     result = run_demo(replace(TINY, noise=0.0, seeds=1))
-    assert result.sweeps["AdamW"].memorized is None
+    assert result.sweeps[ADAMW].memorized is None
     assert all(row.memorized is None for row in result.summary.rows)
     assert "one seed, so no interval" in result.summary.headline
 
 
 def test_defaults_come_from_the_classes():
-    assert default_lr(AdamW) == 1e-3
-    assert default_lr(PopRiskAdamW) in DemoConfig().learning_rates("PopRiskAdamW")
+    assert inspect.signature(AdamW).parameters["lr"].default == USUAL_LR
+    assert USUAL_LR in DemoConfig().learning_rates(KEPT)
     assert len({stream(s, p) for s in range(3) for p in ("split", "labels", "weights", "batches")}) == 12
 
 
@@ -128,13 +128,13 @@ def make_sweep(finals, rates, default):
 def test_summary_of_known_numbers():
     adamw = make_sweep([0.5, 0.9, 0.8, 0.6], [1e-4, 3e-4, 1e-3, 3e-3], 1e-3)
     ours = make_sweep([0.88, 0.93, 0.95, 0.94], [1e-3, 3e-3, 1e-2, 3e-2], 1e-2)
-    summary = summarize({"AdamW": adamw, "PopRiskAdamW": ours})
+    summary = summarize({ADAMW: adamw, KEPT: ours})
     usual, tuned, default = summary.rows
     assert (usual.lr, tuned.lr, default.lr) == (1e-3, 3e-4, 1e-2)
     assert tuned.best.value == pytest.approx(0.92)
     assert summary.difference.value == pytest.approx(0.05)
     assert summary.difference.verdict == "above"
-    assert "ends above the tuned AdamW: 95.0% against 90.0%" in summary.headline
+    assert "training ends at 95.0% instead of 80.0%. It ends above the tuned AdamW (90.0%)" in summary.headline
     assert [s.variation for s in summary.sensitivity] == pytest.approx([0.4, 0.07])
     assert default.curve.low == pytest.approx([0.96, 0.94])
 
@@ -147,7 +147,7 @@ def test_headline_says_what_was_found(final, verdict):
     ours = make_sweep([0.9], [1e-2], 1e-2)
     ours["test_accuracy"] = [[[0.5, value] for value in final]]
     adamw["test_accuracy"] = [[[0.5, 0.9], [0.5, 0.94]]]
-    summary = summarize({"AdamW": adamw, "PopRiskAdamW": ours})
+    summary = summarize({ADAMW: adamw, KEPT: ours})
     assert verdict in summary.headline
     assert summary.sensitivity == []  # a grid of one learning rate spans no range
     assert summary.sensitivity_line == ""

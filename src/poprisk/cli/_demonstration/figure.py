@@ -104,7 +104,7 @@ def _draw_learning_rates(axes: Axes, result: Mapping[str, Any]) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title("Accuracy at the last step by learning rate")
-    axes.set_xlabel("learning rate (ring: the optimizer's default)")
+    axes.set_xlabel("learning rate (ring: AdamW's default)")
 
 
 def _lowest(result: Mapping[str, Any]) -> float:

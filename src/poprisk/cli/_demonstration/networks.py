@@ -78,6 +78,22 @@ def initial_weights(shape: MLPShape, seed: int, dtype: torch.dtype = torch.float
     return tensors
 
 
+def plain_network(shape: MLPShape, seed: int) -> nn.Sequential:
+    """One member by itself, with its initial weights.
+
+    >>> sum(p.numel() for p in plain_network(MLPShape(64, 8, 1, 10), 0).parameters())
+    610
+    """
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in shape.layers:
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    network = nn.Sequential(*layers[:-1])
+    with torch.no_grad():
+        for p, value in zip(network.parameters(), initial_weights(shape, seed), strict=True):
+            p.copy_(value.reshape(p.shape))
+    return network
+
+
 def member_losses(
     logits: Float[Tensor, "groups seeds batch classes"], labels: Int[Tensor, "seeds batch"]
 ) -> Float[Tensor, "groups seeds"]:

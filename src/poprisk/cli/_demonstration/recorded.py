@@ -3,18 +3,16 @@
 import json
 import math
 import shutil
-import warnings
 from pathlib import Path
 
-import torch
 from torch import nn
+from torch.optim import AdamW
 
 from poprisk._core.seeds import stream
-from poprisk.cli._demonstration.networks import MLPShape, initial_weights
-from poprisk.cli._demonstration.study import DemoConfig, demo_data
+from poprisk.cli._demonstration.networks import MLPShape, plain_network
+from poprisk.cli._demonstration.study import USUAL_LR, DemoConfig, demo_data
 from poprisk.cli._demonstration.training import epoch_batches
-from poprisk.errors import BackendWarning, ClosedGateWarning, RunError
-from poprisk.optim import PopRiskAdamW
+from poprisk.errors import RunError
 from poprisk.runs import MANIFEST, NUM_CLASSES, NUM_PIXELS, Problem, Recorder, Run
 
 NAME = "digits with wrong labels"
@@ -30,15 +28,7 @@ def first_network(width: int, depth: int) -> nn.Sequential:
     >>> sum(p.numel() for p in first_network(8, 1).parameters())
     610
     """
-    shape = MLPShape(NUM_PIXELS, width, depth, NUM_CLASSES)
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in shape.layers:
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    network = nn.Sequential(*layers[:-1])
-    with torch.no_grad():
-        for p, value in zip(network.parameters(), initial_weights(shape, stream(0, "weights")), strict=True):
-            p.copy_(value.reshape(p.shape))
-    return network
+    return plain_network(MLPShape(NUM_PIXELS, width, depth, NUM_CLASSES), stream(0, "weights"))
 
 
 def first_problem(noise: float, train_size: int, width: int, depth: int) -> Problem:
@@ -60,7 +50,7 @@ def first_problem(noise: float, train_size: int, width: int, depth: int) -> Prob
 
 
 def report_budget(config: DemoConfig) -> float:
-    """Time budget per section of the report: enough to read the gates, not to linearize the run for each example.
+    """Time budget per section of the report: not enough to linearize the run for each example.
 
     >>> report_budget(DemoConfig())
     15.0
@@ -79,7 +69,7 @@ def check_place(path: Path) -> None:
 
 
 def record_demo(config: DemoConfig, path: Path) -> Run:
-    """Train the first seed with PopRiskAdamW at its defaults, and record it; replaces the run of an earlier demo.
+    """Train the first seed with AdamW at its usual rate, and record it; replaces the run of an earlier demo.
 
     Args:
         config: Settings of the demo.
@@ -93,21 +83,18 @@ def record_demo(config: DemoConfig, path: Path) -> Run:
     arguments = {"noise": config.noise, "train_size": config.train_size, "width": config.width, "depth": config.depth}
     problem = Problem.build(first_problem, **arguments)
     network = problem.module()
-    optimizer = PopRiskAdamW(network.parameters(), fused=True)
+    optimizer = AdamW(network.parameters(), lr=USUAL_LR)
     every = math.ceil(config.steps / _CHECKPOINTS)
     batches = epoch_batches(config.train_size, config.examples_per_step, [stream(0, "batches")])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ClosedGateWarning)  # as in the demo
-        warnings.simplefilter("ignore", BackendWarning)
-        with Recorder(path, network, optimizer, problem=problem, every=every, steps=config.steps) as recorder:
-            for _ in range(config.steps):
-                batch = next(batches)[0]
-                with recorder.step(batch) as step:
-                    optimizer.zero_grad()
-                    inputs, targets = problem.batch(batch)
-                    step.loss = problem.batch_loss(network(inputs), targets)
-                    step.loss.backward()
-                    optimizer.step()
+    with Recorder(path, network, optimizer, problem=problem, every=every, steps=config.steps) as recorder:
+        for _ in range(config.steps):
+            batch = next(batches)[0]
+            with recorder.step(batch) as step:
+                optimizer.zero_grad()
+                inputs, targets = problem.batch(batch)
+                step.loss = problem.batch_loss(network(inputs), targets)
+                step.loss.backward()
+                optimizer.step()
     return recorder.run
 
 

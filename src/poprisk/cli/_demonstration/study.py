@@ -1,8 +1,6 @@
-"""PopRiskAdamW at its defaults compared with AdamW, tuned and untuned, on digits with partly wrong labels."""
+"""AdamW that ends at its best (KeepBest) compared with AdamW, tuned and untuned, on digits with partly wrong labels."""
 
-import inspect
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,27 +9,32 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.nn import functional
+from torch.optim import AdamW
 
 from poprisk._core.seeds import stream
 from poprisk._core.store import save_result
-from poprisk.cli._demonstration.networks import MLPShape, StackedMLP
+from poprisk.cli._demonstration.networks import MLPShape, StackedMLP, plain_network
 from poprisk.cli._demonstration.summary import Summary, summarize
 from poprisk.cli._demonstration.training import StackedTraining, epoch_batches, evaluation_steps, learning_rate_groups
-from poprisk.errors import BackendWarning, ClosedGateWarning, DataError, HyperparameterError
-from poprisk.optim import PopRiskAdamW
+from poprisk.errors import DataError, HyperparameterError
+from poprisk.optim import KeepBest, hold_back
 from poprisk.runs import NUM_CLASSES, NUM_PIXELS, TRAIN_SIZES, digits_split, replace_labels
 
 KIND = "demo"
 MAX_NOISE = 0.9  # at 0.9 each of the ten classes is equally likely, so nothing can be learned
-OPTIMIZERS: dict[str, type[Optimizer]] = {"AdamW": AdamW, "PopRiskAdamW": PopRiskAdamW}
+ADAMW, KEPT = "AdamW", "AdamW with KeepBest"
+USUAL_LR = 1e-3
+"""AdamW's default learning rate."""
+HELD = 0.05
+"""Share of the training images that KeepBest chooses by."""
 Progress = Callable[[str, int, float], None]
-"""Called with the optimizer's name, its number of steps, and its mean test accuracy at its default lr."""
+"""Called with the recipe's name, its number of steps, and its mean test accuracy at AdamW's usual lr."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Settings of the demo. Each optimizer's default learning rate is always added to its grid."""
+    """Settings of the demo. AdamW's usual learning rate is always added to a grid."""
 
     seeds: int = 5
     noise: float = 0.4
@@ -42,7 +45,7 @@ class DemoConfig:
     depth: int = 2
     evaluations: int = 25
     adamw_lrs: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
-    poprisk_lrs: tuple[float, ...] = (1e-2, 3e-2, 1e-1, 3e-1)
+    kept_lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
 
     def __post_init__(self) -> None:
         low, high = TRAIN_SIZES
@@ -53,23 +56,25 @@ class DemoConfig:
         _require(self.batch_size >= 1, "batch_size must be at least 1", self.batch_size)
         _require(self.width >= 1 and self.depth >= 0, "width must be ≥ 1 and depth ≥ 0", (self.width, self.depth))
         _require(self.evaluations >= 1, "evaluations must be at least 1", self.evaluations)
-        rates = (*self.adamw_lrs, *self.poprisk_lrs)
+        rates = (*self.adamw_lrs, *self.kept_lrs)
         _require(all(lr > 0 for lr in rates), "learning rates must be positive", rates)
 
     @property
     def examples_per_step(self) -> int:
-        """The batch size, at most a sixth of the data, since the gate measures the noise between batches."""
+        """The batch size, at most a sixth of the data."""
         return max(1, min(self.batch_size, self.train_size // 6))
 
     def learning_rates(self, name: str) -> list[float]:
-        """The optimizer's grid of learning rates in order, its default included."""
-        grid = self.adamw_lrs if name == "AdamW" else self.poprisk_lrs
-        return sorted({*grid, default_lr(OPTIMIZERS[name])})
+        """The grid of learning rates in order, AdamW's usual one included."""
+        return sorted({*(self.adamw_lrs if name == ADAMW else self.kept_lrs), USUAL_LR})
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Results of one optimizer over its learning rates; lists are [learning rate][seed][evaluation]."""
+    """Results of one recipe over its learning rates; lists are [learning rate][seed][evaluation].
+
+    With KeepBest an evaluation is of the weights that training would end with if it ended there.
+    """
 
     learning_rates: list[float]
     default_lr: float
@@ -109,7 +114,7 @@ class DemoData:
 
 
 def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult:
-    """Train both optimizers over their learning rates, taking turns, and summarize.
+    """Train with and without KeepBest over the learning rates, taking turns, and summarize.
 
     Args:
         config: Sizes, seeds, noise, learning rates.
@@ -117,15 +122,12 @@ def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult
     """
     data = demo_data(config)
     steps = evaluation_steps(config.steps, config.evaluations)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ClosedGateWarning)  # with wrong labels the gate should be almost closed
-        warnings.simplefilter("ignore", BackendWarning)  # slower, but with the same result
-        runs = {name: _Run(name, config, data) for name in OPTIMIZERS}
-        for step in steps:
-            for name, run in runs.items():
-                run.advance(step)
-                if progress is not None:
-                    progress(name, step, run.default_accuracy())
+    runs = {ADAMW: _Stacked(config, data), KEPT: _Kept(config, data)}
+    for step in steps:
+        for name, run in runs.items():
+            run.advance(step)
+            if progress is not None:
+                progress(name, step, run.usual_accuracy())
     sweeps = {name: run.sweep() for name, run in runs.items()}
     return DemoResult(
         config=config,
@@ -148,43 +150,36 @@ def demo_data(config: DemoConfig) -> DemoData:
     return DemoData(*(torch.stack(column) for column in zip(*columns, strict=True)))
 
 
-def default_lr(optimizer: type[Optimizer]) -> float:
-    """The default learning rate of an optimizer."""
-    return float(inspect.signature(optimizer).parameters["lr"].default)
-
-
-class _Run:
-    """The networks of one optimizer, and their evaluations so far."""
+class _Trainings:
+    """Trainings over learning rates and seeds, and their evaluations so far."""
 
     def __init__(self, name: str, config: DemoConfig, data: DemoData) -> None:
         self.data, self.learning_rates = data, config.learning_rates(name)
-        self.default = default_lr(OPTIMIZERS[name])
-        seeds = range(config.seeds)
-        shape = MLPShape(NUM_PIXELS, config.width, config.depth, NUM_CLASSES)
-        weights = tuple(stream(seed, "weights") for seed in seeds)
-        network = StackedMLP(shape, weights, len(self.learning_rates))
-        optimizer = OPTIMIZERS[name](learning_rate_groups(network, self.learning_rates), fused=True)  # type: ignore[call-arg]
-        orders = [stream(seed, "batches") for seed in seeds]
-        batches = epoch_batches(config.train_size, config.examples_per_step, orders)
-        self.training = StackedTraining(network, optimizer, data.inputs, data.labels, batches)
         self.seen: dict[str, list[Tensor]] = {"test_accuracy": [], "train_accuracy": [], "memorized": []}
         self.seconds = 0.0
 
     def advance(self, step: int) -> None:
         """Train up to the given step, then evaluate."""
         start = time.perf_counter()
-        self.training.advance(step - self.training.step)
+        self.train(step)
         self.seconds += time.perf_counter() - start
-        data = self.data
-        right = self.training.predictions(data.test_inputs) == data.test_labels
-        fitted = self.training.predictions(data.inputs) == data.labels
+        right, fitted = self.correct()
         self.seen["test_accuracy"].append(right.double().mean(-1))
         self.seen["train_accuracy"].append(fitted.double().mean(-1))
-        self.seen["memorized"].append((fitted & data.wrong).double().sum(-1) / data.wrong.double().sum(-1))
+        wrong = self.data.wrong
+        self.seen["memorized"].append((fitted & wrong).double().sum(-1) / wrong.double().sum(-1))
 
-    def default_accuracy(self) -> float:
-        """Current mean test accuracy at the optimizer's default learning rate."""
-        return self.seen["test_accuracy"][-1][self.learning_rates.index(self.default)].mean().item()
+    def train(self, step: int) -> None:
+        """Train up to the given step."""
+        raise NotImplementedError
+
+    def correct(self) -> tuple[Bool[Tensor, "rates seeds test"], Bool[Tensor, "rates seeds train"]]:
+        """For the test and the training images, whether the prediction is the given label."""
+        raise NotImplementedError
+
+    def usual_accuracy(self) -> float:
+        """Current mean test accuracy at AdamW's usual learning rate."""
+        return self.seen["test_accuracy"][-1][self.learning_rates.index(USUAL_LR)].mean().item()
 
     def sweep(self) -> Sweep:
         """All evaluations, rounded."""
@@ -192,12 +187,89 @@ class _Run:
         memorized = curves["memorized"] if self.data.wrong.any() else None
         return Sweep(
             learning_rates=self.learning_rates,
-            default_lr=self.default,
+            default_lr=USUAL_LR,
             test_accuracy=curves["test_accuracy"],
             train_accuracy=curves["train_accuracy"],
             memorized=memorized,
             seconds=round(self.seconds, 2),
         )
+
+
+class _Stacked(_Trainings):
+    """AdamW by itself: all learning rates and seeds as one stacked training."""
+
+    def __init__(self, config: DemoConfig, data: DemoData) -> None:
+        super().__init__(ADAMW, config, data)
+        seeds = range(config.seeds)
+        shape = MLPShape(NUM_PIXELS, config.width, config.depth, NUM_CLASSES)
+        network = StackedMLP(shape, tuple(stream(seed, "weights") for seed in seeds), len(self.learning_rates))
+        optimizer = AdamW(learning_rate_groups(network, self.learning_rates), fused=True)
+        orders = [stream(seed, "batches") for seed in seeds]
+        batches = epoch_batches(config.train_size, config.examples_per_step, orders)
+        self.training = StackedTraining(network, optimizer, data.inputs, data.labels, batches)
+
+    def train(self, step: int) -> None:
+        self.training.advance(step - self.training.step)
+
+    def correct(self) -> tuple[Tensor, Tensor]:
+        data, predictions = self.data, self.training.predictions
+        return predictions(data.test_inputs) == data.test_labels, predictions(data.inputs) == data.labels
+
+
+class _Kept(_Trainings):
+    """AdamW with KeepBest, as a user writes it: one training after the other."""
+
+    def __init__(self, config: DemoConfig, data: DemoData) -> None:
+        super().__init__(KEPT, config, data)
+        self.members = [
+            [KeptTraining(config, data, seed, lr) for seed in range(config.seeds)] for lr in self.learning_rates
+        ]
+
+    def train(self, step: int) -> None:
+        for row in self.members:
+            for member in row:
+                member.train(step)
+
+    def correct(self) -> tuple[Tensor, Tensor]:
+        found = [[member.correct for member in row] for row in self.members]
+        test, train = (torch.stack([torch.stack([pair[i] for pair in row]) for row in found]) for i in range(2))
+        return test, train
+
+
+class KeptTraining:
+    """One training with KeepBest: 5% of the images are held back, the best averaged weights are kept."""
+
+    def __init__(self, config: DemoConfig, data: DemoData, seed: int, lr: float) -> None:
+        self.images, self.labels = data.inputs[seed], data.labels[seed]
+        self.test_images, self.test_labels = data.test_inputs[seed], data.test_labels[seed]
+        (self.inputs, self.targets), held = hold_back((self.images, self.labels), HELD, seed=seed)
+        shape = MLPShape(NUM_PIXELS, config.width, config.depth, NUM_CLASSES)
+        self.network = plain_network(shape, stream(seed, "weights"))
+        self.optimizer = AdamW(self.network.parameters(), lr=lr, fused=True)
+        self.keeper = KeepBest(self.network, self.optimizer, held, functional.cross_entropy)
+        size = min(config.examples_per_step, len(self.inputs))
+        self.batches = epoch_batches(len(self.inputs), size, [stream(seed, "batches")])
+        self.step, self._kept_step = 0, None
+        self.correct = self._correct()
+
+    def train(self, step: int) -> None:
+        """Train up to the given step; whenever better weights are kept, see what they predict."""
+        while self.step < step:
+            index = next(self.batches)[0]
+            self.optimizer.zero_grad()
+            functional.cross_entropy(self.network(self.inputs[index]), self.targets[index]).backward()
+            self.optimizer.step()
+            self.step += 1
+            if self.keeper.kept_step != self._kept_step:
+                self._kept_step = self.keeper.kept_step
+                assert self.keeper.average is not None
+                with self.keeper.average.swapped():
+                    self.correct = self._correct()
+
+    @torch.no_grad()
+    def _correct(self) -> tuple[Tensor, Tensor]:
+        right = self.network(self.test_images).argmax(-1) == self.test_labels
+        return right, self.network(self.images).argmax(-1) == self.labels
 
 
 def _rounded(values: Tensor) -> Any:

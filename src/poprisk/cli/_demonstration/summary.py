@@ -22,13 +22,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: an optimizer at one learning rate."""
+    """One line of the table: a recipe at one learning rate."""
 
     label: str
     optimizer: str
     lr: float
     choice: str
-    """How the learning rate was chosen: ``usual``, ``best`` (of the grid) or ``default``."""
+    """How the learning rate was chosen: ``usual`` or ``best`` (of the grid)."""
     last: Mean
     best: Mean
     memorized: Mean | None
@@ -50,7 +50,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Summary:
-    """Rows in the table's order, PopRiskAdamW minus the tuned AdamW at the last step, sensitivities, one sentence."""
+    """Rows in the table's order, KeepBest minus the tuned AdamW at the end, sensitivities, one sentence."""
 
     rows: list[Row]
     last_by_lr: dict[str, list[Mean]]
@@ -66,20 +66,18 @@ def summarize(sweeps: Mapping[str, Mapping[str, Any]]) -> Summary:
     The tuned AdamW uses the learning rate with the best mean *test* accuracy at the last step, a choice that favours
     AdamW.
     """
-    adamw, poprisk = sweeps["AdamW"], sweeps["PopRiskAdamW"]
+    (name, adamw), (kept_name, kept) = sweeps.items()
     usual = adamw["learning_rates"].index(adamw["default_lr"])
-    last_by_lr = {name: [mean_over_seeds(_last(c)) for c in sweep["test_accuracy"]] for name, sweep in sweeps.items()}
-    tuned = max(range(len(adamw["learning_rates"])), key=lambda i: last_by_lr["AdamW"][i].value)
-    default = poprisk["learning_rates"].index(poprisk["default_lr"])
+    last_by_lr = {key: [mean_over_seeds(_last(c)) for c in sweep["test_accuracy"]] for key, sweep in sweeps.items()}
+    tuned = max(range(len(adamw["learning_rates"])), key=lambda i: last_by_lr[name][i].value)
+    default = kept["learning_rates"].index(kept["default_lr"])
     rows = [
-        _row("AdamW", "usual", adamw, usual),
-        _row("AdamW", "best", adamw, tuned),
-        _row("PopRiskAdamW", "default", poprisk, default),
+        _row(name, "usual", adamw, usual),
+        _row(name, "best", adamw, tuned),
+        _row(kept_name, "usual", kept, default),
     ]
-    difference = paired_difference(_last(poprisk["test_accuracy"][default]), _last(adamw["test_accuracy"][tuned]))
-    sensitivity = [
-        s for name, sweep in sweeps.items() if (s := _sensitivity(name, sweep, last_by_lr[name])) is not None
-    ]
+    difference = paired_difference(_last(kept["test_accuracy"][default]), _last(adamw["test_accuracy"][tuned]))
+    sensitivity = [s for key, sweep in sweeps.items() if (s := _sensitivity(key, sweep, last_by_lr[key])) is not None]
     return Summary(
         rows=rows,
         last_by_lr=last_by_lr,
@@ -103,7 +101,7 @@ def format_lr(lr: float) -> str:
 def _row(name: str, choice: str, sweep: Mapping[str, Any], index: int) -> Row:
     accuracy, memorized = sweep["test_accuracy"][index], sweep["memorized"]
     lr = sweep["learning_rates"][index]
-    words = {"usual": "at its usual lr", "best": "at the grid's best lr", "default": "at its defaults, lr"}[choice]
+    words = {"usual": "at the usual lr", "best": "at the grid's best lr"}[choice]
     return Row(
         label=f"{name} {words} {format_lr(lr)}",
         optimizer=name,
@@ -138,21 +136,22 @@ def _sensitivity(name: str, sweep: Mapping[str, Any], finals: list[Mean]) -> Sen
 
 
 def _headline(rows: list[Row], difference: Difference) -> str:
-    _, tuned, ours = rows
+    usual, tuned, ours = rows
     verdict = {
         "above": "ends above the tuned AdamW",
         "below": "ends below the tuned AdamW",
         "unclear": "shows no clear difference from the tuned AdamW",
     }[difference.verdict]
     if difference.low is None or difference.high is None:
-        verdict = "beside the tuned AdamW, in a single run that cannot decide"
+        verdict = "cannot be told apart by a single run from the tuned AdamW"
         margin = "one seed, so no interval"
     else:
         interval = f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
         margin = f"{difference.confidence:.0%} interval {interval}, {difference.count} paired seeds"
     return (
-        f"PopRiskAdamW, nothing tuned, {verdict}: {100 * ours.last.value:.1f}% against {100 * tuned.last.value:.1f}% "
-        f"at the last step, {100 * difference.value:+.1f} points ({margin})."
+        f"With KeepBest, nothing tuned, training ends at {100 * ours.last.value:.1f}% instead of "
+        f"{100 * usual.last.value:.1f}%. It {verdict} ({100 * tuned.last.value:.1f}%): "
+        f"{100 * difference.value:+.1f} points ({margin})."
     )
 
 
@@ -163,4 +162,4 @@ def _sensitivity_line(found: list[Sensitivity]) -> str:
         f"{s.optimizer} varies by {100 * s.variation:.1f} points (lr {format_lr(s.low_lr)} to {format_lr(s.high_lr)})"
         for s in found
     ]
-    return f"Over a {LR_RANGE:g}-fold range of learning rates around its default, {', '.join(parts)}."
+    return f"Over a {LR_RANGE:g}-fold range of learning rates, {', '.join(parts)}."
