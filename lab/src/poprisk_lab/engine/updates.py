@@ -163,9 +163,14 @@ def _gated(
 
 
 def _boost(gate: Float[Tensor, "members n"]) -> Float[Tensor, "members n"]:
-    """What turns the gate of one tensor into min(1, gate / its mean), as a factor."""
-    mean = gate.mean(1, keepdim=True).clamp(min=torch.finfo(gate.dtype).tiny)
-    return torch.minimum(1 / mean, 1 / gate)
+    """What turns the gate of one tensor into κ min(1, gate / its mean), as a factor.
+
+    κ, between 1 and 3, brings the mean back to a half. The library's gate takes both means from the step before.
+    """
+    tiny = torch.finfo(gate.dtype).tiny
+    limited = torch.minimum(1 / gate.mean(1, keepdim=True).clamp(min=tiny), 1 / gate)
+    mean = (gate * limited.nan_to_num(posinf=0.0)).mean(1, keepdim=True)
+    return limited * (0.5 / mean.clamp(min=tiny)).clamp(1, 3)
 
 
 def _ungated(
