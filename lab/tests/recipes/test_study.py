@@ -223,3 +223,18 @@ def test_the_relative_gate_moves_at_adamws_pace():
     moved = dict(zip((row.arm.name for row in rows), (curves.weights - before).norm(dim=1), strict=True))
     assert moved["relative"] > 0.1 * moved["adamw"]
     assert moved["snr"] < 0.1 * moved["relative"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)  # the rules are compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+def test_means_and_held_examples_are_the_same_on_a_gpu():
+    rows = [member(seed=seed, share=share, lr=0.01) for seed in (0, 1) for share in (0.0, 0.1)]
+    rows += [member("relative", share=0.1, lr=0.01)]
+    on_cpu, on_gpu = (
+        Stack(TEACHER, rows, torch.device(device), tails=TAILS, decays=DECAYS, first_only=True).train()
+        for device in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(on_gpu.weights.cpu(), on_cpu.weights, atol=2e-3, rtol=2e-3)
+    for name in (HELD_LOSS, HALF + HELD_LOSS):
+        torch.testing.assert_close(on_gpu.every[name], on_cpu.every[name], atol=5e-3, rtol=5e-3, equal_nan=True)
