@@ -1,6 +1,7 @@
 """The optax integration follows the torch class step by step, and does what optax asks of its own optimizers.
 
-All tests of the gate that need JAX are in this file. Compiling is what costs here, so one compiled scan serves many options.
+All tests of the gate that need JAX are in this file. Compiling is what costs here, so one compiled scan serves many
+options.
 """
 
 import importlib.util

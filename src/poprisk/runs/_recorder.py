@@ -147,6 +147,11 @@ class Recorder:
         return self._writer.num_steps
 
     @property
+    def writer(self) -> RunWriter:
+        """What writes the files of the run."""
+        return self._writer
+
+    @property
     def is_dense(self) -> bool:
         """Whether every step's weights are kept."""
         return self.every == 1

@@ -13,11 +13,12 @@ from poprisk._core.autodiff import FlatModel
 from poprisk._core.html import card, sparkline
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.runs import _checkpoint as checkpoint
+from poprisk.runs._held_back import Kept
 from poprisk.runs._layout import Layout
 from poprisk.runs._problem import Problem
 from poprisk.runs._segment import SegmentReader
 from poprisk.runs._step import AffineStep
-from poprisk.runs._storage import DirectoryStorage, Storage, file_records, relocate
+from poprisk.runs._storage import DirectoryStorage, Storage, all_records, copy_beside, file_records, relocate
 
 _QUICK = 64 * 2**20
 """Size of the files up to which the summary in a notebook reads the losses."""
@@ -75,7 +76,7 @@ class Run:
         """
         storage = DirectoryStorage(path)
         run = cls(storage, problem=problem, tolerate=tolerate)
-        storage.check_sizes(file_records(run._manifest))
+        storage.check_sizes(all_records(run._manifest))
         return run
 
     def save(self, path: str | Path) -> "Run":
@@ -93,6 +94,7 @@ class Run:
         for segment in manifest["segments"]:
             name = f"segment-{segment['start']:08d}"
             segment["file"] = target.write(name, *self._storage.read(segment["file"]))
+        copy_beside(manifest, self._storage, target)
         target.write_manifest(manifest)
         return Run(target, problem=self._problem, tolerate=self._tolerate)
 
@@ -152,6 +154,15 @@ class Run:
             return Problem.from_description(description, self.path)
         except DataError as error:
             raise RunError(f"open the run with Run.load(path, problem=…): {error}") from None
+
+    @cached_property
+    def kept(self) -> Kept | None:
+        """What a finished ``train(…, hold_back=…)`` kept: the best averaged weights; None without held-back examples.
+
+        The steps of the run are not changed by it: ``weights(num_steps)`` are those of the last step.
+        """
+        record = self._manifest.get("kept")
+        return None if record is None else Kept.from_content(self._storage.read(record))
 
     def module(self, dtype: torch.dtype | None = None) -> nn.Module:
         """A new module, as in the run but with the problem's initial weights, on the device of the examples.
@@ -248,7 +259,7 @@ class Run:
         Raises:
             DataError: a file is missing or damaged; the message names it.
         """
-        for record in file_records(self._manifest):
+        for record in all_records(self._manifest):
             self._storage.read(record)
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +37,9 @@ from poprisk.runs._segment import SegmentWriter
 from poprisk.runs._step import StepRecord
 
 MANIFEST = "manifest.json"
-_LEFTOVERS = ("start.safetensors", "segment-*.safetensors", ".*.tmp")
+_LEFTOVERS = ("start.safetensors", "segment-*.safetensors", "held-back-*.safetensors", "kept.safetensors", ".*.tmp")
+_BESIDE = ("held_back", "kept")
+"""Entries of a manifest that name a file beside the record: the state of a held-back choice, and its outcome."""
 
 
 class MemoryStorage:
@@ -61,6 +63,10 @@ class MemoryStorage:
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the manifest."""
         self._manifest = copy.deepcopy(manifest)
+
+    def discard(self, record: dict[str, Any]) -> None:
+        """Forget a file."""
+        self._files.pop(record["name"], None)
 
     def read_manifest(self) -> dict[str, Any] | None:
         """A copy of the manifest."""
@@ -129,6 +135,10 @@ class DirectoryStorage:
         else:
             write_text(self._folder / MANIFEST, json.dumps(signed, ensure_ascii=False))
 
+    def discard(self, record: dict[str, Any]) -> None:
+        """Remove a file that the manifest no longer lists."""
+        (self._folder / record["name"]).unlink(missing_ok=True)
+
     def read_manifest(self) -> dict[str, Any] | None:
         """The manifest, checked, in the present format.
 
@@ -150,7 +160,7 @@ class DirectoryStorage:
 
     def _named_files(self) -> set[str]:
         manifest = self.read_manifest()
-        return set() if manifest is None else {record["name"] for record in file_records(manifest)}
+        return set() if manifest is None else {record["name"] for record in all_records(manifest)}
 
 
 Storage = DirectoryStorage | MemoryStorage
@@ -158,8 +168,21 @@ Storage = DirectoryStorage | MemoryStorage
 
 
 def file_records(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """All files that a manifest lists."""
+    """The files of the record: the start and all segments."""
     return [manifest["start"], *(segment["file"] for segment in manifest["segments"])]
+
+
+def all_records(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """All files that a manifest lists, with those beside the record."""
+    return [*file_records(manifest), *(manifest[name] for name in _BESIDE if name in manifest)]
+
+
+def copy_beside(manifest: dict[str, Any], source: "Storage", target: "Storage") -> None:
+    """Copy the files beside the record, and name the copies in the manifest."""
+    for name in _BESIDE:
+        if name in manifest:
+            file = manifest[name]["name"].removesuffix(".safetensors")
+            manifest[name] = target.write(file, *source.read(manifest[name]))
 
 
 def relocate(manifest: dict[str, Any], old: Path | None, new: Path | None) -> None:
@@ -196,6 +219,8 @@ class RunWriter:
         segment_steps: int,
     ) -> None:
         self.storage, self.num_steps = storage, 0
+        self.beside: Callable[[], Content] | None = None
+        """What to write with every segment, for whoever continues the run; only the last one is kept."""
         self._layout, self._module, self._parameters, self._optimizer = layout, module, parameters, optimizer
         self._examples, self._segment_steps = examples, segment_steps
         self._manifest: dict[str, Any] | None = None
@@ -210,6 +235,17 @@ class RunWriter:
     def has_begun(self) -> bool:
         """Whether there is a manifest."""
         return self._manifest is not None
+
+    def read_beside(self, name: str) -> Content | None:
+        """A file beside the record: ``"held_back"`` or ``"kept"``."""
+        record = None if self._manifest is None else self._manifest.get(name)
+        return None if record is None else self.storage.read(record)
+
+    def keep(self, content: Content) -> None:
+        """Write the outcome beside the record; the next manifest lists it."""
+        assert self._manifest is not None
+        self.wait()
+        self._manifest["kept"] = self.storage.write("kept", *content)
 
     def begin(self, about: dict[str, Any]) -> None:
         """The first checkpoint, and the manifest."""
@@ -285,21 +321,34 @@ class RunWriter:
         tensors = segment.tensors() | checkpoint.capture(self._layout, self._parameters, self._optimizer)
         tensors |= checkpoint.capture_buffers(self._module, self._first_buffers)
         notes = {"start_options": segment.start_options, "options": segment.options}
+        beside = None if self.beside is None else self.beside()
+        written = (self._manifest, segment.start, self.num_steps, tensors, notes, beside)
         self.wait()
         if isinstance(self.storage, MemoryStorage):
-            self._write(self._manifest, segment.start, self.num_steps, tensors, notes)
+            self._write(*written)
         else:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="poprisk-run")
-            self._pending = self._thread.submit(
-                self._write, self._manifest, segment.start, self.num_steps, tensors, notes
-            )
+            self._pending = self._thread.submit(self._write, *written)
         self._segment = self._new_segment()
 
-    def _write(self, manifest: dict[str, Any], start: int, stop: int, tensors: dict[str, Tensor], notes: Any) -> None:
+    def _write(
+        self,
+        manifest: dict[str, Any],
+        start: int,
+        stop: int,
+        tensors: dict[str, Tensor],
+        notes: Any,
+        beside: Content | None,
+    ) -> None:
         file = self.storage.write(f"segment-{start:08d}", tensors, notes)
         manifest["segments"].append({"start": start, "stop": stop, "file": file})
         manifest["num_steps"] = stop
+        old = [manifest.pop(name) for name in _BESIDE if name in manifest]  # of an earlier step
+        if beside is not None:
+            manifest["held_back"] = self.storage.write(f"held-back-{stop:08d}", *beside)
         self.storage.write_manifest(manifest)
+        for record in old:
+            self.storage.discard(record)
 
     def _note_buffers(self) -> None:
         """Copies, because batch normalization changes its statistics without changing their version counter."""

@@ -1,6 +1,6 @@
 """Train a problem and record the run, without a training loop of your own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from poprisk._core.progress import training_progress
 from poprisk._core.seeds import seeded, step_generator, step_seed
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.runs._gradients import add_gradients, randomness_of
+from poprisk.runs._held_back import HeldBack
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._run import Run
@@ -35,6 +36,8 @@ def train(
     dtype: torch.dtype | None = None,
     segment_steps: int | None = None,
     resume: bool = False,
+    hold_back: float | None = None,
+    tail: float | Sequence[float] | None = 0.2,
     progress: bool | Callable[[int, Tensor], None] = True,
 ) -> Run:
     """Train a problem's model and record the run.
@@ -58,6 +61,11 @@ def train(
         dtype: Data type of the weights; default: that of ``problem.make_model``.
         segment_steps: Number of steps per file of a dense run.
         resume: Continue the run in ``path``; a finished run is only opened.
+        hold_back: Share of the examples, e.g. 0.05, that no step trains on: averaged weights are measured on them along
+            the run, and the best are stored beside it as ``run.kept``, with an estimate of their risk. See
+            :class:`~poprisk.KeepBest`.
+        tail: With ``hold_back``, the share of the steps that the averaged weights cover, or several of them to choose
+            among; None measures the weights themselves.
         progress: Whether to show progress on stderr, or a function called with (steps so far, loss) after each step.
 
     Returns:
@@ -74,8 +82,10 @@ def train(
     >>> sorted(torch.cat([run.batch(0), run.batch(1)]).tolist())  # an epoch
     [0, 1, 2, 3]
     """
-    batch_size = len(problem) if batch_size is None else batch_size
-    _check(problem, steps, batch_size, accumulate, resume, path)
+    held = None if hold_back is None else HeldBack(problem, hold_back, seed, tail)
+    examples = len(problem) if held is None else len(held.train)
+    batch_size = examples if batch_size is None else batch_size
+    _check(examples, steps, batch_size, accumulate, resume, path)
     module = problem.module(dtype)
     trainable = [p for p in module.parameters() if p.requires_grad]
     made = optimizer(trainable)
@@ -83,6 +93,8 @@ def train(
     seeds_forward = randomness_of(module) is not None
     set_up: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "clip_norm": clip_norm}
     set_up["seeded_forward"] = seeds_forward
+    if held is not None:
+        set_up["hold_back"] = held.settings
     recorder = Recorder(
         path,
         module,
@@ -96,12 +108,18 @@ def train(
         training=set_up,
     )
     start = recorder.num_steps
+    if held is not None:
+        _follow(held, recorder, module, made)
     shown = nullcontext(progress) if callable(progress) else training_progress(problem.name, start, steps, progress)
     with recorder, shown as report:
         for k in range(start, steps):
             if schedule is not None:
                 _set_rates(made, base, schedule(k))
-            parts = draw_batch(len(problem), batch_size, seed, k).to(problem.device).chunk(accumulate)
+            drawn = draw_batch(examples, batch_size, seed, k)
+            if held is not None:
+                drawn = held.train[drawn]
+                held.count(batch_size)
+            parts = drawn.to(problem.device).chunk(accumulate)
             with recorder.step(list(parts)) as step:
                 made.zero_grad()
                 with seeded(step_seed(seed, k) if seeds_forward else None):
@@ -111,7 +129,19 @@ def train(
                     nn.utils.clip_grad_norm_(trainable, clip_norm)
                 made.step()
             report(k + 1, step.loss)
+        if held is not None and (start < steps or recorder.writer.read_beside("kept") is None):
+            recorder.flush()
+            recorder.writer.keep(held.finish().content())
     return recorder.run
+
+
+def _follow(held: HeldBack, recorder: Recorder, module: nn.Module, optimizer: Optimizer) -> None:
+    """Measure along the run, and write the state with each of its segments; a resumed run goes on from there."""
+    held.follow(module, optimizer)
+    state = recorder.writer.read_beside("held_back")
+    if state is not None:
+        held.restore(state)
+    recorder.writer.beside = held.state
 
 
 def draw_batch(examples: int, batch_size: int, seed: int, step: int) -> Int[Tensor, "b"]:
@@ -144,14 +174,12 @@ def _set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
             group["lr"] = lr * factor
 
 
-def _check(
-    problem: Problem, steps: int, batch_size: int, accumulate: int, resume: bool, path: str | Path | None
-) -> None:
+def _check(examples: int, steps: int, batch_size: int, accumulate: int, resume: bool, path: str | Path | None) -> None:
     if not isinstance(steps, int) or steps < 1:
         raise HyperparameterError(f"steps must be a whole number, at least 1, got {steps!r}")
-    if not 1 <= batch_size <= len(problem):
+    if not 1 <= batch_size <= examples:
         raise HyperparameterError(
-            f"batch_size must lie between 1 and the {len(problem)} training examples, got {batch_size}"
+            f"batch_size must lie between 1 and the {examples} training examples, got {batch_size}"
         )
     if accumulate < 1 or batch_size % accumulate:
         raise HyperparameterError(f"accumulate must divide batch_size={batch_size}, got {accumulate}")

@@ -1,0 +1,115 @@
+"""Held-back examples in a recorded training: measured along the way, and the best weights kept beside the record."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from poprisk._core.autodiff import resolve_loss
+from poprisk._core.store import pack, unpack
+from poprisk.errors import HyperparameterError
+from poprisk.optim import HeldCurve, KeepBest, KeptRisk, Moment, hold_back
+from poprisk.runs._problem import Problem
+from poprisk.runs._storage import Content
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What a training with held-back examples ended with: the best averaged weights, and the curve they were chosen by.
+
+    The record of the run itself has the weights of every step; these are stored beside it.
+    ``module.load_state_dict(kept.weights)`` puts them into a module.
+    """
+
+    risk: KeptRisk
+    """Their risk on new data as noisy as the training data, with the step at which they were kept."""
+    weights: dict[str, Tensor]
+    """The state of the module, buffers included."""
+    held: Int[Tensor, "held"]
+    """Indices of the examples that were held back; no step trained on them."""
+    moments: tuple[Moment, ...]
+    """All measurements: the loss and the score of every held-back example."""
+
+    def content(self) -> Content:
+        """Tensors and notes for a file."""
+        curve = HeldCurve()
+        curve.moments = list(self.moments)
+        value = {"risk": self.risk, "weights": self.weights, "held": self.held, "curve": curve.state()}
+        form, tensors = pack(value)
+        return tensors, form
+
+    @classmethod
+    def from_content(cls, content: Content) -> "Kept":
+        """The opposite of :meth:`content`."""
+        value = unpack(content[1], content[0], (KeptRisk,))
+        curve = HeldCurve()
+        curve.restore(value["curve"])
+        return cls(value["risk"], value["weights"], value["held"], tuple(curve.moments))
+
+
+class HeldBack:
+    """Splits the examples of a problem, and follows a training on most of them with :class:`~poprisk.KeepBest`.
+
+    Args:
+        problem: The problem; examples are held back from its training examples.
+        share: Share of the examples to hold back, in (0, 1).
+        seed: Seed for the choice of examples.
+        tail: See :class:`~poprisk.KeepBest`.
+
+    Raises:
+        HyperparameterError: ``share`` is not in (0, 1).
+    """
+
+    def __init__(self, problem: Problem, share: float, seed: int, tail: float | Sequence[float] | None) -> None:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+            raise HyperparameterError(f"hold_back must be a share of the examples in (0, 1), got {share!r}: use 0.05")
+        self._problem, self._tail = problem, tail
+        rows = (torch.arange(len(problem)), problem.targets.cpu())
+        (self.train, _), (self.held, _) = hold_back(rows, share, seed=seed)
+        tails = list(tail) if isinstance(tail, Sequence) else tail
+        self.settings = {"share": float(share), "tail": tails, "examples": len(self.held)}
+        self._keeper: KeepBest | None = None
+
+    def follow(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Measure the module after some of the optimizer's steps."""
+        dtype = next(module.parameters()).dtype
+        example_loss = torch.func.vmap(resolve_loss(self._problem.loss))
+
+        def loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+            losses = example_loss(outputs, targets)
+            return losses if reduction == "none" else losses.mean()
+
+        held = self._problem.batch(self.held, dtype=dtype)
+        self._module, self._keeper = module, KeepBest(module, optimizer, held, loss, average=self._tail)
+
+    def count(self, examples: int) -> None:
+        """Say how many examples the coming step trains on."""
+        assert self._keeper is not None
+        self._keeper.count_examples(examples)
+
+    def state(self) -> Content:
+        """Everything needed to go on from the present step."""
+        assert self._keeper is not None
+        form, tensors = pack(self._keeper.state_dict())
+        return tensors, form
+
+    def restore(self, content: Content) -> None:
+        """Go on from :meth:`state`."""
+        assert self._keeper is not None
+        self._keeper.load_state_dict(unpack(content[1], content[0], ()))
+
+    def finish(self) -> Kept:
+        """Choose the best weights; the module has them afterwards."""
+        assert self._keeper is not None
+        risk = self._keeper.finish()
+        weights: dict[str, Any] = {name: x.detach().cpu().clone() for name, x in self._module.state_dict().items()}
+        return Kept(risk, weights, self.held, tuple(self._keeper.curve.moments))
+
+    def close(self) -> None:
+        """Stop following the optimizer."""
+        if self._keeper is not None:
+            self._keeper.close()
