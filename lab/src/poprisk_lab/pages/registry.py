@@ -148,6 +148,12 @@ PAGES: tuple[Page, ...] = (
         drawings=(Drawing("lab/docs/gates.png", "poprisk_lab.gates.figure:draw", "gate_variants", dpi=140),),
     ),
     Page(
+        "lab/docs/recipes.md",
+        "poprisk_lab.recipes.numbers:page_slots",
+        "poprisk_lab.recipes/page.md.jinja",
+        drawings=(Drawing("lab/docs/recipes.png", "poprisk_lab.recipes.figure:draw", dpi=140),),
+    ),
+    Page(
         "lab/docs/scaling.md",
         "poprisk_lab.costs.page.numbers:page_slots",
         "poprisk_lab.costs.page/page.md.jinja",

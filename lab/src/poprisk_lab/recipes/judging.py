@@ -1,0 +1,229 @@
+"""The rule of ``RULE.md`` for all stored tasks: what each recipe gains over AdamW, and which recipe wins."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+import numpy as np
+
+from poprisk._core.statistics import Difference, paired_difference
+from poprisk_lab.recipes.stored_tasks import SeedValues, StoredRow, StoredTask
+
+ANY = "any mean"
+"""All tail averages and the weights themselves, with the choice left to the block."""
+MOMENTS = ("last", "error", "loss", "half error", "half loss")
+"""The last step, or the moment with the least error or loss on the held-back block or on half of it."""
+RELATIVE = ("relative", "relative_3")
+"""Gates at AdamW's learning rate."""
+CONTROLS = {"mean opening": "gate_schedule", "shuffled": "shuffled_gate", "random mask": "random_mask"}
+_TIE = 0.1
+_MOST = 100.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How final weights are made: an optimizer at its usual settings, a mean of its weights, and a moment."""
+
+    arm: str
+    average: str = "weights"
+    moment: str = "last"
+
+    def values(self, task: StoredTask) -> dict[int, float] | None:
+        """The test metric of the final weights for each seed; None if the task lacks what the recipe needs."""
+        row = task.row(self.arm, 0.05)
+        if self.moment == "last":
+            row = task.row(self.arm, 0.0) or row
+        if row is None:
+            return None
+        columns = [k for k, name in enumerate(row.averages) if name == self.average or _is_any(self.average, name)]
+        if not columns or (self.moment == "last" and self.average == ANY):
+            return None
+        if self.moment == "last":
+            return dict(zip(row.seeds, row.test[:, columns[0], -1].tolist(), strict=True))
+        held = _held(row, self.moment)
+        if held is None:
+            return None
+        found = {}
+        for k, seed in enumerate(row.seeds):
+            seen = np.where(np.isfinite(held[k, columns]), held[k, columns], np.inf)
+            column, moment = np.unravel_index(int(seen.argmin()), seen.shape)
+            found[seed] = float(row.test[k, columns[int(column)], moment])
+        return found
+
+    @property
+    def complexity(self) -> tuple[bool, bool, bool, bool]:
+        """What makes it less simple, in the order of the rule for ties."""
+        return self.arm != "adamw", self.moment != "last", self.average == ANY, self.moment.startswith("half")
+
+
+@dataclass(frozen=True)
+class TaskGain:
+    """What a recipe gains on one task, in points or percent.
+
+    Attributes:
+        task: The task.
+        value: Mean test metric of the recipe.
+        oracle: Gain over tuned AdamW's best checkpoint.
+        last: Gain over tuned AdamW's last step.
+        usual: Gain over the better of AdamW and AdamW with cosine at the usual settings, last step; None if missing.
+    """
+
+    task: StoredTask
+    value: float
+    oracle: Difference
+    last: Difference
+    usual: Difference | None
+
+    @property
+    def at_oracle(self) -> bool:
+        """Whether the interval excludes a loss over the limit to the best checkpoint."""
+        return self.oracle.low is not None and self.oracle.low >= -self.task.limit
+
+    @property
+    def above_last(self) -> bool:
+        """Whether the mean is above tuned AdamW's last step."""
+        return self.last.value > 0
+
+    @property
+    def within_bar(self) -> bool:
+        """Whether the mean loss to tuned AdamW's last step is within the limit."""
+        return self.last.value >= -self.task.limit
+
+    @property
+    def qualifies(self) -> bool:
+        """Whether the mean loss to AdamW at the usual settings is within the limit."""
+        return self.usual is None or self.usual.value >= -self.task.limit
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A recipe on all tasks that have it."""
+
+    recipe: Recipe
+    gains: Mapping[str, TaskGain]
+
+    @property
+    def noisy(self) -> list[TaskGain]:
+        """The noisy tasks, those outside the ranking included."""
+        return [gain for gain in self.gains.values() if not gain.task.clean]
+
+    @property
+    def clean(self) -> list[TaskGain]:
+        """The clean tasks, those outside the ranking included."""
+        return [gain for gain in self.gains.values() if gain.task.clean]
+
+    @property
+    def regret(self) -> float:
+        """Mean loss to the oracle over the ranked noisy tasks, each limited to ±100."""
+        return self.regret_on(self.gains)
+
+    def regret_on(self, names: Iterable[str]) -> float:
+        """The same over some of the tasks."""
+        chosen = [self.gains[name] for name in names]
+        ranked = [gain for gain in chosen if gain.task.ranked and not gain.task.clean]
+        return mean(max(-_MOST, min(_MOST, -gain.oracle.value)) for gain in ranked) if ranked else float("nan")
+
+    @property
+    def clean_losses(self) -> int:
+        """Number of ranked clean tasks on which it loses more than the limit to AdamW at the usual settings."""
+        return sum(not gain.qualifies for gain in self.clean if gain.task.ranked)
+
+
+def judge(recipe: Recipe, tasks: Sequence[StoredTask]) -> Judged:
+    """The recipe on every task that has it."""
+    gains = {}
+    for task in tasks:
+        values = recipe.values(task)
+        if values is not None:
+            usual = usual_baseline(task)
+            gains[task.name] = TaskGain(
+                task,
+                mean(values.values()),
+                gain_over(task, values, task.tuned_best),
+                gain_over(task, values, task.tuned_last),
+                gain_over(task, values, usual) if usual else None,
+            )
+    return Judged(recipe, gains)
+
+
+def gain_over(task: StoredTask, values: SeedValues, base: SeedValues) -> Difference:
+    """Mean gain over a baseline, seed by seed, with its interval; a seed that the baseline lacks is given its mean."""
+    typical = mean(base.values())
+    gains = [task.gain(value, base.get(seed, typical)) for seed, value in values.items()]
+    return paired_difference(gains, [0.0] * len(gains))
+
+
+def usual_baseline(task: StoredTask) -> SeedValues | None:
+    """The last step of AdamW or of AdamW with cosine at the usual settings, whichever has the better mean."""
+    found = [Recipe(arm).values(task) for arm in ("adamw", "adamw_cosine")]
+    sign = 1 if task.higher_is_better else -1
+    there = [values for values in found if values]
+    return max(there, key=lambda values: sign * mean(values.values())) if there else None
+
+
+def recipes(tasks: Sequence[StoredTask]) -> list[Recipe]:
+    """Every combination of an arm, a mean and a moment that some task has."""
+    arms = dict.fromkeys(row.arm for task in tasks for row in task.rows)
+    averages = dict.fromkeys(name for task in tasks for row in task.rows for name in row.averages)
+    return [Recipe(arm, average, moment) for arm in arms for average in (*averages, ANY) for moment in MOMENTS]
+
+
+def judge_all(tasks: Sequence[StoredTask]) -> tuple[list[Judged], list[Judged]]:
+    """The recipes that every ranked task has, best first by the rule, and the others that some task has."""
+    judged = [judge(recipe, tasks) for recipe in recipes(tasks)]
+    wanted = {task.name for task in tasks if task.ranked}
+    whole = [each for each in judged if wanted <= set(each.gains)]
+    others = [each for each in judged if each.gains and not wanted <= set(each.gains)]
+    whole.sort(key=lambda each: (each.clean_losses, each.regret))
+    return _ties_settled(whole), others
+
+
+def swap_test(tasks: Sequence[StoredTask]) -> list[tuple[StoredTask, float, Difference]]:
+    """Gain of the gate over AdamW at the same learning rate, last step, for each task and rate that has both."""
+    found = []
+    for task in tasks:
+        for row in task.rows:
+            other = task.row("adamw", row.share, row.lr) if row.arm in RELATIVE else None
+            if other is not None:
+                found.append((task, row.lr, gain_over(task, _last(row), _last(other))))
+    return found
+
+
+def controls(tasks: Sequence[StoredTask], average: str = "weights") -> list[tuple[StoredTask, dict[str, Difference]]]:
+    """Gain of the gate over each of its controls, last step, for each task that has one."""
+    found = []
+    for task in tasks:
+        gate, gains = task.row("literal", 0.05), {}
+        if gate is None or average not in gate.averages:
+            continue
+        for label, arm in CONTROLS.items():
+            row = task.row(arm, 0.05)
+            if row is not None and average in row.averages:
+                gains[label] = gain_over(task, _last(gate, average), _last(row, average))
+        if gains:
+            found.append((task, gains))
+    return found
+
+
+def _last(row: StoredRow, average: str = "weights") -> dict[int, float]:
+    return dict(zip(row.seeds, row.test[:, row.averages.index(average), -1].tolist(), strict=True))
+
+
+def _held(row: StoredRow, moment: str) -> np.ndarray | None:
+    half, kind = ("half_" if moment.startswith("half") else ""), moment.rsplit(maxsplit=1)[-1]
+    wanted = (f"{half}held_error", f"{half}held_loss") if kind == "error" else (f"{half}held_loss",)
+    return next((row.held[name] for name in wanted if name in row.held and np.isfinite(row.held[name]).any()), None)
+
+
+def _is_any(average: str, name: str) -> bool:
+    return average == ANY and (name == "weights" or name.startswith("tail"))
+
+
+def _ties_settled(ordered: list[Judged]) -> list[Judged]:
+    """The simplest of the recipes that tie with the first comes first."""
+    if not ordered:
+        return ordered
+    first = ordered[0]
+    tied = [e for e in ordered if e.clean_losses == first.clean_losses and e.regret <= first.regret + _TIE]
+    winner = min(tied, key=lambda each: (each.recipe.complexity, each.regret))
+    return [winner, *(each for each in ordered if each is not winner)]

@@ -1,0 +1,269 @@
+"""The stored trainings in one form: the study of recipes on all tasks, and CIFAR-10N with augmentation."""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Unit = Literal["points", "percent", "decibels"]
+SeedValues = Mapping[int, float]
+USUAL_RATE = 1e-3
+SEARCHES = ("labels", "teacher", "lorenz", "inr", "char_language", "cifar")
+"""Stored results with a search for AdamW's settings."""
+HELD = ("held_error", "held_loss", "half_held_error", "half_held_loss")
+_LABELS = {"worse_label": "worst", "random_label1": "random 1", "aggre_label": "aggregate", "clean_label": "clean"}
+_NETS = {"small": "small ResNet", "resnet18": "ResNet-18"}
+_ARMS = {
+    "gate": "literal",
+    "mean": "gate_schedule",
+    "shuffled": "shuffled_gate",
+    "random": "random_mask",
+    "relative": "relative_3",
+}
+"""Openings of the CIFAR-10N trainings by the names of the study; their relative gate may open up to 3, not 1."""
+_USUAL_EPOCHS = {"small": 40, "resnet18": 30}
+"""Lengths for which every mean was measured; other lengths are not ranked."""
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """One optimizer at one setting.
+
+    Attributes:
+        arm: Name of the optimizer.
+        lr: Learning rate.
+        share: Share of the training examples held back.
+        seeds: Its seeds.
+        averages: The weights themselves (``weights``) and their means.
+        test: The metric on test data, [seed, average, evaluation]; NaN for a training that diverged.
+        held: Errors and losses on the held-back block and on half of it, as far as stored.
+        weight_decay: Weight decay.
+    """
+
+    arm: str
+    lr: float
+    share: float
+    seeds: tuple[int, ...]
+    averages: tuple[str, ...]
+    test: NDArray[np.float64]
+    held: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class StoredTask:
+    """One task with everything that was trained on it.
+
+    Attributes:
+        name: Name of the task.
+        metric: Name of the test metric.
+        higher_is_better: Whether larger values are better.
+        clean: Whether the training data are free of noise.
+        rows: What was trained.
+        tuned_last: Last step of tuned AdamW, by seed.
+        tuned_best: Best step of each seed of tuned AdamW, chosen on the test set.
+        searched: Whether these come from a stored search, not from the rates of the study.
+        ranked: Whether the task counts in the ranking.
+    """
+
+    name: str
+    metric: str
+    higher_is_better: bool
+    clean: bool
+    rows: tuple[StoredRow, ...]
+    tuned_last: SeedValues
+    tuned_best: SeedValues
+    searched: bool = True
+    ranked: bool = True
+
+    @property
+    def unit(self) -> Unit:
+        """How differences count: see :meth:`gain`."""
+        if "PSNR" in self.metric:
+            return "decibels"
+        return "points" if self.higher_is_better else "percent"
+
+    @property
+    def limit(self) -> float:
+        """Loss that counts as none: 0.5 points, or 1%."""
+        return 0.5 if self.unit == "points" else 1.0
+
+    def gain(self, value: float, base: float) -> float:
+        """How much better a value is than another: points of accuracy, or percent of the other error.
+
+        A training that diverged loses 100.
+
+        >>> StoredTask("t", "test accuracy", True, False, (), {}, {}).gain(0.75, 0.5)
+        25.0
+        >>> StoredTask("t", "loss", False, False, (), {}, {}).gain(0.5, 1.0)
+        50.0
+        >>> round(StoredTask("t", "clean PSNR", True, False, (), {}, {}).gain(30.0, 20.0))
+        90
+        """
+        if not np.isfinite(value):
+            return -100.0
+        if self.unit == "points":
+            return 100 * (value - base)
+        ratio = 10 ** ((base - value) / 10) if self.unit == "decibels" else value / base
+        return 100 * (1 - ratio)
+
+    def row(self, arm: str, share: float, lr: float | None = None) -> StoredRow | None:
+        """The row of an arm with this share held back, at this rate, or at the usual one if there are several."""
+        own = [row for row in self.rows if row.arm == arm and (row.share > 0) == (share > 0)]
+        if lr is not None:
+            own = [row for row in own if row.lr == lr]
+        elif len(own) > 1:
+            own = [row for row in own if row.lr == USUAL_RATE] or own
+        return max(own, key=lambda row: len(row.seeds)) if own else None
+
+
+def stored_tasks(results: Path) -> list[StoredTask]:
+    """All tasks of the folder of results: the study, if it is stored, and CIFAR-10N with augmentation.
+
+    Args:
+        results: Folder with ``recipes.json`` (or ``.json.gz``), ``recipe_cifar.json``, ``recipe_cifar_arms.json`` and
+            the stored searches; each may be missing.
+    """
+    return [*_studied(results), *_cifar(results)]
+
+
+def read(path: Path) -> Any:
+    """A JSON file, or its compressed form with ``.gz`` added to the name; None if there is neither."""
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    packed = path.with_name(f"{path.name}.gz")
+    return json.loads(gzip.decompress(packed.read_bytes())) if packed.exists() else None
+
+
+def best(values: NDArray[np.float64], higher: bool) -> NDArray[np.float64]:
+    """Best value along the last axis; what diverged is not the best."""
+    worst = -np.inf if higher else np.inf
+    filled = np.where(np.isfinite(values), values, worst)
+    return filled.max(-1) if higher else filled.min(-1)
+
+
+def _studied(results: Path) -> Iterator[StoredTask]:
+    stored = read(results / "recipes.json")
+    if stored is None:
+        return
+    searches = _searches(results)
+    for name, task in stored["tasks"].items():
+        higher, metric = task["higher_is_better"], task["metric"]
+        rows = tuple(_row(row, metric) for row in task["rows"])
+        search = searches.get(name)
+        if search is not None and _same(search["task"], task.get("task")):
+            last, top = _searched(search, metric, higher)
+            yield StoredTask(name, metric, higher, task["clean"], rows, last, top)
+        else:
+            last, top = _rated(rows, higher)
+            yield StoredTask(name, metric, higher, task["clean"], rows, last, top, searched=False)
+
+
+def _row(row: Mapping[str, Any], metric: str) -> StoredRow:
+    held = {name: np.array(row[name], dtype=float) for name in HELD if row.get(name) is not None}
+    hyper = row["hyper"]
+    return StoredRow(
+        row["arm"],
+        hyper["lr"],
+        row["share"],
+        tuple(row["seeds"]),
+        tuple(row["averages"]),
+        np.array(row["curves"][metric], dtype=float),
+        held,
+        hyper.get("weight_decay"),
+    )
+
+
+def _searches(results: Path) -> dict[str, Any]:
+    found = [read(results / f"{name}.json") for name in SEARCHES]
+    return {name: study for one in found if one for name, study in one["result"]["studies"].items()}
+
+
+def _same(stored: Mapping[str, Any], new: Mapping[str, Any] | None) -> bool:
+    """Whether two tasks are the same up to where their data lie and how often they are measured."""
+    if new is None:
+        return True
+    apart = {"folder", "evaluations"}
+    a, b = stored["config"], new["config"]
+    return all(a[name] == b[name] for name in (set(a) & set(b)) - apart)
+
+
+def _searched(search: Mapping[str, Any], metric: str, higher: bool) -> tuple[SeedValues, SeedValues]:
+    def chosen(reason: str) -> tuple[list[int], NDArray[np.float64]]:
+        row = next(row for row in search["rows"] if row["arm"] == "adamw" and reason in row["chosen_for"])
+        return row["seeds"], np.array(row["curves"][metric], dtype=float)
+
+    (last_seeds, last), (best_seeds, top) = chosen("last"), chosen("best")
+    return (
+        dict(zip(last_seeds, last[:, -1].tolist(), strict=True)),
+        dict(zip(best_seeds, best(top, higher).tolist(), strict=True)),
+    )
+
+
+def _rated(rows: Sequence[StoredRow], higher: bool) -> tuple[SeedValues, SeedValues]:
+    """AdamW's weights at the best of the trained rates and schedules, at the last and at the best step."""
+    own = [row for row in rows if row.arm in ("adamw", "adamw_cosine")]
+    whole = [row for row in own if row.share == 0] or own
+    sign = 1 if higher else -1
+    found = []
+    for values in (lambda test: test[:, -1], lambda test: best(test, higher)):
+        settings = [dict(zip(row.seeds, values(row.test[:, 0]).tolist(), strict=True)) for row in whole]
+        found.append(max(settings, key=lambda each: sign * np.mean(list(each.values()))) if settings else {})
+    return found[0], found[1]
+
+
+def _cifar(results: Path) -> Iterator[StoredTask]:
+    files = [read(results / f"{name}.json") for name in ("recipe_cifar", "recipe_cifar_arms")]
+    runs = [run for one in files if one for run in one["runs"]]
+    kinds = sorted({(run["net"], run["labels"], run["epochs"]) for run in runs}, key=_order)
+    for net, labels, epochs in kinds:
+        own = [run for run in runs if (run["net"], run["labels"], run["epochs"]) == (net, labels, epochs)]
+        rows = tuple(_grouped(own))
+        last, top = _rated(rows, True)
+        usual = epochs == _USUAL_EPOCHS.get(net)
+        name = f"CIFAR-10N {_LABELS.get(labels, labels)}, {_NETS.get(net, net)}" + (
+            "" if usual else f", {epochs} epochs"
+        )
+        if last:
+            yield StoredTask(name, "test accuracy", True, labels == "clean_label", rows, last, top, False, usual)
+
+
+def _order(kind: tuple[str, str, int]) -> tuple[Any, ...]:
+    net, labels, epochs = kind
+    return (
+        list(_NETS).index(net) if net in _NETS else 9,
+        epochs,
+        list(_LABELS).index(labels) if labels in _LABELS else 9,
+    )
+
+
+def _grouped(runs: Sequence[Mapping[str, Any]]) -> Iterator[StoredRow]:
+    def setting(run: Mapping[str, Any]) -> tuple[Any, ...]:
+        optimizer = run.get("optimizer", "adamw")
+        cosine = run["schedule"] == "cosine" and optimizer == "adamw"
+        arm = "adamw_cosine" if cosine else _ARMS.get(optimizer, optimizer)
+        columns = len(run["test_accuracy"][0])
+        tails = tuple(run.get("tails") or (0.02, 0.05, 0.1, 0.2, 0.5, 1.0))[: columns - 1]
+        return arm, run["lr"], run["share"], run.get("wd", 1e-2), tails, len(run["steps"])
+
+    for key in sorted({setting(run) for run in runs}, key=str):
+        own = sorted((run for run in runs if setting(run) == key), key=lambda run: run["seed"])
+        arm, lr, share, decay, tails, _ = key
+        curves = {
+            name: np.array([run[name] for run in own], dtype=float).swapaxes(1, 2) for name in own[0] if _is_curve(name)
+        }
+        held = {name: curves[name] for name in ("held_loss", "half_held_loss")}
+        held |= {f"{half}held_error": 1 - curves[f"{half}held_accuracy"] for half in ("", "half_")}
+        averages = ("weights", *(f"tail {tail:g}" for tail in tails))
+        yield StoredRow(
+            arm, lr, share, tuple(run["seed"] for run in own), averages, curves["test_accuracy"], held, decay
+        )
+
+
+def _is_curve(name: str) -> bool:
+    return name == "test_accuracy" or name.startswith(("held_", "half_held_"))
