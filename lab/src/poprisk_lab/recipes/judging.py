@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import mean
 
 import numpy as np
@@ -62,17 +63,37 @@ class TaskGain:
 
     Attributes:
         task: The task.
-        value: Mean test metric of the recipe.
-        oracle: Gain over tuned AdamW's best checkpoint.
-        last: Gain over tuned AdamW's last step.
-        usual: Gain over the better of AdamW and AdamW with cosine at the usual settings, last step; None if missing.
+        values: Test metric of the recipe for each seed.
     """
 
     task: StoredTask
-    value: float
-    oracle: Difference
-    last: Difference
-    usual: Difference | None
+    values: SeedValues
+
+    @cached_property
+    def value(self) -> float:
+        """Mean test metric."""
+        return mean(self.values.values())
+
+    @cached_property
+    def oracle(self) -> Difference:
+        """Gain over tuned AdamW's best checkpoint."""
+        return gain_over(self.task, self.values, self.task.tuned_best)
+
+    @cached_property
+    def last(self) -> Difference:
+        """Gain over tuned AdamW's last step."""
+        return gain_over(self.task, self.values, self.task.tuned_last)
+
+    @cached_property
+    def usual(self) -> Difference | None:
+        """Gain over the better of AdamW and AdamW with cosine at the usual settings, last step; None if missing."""
+        usual = self.task.usual_last
+        return gain_over(self.task, self.values, usual) if usual else None
+
+    @property
+    def regret(self) -> float:
+        """Mean loss to the oracle, limited to ±100."""
+        return max(-_MOST, min(_MOST, -mean(seed_gains(self.task, self.values, self.task.tuned_best))))
 
     @property
     def at_oracle(self) -> bool:
@@ -92,7 +113,8 @@ class TaskGain:
     @property
     def qualifies(self) -> bool:
         """Whether the mean loss to AdamW at the usual settings is within the limit."""
-        return self.usual is None or self.usual.value >= -self.task.limit
+        usual = self.task.usual_last
+        return not usual or mean(seed_gains(self.task, self.values, usual)) >= -self.task.limit
 
 
 @dataclass(frozen=True)
@@ -121,7 +143,7 @@ class Judged:
         """The same over some of the tasks."""
         chosen = [self.gains[name] for name in names]
         ranked = [gain for gain in chosen if gain.task.ranked and not gain.task.clean]
-        return mean(max(-_MOST, min(_MOST, -gain.oracle.value)) for gain in ranked) if ranked else float("nan")
+        return mean(gain.regret for gain in ranked) if ranked else float("nan")
 
     @property
     def clean_losses(self) -> int:
@@ -131,34 +153,20 @@ class Judged:
 
 def judge(recipe: Recipe, tasks: Sequence[StoredTask]) -> Judged:
     """The recipe on every task that has it."""
-    gains = {}
-    for task in tasks:
-        values = recipe.values(task)
-        if values is not None:
-            usual = usual_baseline(task)
-            gains[task.name] = TaskGain(
-                task,
-                mean(values.values()),
-                gain_over(task, values, task.tuned_best),
-                gain_over(task, values, task.tuned_last),
-                gain_over(task, values, usual) if usual else None,
-            )
-    return Judged(recipe, gains)
+    found = ((task, recipe.values(task)) for task in tasks)
+    return Judged(recipe, {task.name: TaskGain(task, values) for task, values in found if values is not None})
 
 
 def gain_over(task: StoredTask, values: SeedValues, base: SeedValues) -> Difference:
     """Mean gain over a baseline, seed by seed, with its interval; a seed that the baseline lacks is given its mean."""
-    typical = mean(base.values())
-    gains = [task.gain(value, base.get(seed, typical)) for seed, value in values.items()]
+    gains = seed_gains(task, values, base)
     return paired_difference(gains, [0.0] * len(gains))
 
 
-def usual_baseline(task: StoredTask) -> SeedValues | None:
-    """The last step of AdamW or of AdamW with cosine at the usual settings, whichever has the better mean."""
-    found = [Recipe(arm).values(task) for arm in ("adamw", "adamw_cosine")]
-    sign = 1 if task.higher_is_better else -1
-    there = [values for values in found if values]
-    return max(there, key=lambda values: sign * mean(values.values())) if there else None
+def seed_gains(task: StoredTask, values: SeedValues, base: SeedValues) -> list[float]:
+    """The gain of each seed over a baseline."""
+    typical = mean(base.values())
+    return [task.gain(value, base.get(seed, typical)) for seed, value in values.items()]
 
 
 def recipes(tasks: Sequence[StoredTask]) -> list[Recipe]:

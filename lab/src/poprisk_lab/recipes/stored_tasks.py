@@ -4,7 +4,9 @@ import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 import numpy as np
@@ -55,7 +57,7 @@ class StoredRow:
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredTask:
     """One task with everything that was trained on it.
 
@@ -92,6 +94,14 @@ class StoredTask:
     def limit(self) -> float:
         """Loss that counts as none: 0.5 points, or 1%."""
         return 0.5 if self.unit == "points" else 1.0
+
+    @cached_property
+    def usual_last(self) -> SeedValues:
+        """Last step of AdamW, or AdamW with cosine if better, at the usual settings; empty if neither is stored."""
+        rows = [self.row(arm, 0.0) or self.row(arm, 0.05) for arm in ("adamw", "adamw_cosine")]
+        found = [dict(zip(row.seeds, row.test[:, 0, -1].tolist(), strict=True)) for row in rows if row]
+        sign = 1 if self.higher_is_better else -1
+        return max(found, key=lambda each: sign * mean(each.values()), default={})
 
     def gain(self, value: float, base: float) -> float:
         """How much better a value is than another: points of accuracy, or percent of the other error.
