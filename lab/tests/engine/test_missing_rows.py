@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poprisk_lab.engine.ledger import RowLedger
-from poprisk_lab.engine.package_setting import PACKAGE, PACKAGE_PER_TENSOR, package_row, package_settings
+from poprisk_lab.engine.package_setting import PACKAGE, PACKAGE_PER_TENSOR, package_rows, package_settings
 from poprisk_lab.engine.study import Setting, Study, run_study
 from poprisk_lab.missing_rows import COMPARISONS, StoredRows, complete, is_same_task, main, missing
 from poprisk_lab.paper.teacher.task import TeacherTask
@@ -71,9 +71,7 @@ def test_what_is_stored_is_kept_and_the_rest_is_that_of_a_whole_run(saved):
     assert made["arms"]["msvag"]["trials"][1]["curve"][0][0] == MARK
     assert [row["label"] for row in made["rows"]][:4] == [row["label"] for row in whole["rows"]][:4]
     for label in (PACKAGE, PACKAGE_PER_TENSOR):
-        ours, theirs = package_row(made, label), package_row(whole, label)
-        assert ours is not None
-        assert theirs is not None
+        (ours,), (theirs,) = package_rows(made, label), package_rows(whole, label)
         for a, b in zip(ours["curves"][metric], theirs["curves"][metric], strict=True):
             assert a == pytest.approx(b)
     for name, arm in whole["arms"].items():
@@ -100,7 +98,7 @@ def test_a_control_needs_the_stored_defaults_it_followed(saved):
 
 
 def test_the_package_setting_is_missing_where_it_was_not_measured(saved):
-    assert package_row(saved["result"]["studies"][TASK.name], PACKAGE) is None
+    assert package_rows(saved["result"]["studies"][TASK.name], PACKAGE) == []
 
 
 def test_the_command_names_what_it_knows(tmp_path, capsys):

@@ -24,15 +24,17 @@ def package_settings(shared: Mapping[str, float], ending: str = " at AdamW's lr"
     return tuple(Setting(f"{words}{ending}", arm, {**shared, **PACKAGE_RULE}) for words, arm in PACKAGE_ARMS.items())
 
 
-def package_row(study: Mapping[str, Any], words: str) -> Mapping[str, Any] | None:
-    """The first row of a stored study with the package's setting; ``None`` if it was not measured.
+def package_rows(study: Mapping[str, Any], words: str) -> list[Mapping[str, Any]]:
+    """The rows of a stored study with the package's setting; none if it was not measured.
 
     Args:
         study: A stored study.
         words: :data:`PACKAGE` or :data:`PACKAGE_PER_TENSOR`.
     """
-    for row in study["rows"]:
-        given = not row["chosen_for"] and row["arm"] == PACKAGE_ARMS[words]
-        if given and all(row["hyper"].get(name) == value for name, value in PACKAGE_RULE.items()):
-            return row
-    return None
+    return [
+        row
+        for row in study["rows"]
+        if not row["chosen_for"]
+        and row["arm"] == PACKAGE_ARMS[words]
+        and all(row["hyper"].get(name) == value for name, value in PACKAGE_RULE.items())
+    ]

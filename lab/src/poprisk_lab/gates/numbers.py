@@ -14,6 +14,7 @@ from poprisk._core.store import load_result
 from poprisk.errors import DataError
 from poprisk_lab.engine import reading
 from poprisk_lab.gates.arms import IDEAS
+from poprisk_lab.gates.controls import NO_CONTROLS, control_slots
 from poprisk_lab.gates.evidence import KIND as EVIDENCE
 from poprisk_lab.gates.evidence_numbers import task_words, turning_rows, twin_counts, twins_rows
 from poprisk_lab.gates.limits import detection_steps
@@ -115,10 +116,12 @@ def slowdown_words(outcome: Outcome) -> str:
 
 
 def page_slots(results: Path) -> dict[str, Any]:
-    """The slots from the stored ``gate_variants.json`` and ``gate_evidence.json``."""
-    return slots(
-        load_result(results / "gate_variants.json", KIND), load_result(results / "gate_evidence.json", EVIDENCE)
+    """The slots from the stored ``gate_variants.json`` and ``gate_evidence.json``, and from results with controls."""
+    variants, evidence = (
+        load_result(results / f"{name}.json", kind)
+        for name, kind in (("gate_variants", KIND), ("gate_evidence", EVIDENCE))
     )
+    return slots(variants, evidence) | control_slots(results)
 
 
 def slots(saved: Saved, evidence: Saved) -> dict[str, Any]:
@@ -140,6 +143,7 @@ def slots(saved: Saved, evidence: Saved) -> dict[str, Any]:
         "twins": table(*twins_rows(watched["twins"])),
         "twin_counts": twin_counts(watched["twins"]),
         "allowed_slowdown": ALLOWED_SLOWDOWN,
+        **NO_CONTROLS,
         **_sizes(stored),
     }
 

@@ -25,6 +25,7 @@ from poprisk_lab.pages.comparison import (
     mean_words,
     signed,
 )
+from poprisk_lab.pages.package_table import package_slots
 from poprisk_lab.pages.template import render
 from poprisk_lab.pages.wording import table
 from poprisk_lab.paper.default_choice.task import DefaultTasks, default_tasks, family
@@ -85,6 +86,7 @@ def slots(folder: Path) -> dict[str, Any]:
         "sections": [_section(kind, [s for s in found if s.kind == kind], folder) for kind in TITLES if kind in kinds],
         "compared": bool(compared),
         "defaults": [_defaults(compared, chosen_on, clean) for clean in (False, True) if _tasks(compared, clean)],
+        "package_setting": package_slots([each for stored in found for each in stored.studies.items()]),
         "ranks": _ranks(compared) if compared else "",
         "gains": [_gain_table(stored) for stored in compared],
         "search_spaces": _search_spaces(compared),
