@@ -1,4 +1,4 @@
-"""The authors' package setting on the page of verdicts: measured beside AdamW at the same settings, or said to be missing."""
+"""The authors' package setting on the page of verdicts: beside AdamW at the same settings, or said to be missing."""
 
 from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.study import Setting
