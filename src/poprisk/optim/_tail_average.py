@@ -1,6 +1,6 @@
 r"""TailAverage: the mean of the weights over the later part of training, kept up to date after every step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poprisk.errors import HyperparameterError, StateDictError
+from poprisk.optim._model_tensors import ModelTensors, reshard, unwrapped
+from poprisk.optim._shards import is_sharded, local_part
 
 Buffers = Literal["average", "copy"]
 
@@ -25,15 +27,18 @@ class TailAverage:
     far, ``tail=0.5`` grows linearly, ``tail=1`` is the mean of all steps. Motion that all steps share survives the
     mean; the random walk that fits the noise of single examples is averaged out.
 
-    The average is updated by a hook of the optimizer, whichever it is; training itself does not change.
+    The average is updated by hooks of the optimizer, whichever it is; training itself does not change. 16-bit weights
+    are averaged in float32. Under FSDP2 (``fully_shard``) each process averages its own shards; apply ``fully_shard``
+    first.
 
     Args:
-        model: The model whose weights are averaged. Parameters that do not require a gradient are left alone.
+        model: The model whose weights are averaged. Frozen parameters (``requires_grad=False``) are left alone until
+            they are unfrozen. DistributedDataParallel and ``torch.compile`` wrappers are looked through.
         optimizer: The optimizer that trains it.
         tail: The share of the steps that the mean covers, in (0, 1], or several of them: one average each.
-        buffers: What happens to floating-point buffers such as the statistics of batch normalization:
-            ``"average"`` treats them like weights, ``"copy"`` takes them from the model (call
-            :func:`torch.optim.swa_utils.update_bn` inside :meth:`swapped` to recompute them). Other buffers are copied.
+        buffers: What happens to floating-point buffers such as the statistics of batch normalization: ``"average"``
+            treats them like weights, ``"copy"`` takes them from the model. To recompute them from data instead, pass a
+            loader to :meth:`swapped` or :meth:`copy_to_model`. Other buffers are copied.
 
     Raises:
         HyperparameterError: ``tail`` is not in (0, 1], or the model has no parameter to train.
@@ -63,59 +68,85 @@ class TailAverage:
     ) -> None:
         self.tails = tuple(float(each) for each in (tail if isinstance(tail, Sequence) else (tail,)))
         if not self.tails or not all(0 < each <= 1 for each in self.tails):
-            raise HyperparameterError(f"tail must be in (0, 1], or several such numbers, got {tail!r}: use 0.1")
+            raise HyperparameterError(f"tail must be in (0, 1], or several such numbers, got {tail!r}: use 0.2")
         if buffers not in ("average", "copy"):
-            raise HyperparameterError(f'buffers must be "average" or "copy", got {buffers!r}')
+            raise HyperparameterError(
+                f'buffers must be "average" or "copy", got {buffers!r}: to recompute the statistics of batch '
+                "normalization, pass a loader to swapped or copy_to_model"
+            )
         self.steps = 0
-        self._model, self._buffers = model, buffers
-        self._names = [name for name, each in model.named_parameters() if each.requires_grad]
-        if not self._names:
+        self._model = unwrapped(model)
+        self._tensors = ModelTensors(self._model, "floating" if buffers == "average" else "none")
+        self._all_buffers = ModelTensors(self._model, "all")
+        if not self._tensors.trained:
             raise HyperparameterError("the model has no parameter that requires a gradient: nothing to average")
-        self._means = [[_wide(each) for each in self._averaged()] for _ in self.tails]
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        reshard(self._model)
+        self._means = [[_wide(each) for each in self._tensors.current()] for _ in self.tails]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
     def close(self) -> None:
         """Stop following the optimizer; the averages stay as they are."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def update(self) -> None:
         """Count one step and move every average toward the weights; the optimizer's hook calls this."""
         self.steps += 1
-        current = [each.detach() for each in self._averaged()]
+        current = self._tensors.current()
         for tail, means in zip(self.tails, self._means, strict=True):
             c = 1 / tail
             move(means, current, c / (self.steps + c - 1))
 
     @contextmanager
-    def swapped(self, which: int = 0) -> Iterator[nn.Module]:
+    def swapped(self, which: int = 0, *, batch_norm: Iterable[Any] | None = None) -> Iterator[nn.Module]:
         """The model with the average in place of its weights; they come back when the block ends.
 
         Args:
             which: Index of the average, where ``tail`` has several.
+            batch_norm: A loader of training batches (inputs, or tuples that begin with them), from which the
+                statistics of batch normalization are recomputed for the averaged weights
+                (:func:`torch.optim.swa_utils.update_bn`).
         """
-        current = self._averaged()
-        kept = [each.detach().clone() for each in current]
+        reshard(self._model)
+        everything = self._all_buffers.current()
+        kept = [each.detach().clone() for each in everything]
         try:
-            self.copy_to_model(which)
+            self.copy_to_model(which, batch_norm=batch_norm)
             yield self._model
         finally:
+            reshard(self._model)
             with torch.no_grad():
-                torch._foreach_copy_(current, kept)
+                torch._foreach_copy_(self._all_buffers.current(), kept)
 
     @torch.no_grad()
-    def copy_to_model(self, which: int = 0) -> None:
-        """Put an average into the model for good. Before the first step this changes nothing."""
+    def copy_to_model(self, which: int = 0, *, batch_norm: Iterable[Any] | None = None) -> None:
+        """Put an average into the model for good. Before the first step this changes no weights.
+
+        Args:
+            which: Index of the average, where ``tail`` has several.
+            batch_norm: A loader from which the statistics of batch normalization are recomputed, as in
+                :meth:`swapped`.
+        """
+        reshard(self._model)
         if self.steps:
-            torch._foreach_copy_(self._averaged(), self._means[which])
+            torch._foreach_copy_(self._tensors.current(), self._means[which])
+        if batch_norm is not None:
+            recompute_batch_norm(self._model, batch_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, as tensors and plain numbers; references, not copies."""
+        """Everything needed to go on, as tensors and plain numbers; references, not copies.
+
+        Sharded parameters have sharded means, which ``torch.distributed.checkpoint`` saves and loads.
+        """
         return {
             "steps": self.steps,
             "tails": list(self.tails),
-            "names": self._all_names(),
-            "means": [list(means) for means in self._means],
+            "names": list(self._tensors.names),
+            "means": [self._tensors.as_parts(means) for means in self._means],
         }
 
     @torch.no_grad()
@@ -123,38 +154,56 @@ class TailAverage:
         """Go on from a :meth:`state_dict`.
 
         Raises:
-            StateDictError: the state belongs to another model or to other tails.
+            StateDictError: the state belongs to another model, to other tails, or to parameters that are not sharded
+                as these are.
         """
-        if list(state["tails"]) != list(self.tails) or list(state["names"]) != self._all_names():
+        unfrozen = [name for name in state["names"] if name not in self._tensors.names]
+        if unfrozen and self._tensors.can_include(unfrozen):
+            self._begin(unfrozen)
+        if list(state["tails"]) != list(self.tails) or list(state["names"]) != self._tensors.names:
             raise StateDictError(
-                f"this TailAverage has tails {list(self.tails)} of {len(self._all_names())} tensors, and the state has "
-                f"tails {list(state['tails'])} of {len(state['names'])} tensors: construct it as it was when saved"
+                f"this TailAverage has tails {list(self.tails)} of {len(self._tensors.names)} tensors, and the state "
+                f"has tails {list(state['tails'])} of {len(state['names'])} tensors: construct it as it was when saved"
             )
+        for own, given in zip(self.state_dict()["means"][0], state["means"][0], strict=True):
+            if is_sharded(own) != is_sharded(given):
+                raise StateDictError(
+                    "the averages and the model must both be sharded or both be whole: save and load them with "
+                    "torch.distributed.checkpoint"
+                )
         self.steps = int(state["steps"])
         for means, given in zip(self._means, state["means"], strict=True):
-            torch._foreach_copy_(means, [each.to(mean) for each, mean in zip(given, means, strict=True)])
+            torch._foreach_copy_(means, [local_part(each).to(mean) for each, mean in zip(given, means, strict=True)])
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if begun := self._tensors.begun():
+            self._begin(begun)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.update()
 
-    def _averaged(self) -> list[Tensor]:
-        """The tensors of the model that are averaged: trained parameters, then floating-point buffers."""
-        parameters = dict(self._model.named_parameters())
-        return [*(parameters[name] for name in self._names), *self._buffer_tensors().values()]
+    def _begin(self, names: Sequence[str]) -> None:
+        """Average parameters that were frozen so far: their mean is the value that they have had."""
+        place = self._tensors.trained
+        self._tensors.include(names)
+        self._all_buffers.include(names)
+        added = self._tensors.current()[place : place + len(names)]
+        for means in self._means:
+            means[place:place] = [_wide(each) for each in added]
 
-    def _all_names(self) -> list[str]:
-        return [*self._names, *self._buffer_tensors()]
 
-    def _buffer_tensors(self) -> dict[str, Tensor]:
-        if self._buffers == "copy":
-            return {}
-        return {name: each for name, each in self._model.named_buffers() if each.is_floating_point()}
+@torch.no_grad()
+def recompute_batch_norm(model: nn.Module, loader: Iterable[Any]) -> None:
+    """Set the statistics of batch normalization to those of the loader's batches, at the weights that the model has."""
+    from torch.optim.swa_utils import update_bn
+
+    device = next((each.device for each in model.parameters()), None)
+    update_bn(loader, model, device)
 
 
 def move(means: list[Tensor], current: list[Tensor], weight: float) -> None:
     """Move each mean toward the current tensor by ``weight``; 16-bit tensors are averaged in float32."""
-    same = [m.dtype == x.dtype for m, x in zip(means, current, strict=True)]
-    if all(same):
+    if all(m.dtype == x.dtype for m, x in zip(means, current, strict=True)):
         torch._foreach_lerp_(means, current, weight)
         return
     torch._foreach_lerp_(means, [x.to(m.dtype) for m, x in zip(means, current, strict=True)], weight)
