@@ -1,20 +1,22 @@
 """Measuring a model on held-back examples: batches without a data loader, losses example by example."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from poprisk.errors import DataError
+from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim._evaluation import evaluating
+from poprisk.optim._example_losses import ExampleLosses, Loss, field
 from poprisk.optim._held_curve import Metric
 
-Loss = Callable[[Any, Any], Tensor]
+_UNITS = 16
+"""Batches that the block is cut into where only the mean loss of a batch is known: their spread gives the error."""
 
 
 @runtime_checkable
@@ -33,49 +35,82 @@ class HeldBlock:
     """Held-back examples, their loss example by example, and the score that a moment is chosen by.
 
     Args:
-        held: A map-style dataset of (input, target) pairs, or a tuple of inputs and targets.
-        loss: The mean loss of outputs and targets, as in the training loop.
+        held: A map-style dataset of (inputs, target) or of dictionaries, a tuple of arrays with the targets last, or an
+            object with ``inputs`` and ``targets``, such as a :class:`~poprisk.Problem`.
+        loss: The mean loss of outputs and targets, as in the training loop. None: that of the problem, or the one that
+            the model returns.
         metric: What to choose by; None takes accuracy for classes, otherwise the loss.
         collate: Makes a batch of a list of examples of a dataset.
     """
 
     def __init__(
-        self, held: Any, loss: Loss, metric: Metric | None, collate: Callable[[list[Any]], Any] | None
+        self, held: Any, loss: Loss | None, metric: Metric | None, collate: Callable[[list[Any]], Any] | None = None
     ) -> None:
+        if hasattr(held, "inputs") and hasattr(held, "targets") and not hasattr(held, "__getitem__"):
+            loss, held = held.batch_loss if loss is None else loss, (held.inputs, held.targets)
+        self._is_arrays = isinstance(held, tuple) and len(held) >= 2 and not hasattr(held, "_fields")
+        if self._is_arrays and loss is None:
+            raise HyperparameterError(
+                "KeepBest needs the loss of outputs and targets: torch.nn.functional.cross_entropy, for instance"
+            )
         self._held, self._metric, self._collate = held, metric, collate or default_collate
-        self._loss = _by_example(loss)
-        self._is_arrays = isinstance(held, tuple) and len(held) == 2 and not hasattr(held, "_fields")
-        self.count = len(held[1]) if self._is_arrays else len(held)
+        self._losses, self._by_loss = ExampleLosses(loss), False
+        self.count = len(held[-1]) if self._is_arrays else len(held)
         if not self.count:
             raise DataError("the held-back block is empty: hold at least one example back")
 
+    @property
+    def by_batch(self) -> bool:
+        """Whether the block is measured batch by batch, since the model tells no loss of single examples."""
+        return self._losses.by_batch
+
     def measure(self, model: nn.Module, batch_size: int) -> tuple[Float[Tensor, "held"], Float[Tensor, "held"]]:
-        """Losses and scores of every held-back example, on the CPU; the model is in evaluation mode meanwhile."""
-        losses, scores = [], []
+        """Losses and scores of every held-back example, on the CPU; the model is in evaluation mode meanwhile.
+
+        The losses of tokens are added up for each example, and divided by the mean number of tokens of an example:
+        their mean is that over all tokens that are not ignored.
+        """
         with evaluating(model) as device:
-            for start in range(0, self.count, batch_size):
-                inputs, targets = _moved(self._batch(start, min(start + batch_size, self.count)), device)
-                outputs = model(**inputs) if isinstance(inputs, Mapping) else model(*_several(inputs))
-                loss = self._loss(outputs, targets).detach().float()
-                losses.append(loss)
-                scores.append(self._score(outputs, targets, loss))
-        return torch.cat(losses).cpu(), torch.cat(scores).cpu()
+            found = self._sweep(model, batch_size, device)
+            few = max(1, self.count // _UNITS)
+            if self.by_batch and few < batch_size:  # known after the first batch
+                found = self._sweep(model, few, device)
+        losses, divisors, scores = (torch.cat(list(each)).cpu() for each in zip(*found, strict=True))
+        losses = losses / divisors.mean()
+        return losses, losses if self._by_loss else scores
+
+    def _sweep(self, model: nn.Module, batch_size: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+        found = []
+        dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+        for start in range(0, self.count, batch_size):
+            inputs, targets = self._batch(start, min(start + batch_size, self.count))
+            inputs, targets = _placed(inputs, device, dtype), _placed_targets(targets, device)
+            outputs = model(**_accepted(model, inputs)) if isinstance(inputs, Mapping) else model(*_several(inputs))
+            logits = outputs if isinstance(outputs, Tensor) else field(outputs, "logits")
+            if isinstance(targets, Tensor) and targets.dtype == torch.float64 and isinstance(logits, Tensor):
+                targets = targets.to(logits.dtype)
+            losses, divisors = self._losses(outputs, targets)
+            found.append((losses.detach(), divisors, self._score(logits, targets, losses.detach())))
+            if self.by_batch and batch_size > max(1, self.count // _UNITS):
+                break
+        return found
 
     def _batch(self, start: int, stop: int) -> tuple[Any, Any]:
         if self._is_arrays:
-            inputs, targets = self._held
-            parts = inputs if isinstance(inputs, tuple) else (inputs,)
-            rows = tuple(torch.as_tensor(part[start:stop]) for part in parts)
-            return rows if isinstance(inputs, tuple) else rows[0], torch.as_tensor(targets[start:stop])
+            *inputs, targets = self._held
+            parts = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], tuple) else tuple(inputs)
+            return tuple(_tensor(part[start:stop]) for part in parts), _tensor(targets[start:stop])
         batch = self._collate([self._held[i] for i in range(start, stop)])
         if isinstance(batch, Mapping):
-            return batch, batch.get("labels")
+            named = {"labels" if name == "label" and "labels" not in batch else name: x for name, x in batch.items()}
+            return named, named.get("labels")
         *inputs, targets = batch
-        return inputs[0] if len(inputs) == 1 else tuple(inputs), targets
+        return tuple(inputs), targets
 
-    def _score(self, outputs: Any, targets: Any, losses: Tensor) -> Tensor:
-        classes = _has_classes(outputs, targets)
-        if self._metric == "loss" or (self._metric is None and not classes):
+    def _score(self, logits: Any, targets: Any, losses: Tensor) -> Tensor:
+        classes = _has_classes(logits, targets) and not self.by_batch
+        self._by_loss = self._metric == "loss" or (self._metric is None and not classes)
+        if self._by_loss:
             return losses
         if not classes:
             raise DataError(
@@ -83,8 +118,8 @@ class HeldBlock:
                 'metric="loss"'
             )
         if self._metric == "probability":
-            return 1 - outputs.float().softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
-        return (outputs.argmax(1) != targets).float()
+            return 1 - logits.float().softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
+        return (logits.argmax(1) != targets).float()
 
 
 def _has_classes(outputs: Any, targets: Any) -> bool:
@@ -93,51 +128,45 @@ def _has_classes(outputs: Any, targets: Any) -> bool:
         tensors
         and outputs.dim() == 2
         and targets.dim() == 1
+        and len(outputs) == len(targets)
         and outputs.shape[1] > 1
         and not (targets.is_floating_point() or targets.is_complex())
     )
 
 
-def _by_example(loss: Loss) -> Callable[[Any, Any], Tensor]:
-    """The loss of each example of a batch, from the mean loss that a training loop uses."""
-    if isinstance(getattr(loss, "reduction", None), str):
-        unreduced = copy(loss)
-        setattr(unreduced, "reduction", "none")  # noqa: B010
-        return lambda outputs, targets: _per_example(unreduced(outputs, targets), len(targets))
-    try:
-        takes = "reduction" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):
-        takes = False
-    if takes:
-        return lambda outputs, targets: _per_example(loss(outputs, targets, reduction="none"), len(targets))  # pyright: ignore[reportCallIssue]
-    return lambda outputs, targets: _one_by_one(loss, outputs, targets)
+def _tensor(rows: Any) -> Tensor:
+    """Rows of an array, or a list of numbers, arrays or tensors, as one tensor."""
+    if isinstance(rows, Tensor):
+        return rows
+    if isinstance(rows, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(rows))
+    return default_collate(list(rows)) if isinstance(rows, Sequence) else torch.as_tensor(np.asarray(rows))
 
 
-def _per_example(losses: Tensor, count: int) -> Tensor:
-    """One number for each example: further axes, such as the tokens of a text, are averaged."""
-    if losses.dim() == 0 or len(losses) % count:
-        raise DataError(f"the loss must give one value for each of the {count} examples, got {list(losses.shape)}")
-    return losses.reshape(count, -1).mean(1)
-
-
-def _one_by_one(loss: Loss, outputs: Any, targets: Any) -> Tensor:
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        raise DataError(
-            "the loss of single examples needs outputs and targets that are tensors: pass a loss that takes "
-            'reduction="none"'
-        )
-    found = [loss(outputs[i : i + 1], targets[i : i + 1]) for i in range(len(targets))]
-    return torch.stack([each.reshape(()) for each in found])
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
+def _placed(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Inputs on the model's device, floating-point ones in its dtype."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, dtype if batch.is_floating_point() else batch.dtype, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {name: _moved(value, device) for name, value in batch.items()}
+        return {name: _placed(value, device, dtype) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return tuple(_moved(value, device) for value in batch)
+        return tuple(_placed(value, device, dtype) for value in batch)
     return batch
+
+
+def _placed_targets(targets: Any, device: torch.device) -> Any:
+    """Targets on the model's device, classes in int64, as losses need them."""
+    if not isinstance(targets, Tensor):
+        return targets
+    whole = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
+    return targets.to(device, torch.int64 if whole else targets.dtype, non_blocking=True)
+
+
+def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a batch that the model's forward takes: tensors, and by name where it does not take all."""
+    parameters = inspect.signature(model.forward).parameters
+    everything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {k: v for k, v in inputs.items() if (everything or k in parameters) and not isinstance(v, str | tuple)}
 
 
 def _several(inputs: Any) -> tuple[Any, ...]:

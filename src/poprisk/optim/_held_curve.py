@@ -13,6 +13,8 @@ Metric = Literal["accuracy", "loss", "probability"]
 _RESAMPLES = 400
 _FEWEST = 10
 """Held-back examples below which their spread says too little."""
+_CLEAR = 1.0
+"""Standard errors of a paired difference from which one measurement is taken to score better than another."""
 
 
 @dataclass(frozen=True)
@@ -28,32 +30,50 @@ class Moment:
 
 
 class HeldCurve:
-    """All measurements of a training, and the choice among them."""
+    """All measurements of a training, and the choice among them.
 
-    def __init__(self) -> None:
+    Args:
+        plain: Choose the least mean score. By default a measurement replaces the chosen one if its score is lower by
+            more than a standard error of the paired difference, or about the same with a lower loss: the accuracy on a
+            small block is too coarse to decide alone, and on a large block it chooses better than the loss.
+    """
+
+    def __init__(self, plain: bool = False) -> None:
         self.moments: list[Moment] = []
+        self.plain = plain
+        self._best: Moment | None = None
+        self._bending = True
 
     def add(self, moment: Moment) -> bool:
-        """Append a measurement; True if it is the best so far. Equal scores are decided by the loss."""
-        better = self.best is None or _rank(moment) < _rank(self.best)
+        """Append a measurement; True if it is chosen over those before it."""
+        better = self._best is None or self._beats(moment, self._best)
         self.moments.append(moment)
+        if better:
+            self._best = moment
+        self._bending = self._is_bending()
         return better
 
     @property
     def best(self) -> Moment | None:
-        """The measurement with the least mean score, None before the first."""
-        return min(self.moments, key=_rank) if self.moments else None
+        """The measurement chosen so far, None before the first."""
+        return self._best
 
     def is_bending(self) -> bool:
         """Whether the curve is neither clearly falling nor clearly past its minimum, so that the choice is near."""
-        best = self.best
-        if best is None:
-            return True
+        return self._bending
+
+    def _beats(self, new: Moment, old: Moment) -> bool:
+        if self.plain or not math.isfinite(_rank(new)[0] + _rank(old)[0]):
+            return _rank(new) < _rank(old)
+        difference = _paired(new.scores - old.scores)
+        return difference < -_CLEAR or (difference <= _CLEAR and _rank(new)[1] < _rank(old)[1])
+
+    def _is_bending(self) -> bool:
         own = [each for each in self.moments if each.tail == self.moments[-1].tail]
-        if len(own) < 3:
+        if len(own) < 3 or self._best is None:
             return True
         falling = _paired(own[-1].scores - own[-2].scores) < -2
-        past = _paired(own[-1].scores - best.scores) > 4
+        past = _paired(own[-1].scores - self._best.scores) > 4
         return not (falling or past)
 
     def chosen_risk(self, seed: int = 0) -> tuple[float, float, float]:
@@ -64,7 +84,7 @@ class HeldCurve:
         score the choice on the examples that the resample left out.
 
         Returns:
-            Corrected risk, its standard error, and the uncorrected minimum.
+            Corrected risk, its standard error, and the uncorrected risk of the chosen moment.
         """
         best = self.best
         if best is None:
@@ -78,7 +98,7 @@ class HeldCurve:
         drawn = torch.randint(count, (_RESAMPLES, count), generator=generator)
         weights = torch.zeros(_RESAMPLES, count, dtype=torch.float64)
         weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-        chosen = (weights @ scores.T + 1e-9 * (weights @ losses.T)).argmin(1)
+        chosen = self._chosen_by(weights, losses, scores)
         left_out = (weights == 0).double()
         size = left_out.sum(1).clamp(min=1)
         fresh = (left_out * losses[chosen]).sum(1) / size
@@ -88,19 +108,37 @@ class HeldCurve:
         moved = float(((weights @ losses.T) / count).gather(1, chosen.unsqueeze(1)).std())
         return value, max(spread, moved), plain
 
+    def _chosen_by(self, weights: Tensor, losses: Tensor, scores: Tensor) -> Tensor:
+        """The moment that each resample of the examples chooses, by the rule of :meth:`add`."""
+        count = losses.shape[1]
+        mean_losses, mean_scores = weights @ losses.T / count, weights @ scores.T / count
+        if self.plain:
+            return (mean_scores + 1e-9 * mean_losses).argmin(1)
+        rows, chosen = torch.arange(len(weights)), torch.zeros(len(weights), dtype=torch.long)
+        for new in range(1, len(losses)):
+            difference = mean_scores[:, new] - mean_scores[rows, chosen]
+            squares = (weights * (scores[new] - scores[chosen]).square()).sum(1) / count
+            clear = _CLEAR * ((squares - difference.square()).clamp(min=0) / max(count - 1, 1)).sqrt()
+            lower = mean_losses[:, new] < mean_losses[rows, chosen]
+            chosen = torch.where((difference < -clear) | ((difference <= clear) & lower), new, chosen)
+        return chosen
+
     def state(self) -> dict[str, Any]:
-        """Plain numbers and tensors."""
+        """Plain values whose number does not grow with the curve, as ``torch.distributed.checkpoint`` needs them."""
         return {
             "steps": [each.step for each in self.moments],
             "tails": [each.tail for each in self.moments],
-            "losses": _stacked([each.losses for each in self.moments]),
-            "scores": _stacked([each.scores for each in self.moments]),
+            "losses": _packed([each.losses for each in self.moments]),
+            "scores": _packed([each.scores for each in self.moments]),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state`."""
-        rows = zip(state["steps"], state["tails"], state["losses"], state["scores"], strict=True)
-        self.moments = [Moment(int(step), tail, losses.cpu(), scores.cpu()) for step, tail, losses, scores in rows]
+        steps, tails = state["steps"], state["tails"]
+        losses, scores = (_unpacked(state[name], len(steps)) for name in ("losses", "scores"))
+        self.moments, self._best, self._bending = [], None, True
+        for row in zip(steps, tails, losses, scores, strict=True):
+            self.add(Moment(*row))
 
 
 def _rank(moment: Moment) -> tuple[float, float]:
@@ -111,9 +149,15 @@ def _rank(moment: Moment) -> tuple[float, float]:
 def _paired(differences: Tensor) -> float:
     """The mean difference in units of its standard error."""
     x = differences.double()
-    error = float(x.std()) / math.sqrt(len(x)) if len(x) > 1 else 0.0
-    return float(x.mean()) / error if error > 0 else 0.0
+    mean, error = float(x.mean()), float(x.std()) / math.sqrt(len(x)) if len(x) > 1 else 0.0
+    if error > 0:
+        return mean / error
+    return math.copysign(math.inf, mean) if mean else 0.0
 
 
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(rows)) if rows else torch.zeros(0, 0)
+def _packed(rows: Sequence[Tensor]) -> bytes:
+    return torch.stack(list(rows)).float().numpy().tobytes() if rows else b""
+
+
+def _unpacked(data: bytes, count: int) -> list[Tensor]:
+    return list(torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(count, -1)) if count else []

@@ -1,8 +1,8 @@
 r"""KeepBest: measure the averaged weights on a held-back block while training goes on, and end with the best."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,14 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from poprisk._core.estimate import Estimate
-from poprisk._core.store import write_tensors
 from poprisk.errors import HyperparameterError, StateDictError
-from poprisk.optim._held_block import HeldBlock, Loss, Measurable
+from poprisk.optim._example_losses import Loss
+from poprisk.optim._held_block import HeldBlock, Measurable
 from poprisk.optim._held_curve import HeldCurve, Metric, Moment
-from poprisk.optim._tail_average import TailAverage
-
-_FORWARD = 1 / 3
-"""A forward pass costs about a third of a training step on the same examples."""
-_OVERHEAD = 0.15
-"""What swapping weights in and out costs, in training steps."""
-_BANKED = 6.0
-"""Measurements that may be saved up for the stretch where the curve bends."""
+from poprisk.optim._kept_weights import KeptWeights, Snapshots
+from poprisk.optim._measurement_budget import MeasurementBudget
+from poprisk.optim._model_tensors import unwrapped
+from poprisk.optim._tail_average import TailAverage, recompute_batch_norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +27,8 @@ class KeptRisk(Estimate):
     """The risk of the weights that :class:`KeepBest` kept, on new data as noisy as the training data."""
 
     step: int = 0
-    """The step at which they were kept."""
+    """The number of steps after which they were kept. A training on all examples, the held-back ones included, stops
+    after as many."""
     tail: float | None = None
     """The share of the steps that they are a mean of; None for the weights themselves."""
     accuracy: float = math.nan
@@ -48,26 +45,33 @@ class KeepBest:
     most about ``cost`` of the training: they are counted in examples, not seconds, so that the same training measures
     the same moments on any machine, and they come closer together where the curve bends.
 
+    In a process group (DistributedDataParallel, FSDP2), every process measures the whole block, and all of them keep
+    the moment that the first process measured as best. Every process must hold the same block back.
+
     Args:
-        model: The model in training.
+        model: The model in training, with or without wrappers; apply ``fully_shard`` first.
         optimizer: Its optimizer, of any kind.
-        held: The held-back examples, from ``hold_back``: a dataset of (input, target) pairs, a tuple of
-            inputs and targets, or an object with ``count`` and ``measure(model, batch_size)`` that returns the loss and
-            the score of every example.
-        loss: The loss of outputs and targets, such as ``torch.nn.functional.cross_entropy`` or a module; not used
-            where ``held`` measures by itself.
+        held: The held-back examples, from :func:`~poprisk.hold_back`: a dataset of (input, target) pairs or of
+            dictionaries, a tuple of arrays with the targets last, a :class:`~poprisk.Problem`, or an object with
+            ``count`` and ``measure(model, batch_size)`` that returns the loss and the score of every example. None
+            measures nothing: :meth:`finish` ends with the average of the last steps.
+        loss: The loss of outputs and targets, such as ``torch.nn.functional.cross_entropy`` or a module. None where
+            ``held`` is a problem or measures by itself, or where examples are dictionaries and the model returns an
+            object with ``loss``, as models of transformers do.
         average: A :class:`TailAverage`, the ``tail`` of a new one (or several tails: the block then chooses among
             them, too), or None to measure the weights themselves.
-        metric: What to choose by: ``"accuracy"``, ``"loss"``, or ``"probability"`` (of the given label). Default:
-            accuracy for classes, otherwise the loss.
+        metric: What to choose by: ``"accuracy"``, ``"loss"``, or ``"probability"`` (of the given label). Default: for
+            classes the accuracy, and the loss between moments whose accuracies differ by less than a standard error;
+            otherwise the loss.
         cost: Most of the training's work that measurements may add, as a share.
         every: Measure after this many steps instead.
         path: File (``.safetensors``) that the best weights are written to whenever they change. It is replaced as a
-            whole and survives a crash of the training.
+            whole and survives a crash of the training; ``safetensors.torch.load_file`` reads it. Frozen parameters
+            are not in it.
         collate: Makes a batch of a list of held-back examples; default: torch's.
 
     Raises:
-        HyperparameterError: an option is out of range.
+        HyperparameterError: an option is out of range, or the loss is missing.
         DataError: the held-back block is empty.
 
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
@@ -105,19 +109,27 @@ class KeepBest:
             raise HyperparameterError(f"cost must be a share in (0, 1), got {cost!r}: 0.03 is 3% of the training")
         if every is not None and every < 1:
             raise HyperparameterError(f"every must be a number of steps, at least 1, got {every!r}")
-        self._model, self._block = model, _block(held, loss, metric, collate)
-        self._cost, self._every, self._path = cost, every, None if path is None else Path(path)
-        self.curve = HeldCurve()
-        self.steps = 0
-        self._credit, self._batch, self._seen, self._autocast = 0.0, 0, 0, None
-        self._kept: dict[str, Tensor] = {}
-        self._counts_calls = True
-        self._forward = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._model, self._every = unwrapped(model), every
+        self._block: Measurable | None = (
+            held if held is None or isinstance(held, Measurable) else HeldBlock(held, loss, metric, collate)
+        )
         self._owns_average = not (average is None or isinstance(average, TailAverage))
         self.average = (
             average if average is None or isinstance(average, TailAverage) else TailAverage(model, optimizer, average)
         )
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        self.curve = HeldCurve(plain=metric is not None)
+        self.steps = 0
+        self._autocast: tuple[str, torch.dtype] | None = None
+        self._batch_size: int | None = None
+        averages = 1 if self.average is None else len(self.average.tails)
+        self._budget = MeasurementBudget(cost, 0 if self._block is None else self._block.count, averages)
+        self._kept = None if held is None else KeptWeights(self._model, None if path is None else Path(path))
+        self._snapshots = Snapshots(self._model) if held is None else None
+        self._hooks: list[Any] = [optimizer.register_step_post_hook(self._after_step)]
+        if self._kept is not None:
+            self._hooks.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+            if self._kept.may_grow:
+                self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     @property
     def kept_step(self) -> int | None:
@@ -126,64 +138,128 @@ class KeepBest:
         return None if best is None else best.step
 
     def measure(self) -> None:
-        """Measure the present moment, and keep it if it is the best so far."""
+        """Measure the present moment, and keep it if it is the best so far. In a process group, call it in all."""
+        if self._block is None or self._kept is None:
+            raise HyperparameterError("there is nothing to measure: no examples were held back (held=None)")
+        self._budget.batch = self._largest(self._budget.counted)
+        if self._batch_size is None:  # one size for the whole training: rounding depends on it
+            self._batch_size = int(self._largest(self._budget.batch_size))
         tails = [None] if self.average is None else self.average.tails
         for which, tail in enumerate(tails):
-            context = nullcontext() if self.average is None else self.average.swapped(which)
-            with context, self._as_in_training():
-                losses, scores = self._agreed(*self._block.measure(self._model, self._batch_size()))
+            with self._swapped(which):
+                losses, scores = self._agreed(*self._block.measure(self._model, self._batch_size))
                 if self.curve.add(Moment(self.steps, tail, losses, scores)):
-                    self._keep()
+                    self._kept.keep({"step": self.steps, "tail": tail})
 
     def count_examples(self, number: int) -> None:
-        """Say that the coming step trains on this number of further examples.
+        """Say that the coming step trains on this many further examples.
 
-        Without it, the examples in calls of the model are counted. This is for loops that call parts of the model: from
-        the first use on, its calls are no longer counted.
+        Calls of the model are counted automatically; this is for loops that call only parts of it.
         """
-        self._seen += number
-        self._counts_calls = False
+        self._budget.count(number)
 
-    def finish(self) -> KeptRisk:
+    def finish(self, run: Any = None, meter: Any = None, *, batch_norm: Iterable[Any] | None = None) -> KeptRisk:
         """Put the best weights into the model, stop following the optimizer, and estimate their risk.
+
+        Args:
+            run: The recorded run (:class:`~poprisk.Run`) of this training. Used only where nothing was held back.
+            meter: A :class:`~poprisk.RiskMeter`, which reads the run at the moments that were kept. The moment of the
+                lowest valid reading is restored; without a valid reading, the average of the last steps is.
+            batch_norm: A loader of training batches (inputs, or tuples that begin with them), from which the
+                statistics of batch normalization are recomputed for the kept weights.
 
         Returns:
             The population risk of the model as it now is, on data as noisy as the training data. The estimate accounts
-            for having chosen the best of several moments.
+            for having chosen the best of several moments. It is not valid where nothing was held back, unless the
+            weights themselves are kept (``average=None``) and the meter's reading is valid: ``reason`` says what the
+            model ends with.
         """
+        if self._block is None:
+            risk = self._finish_unmeasured(run, meter)
+        else:
+            risk = self._finish_measured()
+        if batch_norm is not None:
+            recompute_batch_norm(self._model, batch_norm)
+        return risk
+
+    def _finish_measured(self) -> KeptRisk:
         if not self.curve.moments or self.curve.moments[-1].step != self.steps:
             self.measure()
         self.close()
-        self._restore()
         best = self.curve.best
+        assert self._kept is not None
         assert best is not None
+        self._kept.restore()
         value, error, plain = self.curve.chosen_risk()
-        correct = float(1 - best.scores.double().mean()) if self._counts_errors(best) else math.nan
-        moments = f"step {best.step} of {self.steps}, chosen among {len(self.curve.moments)} measurements"
-        facts = {"step": best.step, "tail": best.tail, "accuracy": correct, "measured": len(self.curve.moments)}
-        spent = len(self.curve.moments) * self._block.count * _FORWARD
+        count = len(self.curve.moments)
+        moments = f"step {best.step} of {self.steps}, chosen among {count} measurements"
+        facts = {"step": best.step, "tail": best.tail, "accuracy": _accuracy(best), "measured": count}
+        if getattr(self._block, "by_batch", False):
+            moments += f"; the model tells only the mean loss of a batch, so {len(best.losses)} batches were compared"
+        facts["cost"] = count * self._budget.work
         if not (math.isfinite(value) and math.isfinite(error)):
-            few = f"{self._block.count} held-back examples are too few for an error; hold at least 10 back"
+            few = f"{len(best.losses)} held-back examples are too few for an error; hold at least 10 back"
             reason = few if math.isfinite(plain) else "the loss of the held-back examples is not finite"
-            return KeptRisk(value, math.nan, valid=False, reason=f"{reason} ({moments})", cost=spent, **facts)
-        return KeptRisk(value, error, reason=moments, cost=spent, **facts)
+            return KeptRisk(value, math.nan, valid=False, reason=f"{reason} ({moments})", **facts)
+        return KeptRisk(value, error, reason=moments, **facts)
+
+    def _finish_unmeasured(self, run: Any, meter: Any) -> KeptRisk:
+        self.close()
+        assert self._snapshots is not None
+        tail = None if self.average is None else self.average.tails[0]
+        what = "the weights" if tail is None else f"the mean of about the last {tail:.0%} of the steps"
+        reading, why = None, "pass run=… and meter=RiskMeter() to choose another moment, or hold examples back"
+        if run is not None and meter is not None:
+            reading, why = self._read(run, meter)
+        if reading is None:
+            if self.average is not None:
+                self.average.copy_to_model()
+            reason = f"nothing was held back, so the model has {what} at the last step, {self.steps}, unmeasured; {why}"
+            return KeptRisk(math.nan, math.nan, valid=False, reason=reason, step=self.steps, tail=tail)
+        if reading.step != self.steps:
+            self._snapshots.restore(reading.step)
+        elif self.average is not None:
+            self.average.copy_to_model()
+        value, error = float(reading.risk.value), float(reading.risk.standard_error)
+        reason = f"the risk meter reads its lowest value after step {reading.step} of {self.steps}"
+        if tail is not None:
+            reason += f": the model has {what} up to there, and the reading is for the weights themselves"
+        return KeptRisk(value, error, valid=tail is None, reason=reason, step=reading.step, tail=tail)
+
+    def _read(self, run: Any, meter: Any) -> tuple[Any, str]:
+        """The meter's lowest valid reading at a moment that was kept, or None and why there is none."""
+        assert self._snapshots is not None
+        if run.num_steps != self.steps:
+            return None, f"the run has {run.num_steps} steps, but {self.steps} were counted here"
+        kept = sorted({*self._snapshots.steps, self.steps})
+        if not meter.readings:
+            meter.read(run, kept)
+        valid = [each for each in meter.readings if each.risk.valid and each.step in kept]
+        if not valid:
+            return None, f"the risk meter has no valid reading at the {len(kept)} moments that were kept"
+        return min(valid, key=lambda each: float(each.risk.value)), ""
 
     def close(self) -> None:
         """Stop following the optimizer and the model."""
-        self._hook.remove()
-        self._forward.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self._owns_average and self.average is not None:
             self.average.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on after an interruption, the best weights included."""
+        """Everything needed to go on after an interruption, the best weights included; tensors are references.
+
+        Of sharded models it has sharded tensors, which ``torch.distributed.checkpoint`` saves and loads.
+        """
+        autocast = None if self._autocast is None else [self._autocast[0], str(self._autocast[1])]
         return {
             "steps": self.steps,
-            "credit": self._credit,
-            "batch": self._batch,
-            "seen": self._seen,
+            "budget": self._budget.state(),
+            "batch_size": self._batch_size,
+            "autocast": autocast,
             "curve": self.curve.state(),
-            "kept": dict(self._kept),
+            "kept": {} if self._kept is None else self._kept.state(),
+            "snapshots": None if self._snapshots is None else self._snapshots.state(),
             "average": self.average.state_dict() if self._owns_average and self.average is not None else None,
         }
 
@@ -191,90 +267,97 @@ class KeepBest:
         """Go on from a :meth:`state_dict`; the rest of the training then keeps the same weights, bit for bit.
 
         Raises:
-            StateDictError: the state belongs to another model.
+            StateDictError: the state belongs to another model, or to a KeepBest with other options.
         """
-        own = self._model.state_dict()
-        if state["kept"] and set(state["kept"]) != set(own):
-            raise StateDictError("the kept weights belong to another model: construct KeepBest as it was when saved")
         if (state["average"] is None) == (self._owns_average and self.average is not None):
             raise StateDictError("the state was saved with another kind of average: construct KeepBest as it was")
-        self.steps, self._credit = int(state["steps"]), float(state["credit"])
-        self._batch, self._seen = int(state["batch"]), int(state["seen"])
-        self.curve.restore(state["curve"])
-        self._kept = {name: value.detach().to(own[name].device, copy=True) for name, value in state["kept"].items()}
+        if (state["snapshots"] is None) == (self._snapshots is not None):
+            raise StateDictError(
+                "one of the state and this KeepBest has held-back examples and the other has not: construct it as it "
+                "was when saved"
+            )
+        if self._kept is not None:
+            self._kept.load(state["kept"])
+        if self._snapshots is not None:
+            self._snapshots.load(state["snapshots"])
         if state["average"] is not None and self.average is not None:
             self.average.load_state_dict(state["average"])
+        self.steps, self._batch_size = int(state["steps"]), state["batch_size"]
+        autocast = state["autocast"]
+        self._autocast = autocast and (autocast[0], getattr(torch, autocast[1].removeprefix("torch.")))
+        self._budget.restore(state["budget"])
+        self.curve.restore(state["curve"])
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        assert self._kept is not None
+        self._kept.include_unfrozen()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
-        self._batch = max(self._batch, self._seen)  # gradient accumulation: all examples of the step
-        self._seen = 0
-        if self._every is not None:
-            if self.steps % self._every == 0:
-                self.measure()
+        if self._snapshots is not None:
+            if self._snapshots.wants(self.steps):
+                with self._swapped(0):
+                    self._snapshots.keep(self.steps)
             return
-        price = self._price()
-        self._credit = min(self._credit + self._cost, _BANKED * price)
-        wanted = price if self.curve.is_bending() else 2 * price
-        if self._credit >= wanted:
-            self._credit -= price
+        self._budget.end_step()
+        if self._budget.batch is None:
+            self._budget.batch = self._largest(self._budget.counted)
+        every = self._every
+        if self._budget.is_due(self.curve.is_bending()) if every is None else self.steps % every == 0:
             self.measure()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the examples of a training step, and remember the precision it runs in."""
-        if not (module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
-        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None)
-        if first is not None:
-            self._seen += len(first) if self._counts_calls else 0
-            kind = first.device.type
-            self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, Tensor) and each.dim():
+                self._budget.count(len(each))
+                kind = each.device.type
+                self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+                return
 
-    def _price(self) -> float:
-        """One measurement in training steps."""
-        averages = 1 if self.average is None else len(self.average.tails)
-        passes = self._block.count / self._batch if self._batch else 1.0
-        return averages * (max(passes, 1.0) * _FORWARD + _OVERHEAD)
-
-    def _batch_size(self) -> int:
-        return self._batch or self._seen or min(self._block.count, 256)
+    def _swapped(self, which: int) -> Any:
+        """The averaged weights in the model, in the precision of training."""
+        if self.average is None:
+            return self._as_in_training()
+        swapped = self.average.swapped(which)
+        if self._autocast is None:
+            return swapped
+        stack = ExitStack()
+        stack.enter_context(swapped)
+        stack.enter_context(self._as_in_training())
+        return stack
 
     def _as_in_training(self) -> Any:
         return nullcontext() if self._autocast is None else torch.autocast(self._autocast[0], self._autocast[1])
 
     def _agreed(self, losses: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The same numbers in every process, so that all of them keep the same moment."""
-        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        losses, scores = losses.float(), scores.float()
+        if not _several_processes():
             return losses, scores
-        device = next(self._model.parameters()).device
-        both = torch.stack([losses, scores]).to(device)
+        both = torch.stack([losses, scores]).to(self._device())
         distributed.broadcast(both, 0)
         return both[0].cpu(), both[1].cpu()
 
-    def _counts_errors(self, best: Moment) -> bool:
-        return bool(((best.scores == 0) | (best.scores == 1)).all()) and best.scores is not best.losses
+    def _largest(self, number: float) -> float:
+        """The largest of the numbers that the processes have, so that all of them measure at the same steps."""
+        if not _several_processes():
+            return number
+        shared = torch.tensor(number, dtype=torch.float64, device=self._device())
+        distributed.all_reduce(shared, distributed.ReduceOp.MAX)
+        return shared.item()
 
-    @torch.no_grad()
-    def _keep(self) -> None:
-        own = self._model.state_dict()
-        if self._kept:
-            for name, value in own.items():
-                self._kept[name].copy_(value)
-        else:
-            self._kept = {name: value.detach().clone() for name, value in own.items()}
-        first = not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-        if self._path is not None and first:
-            write_tensors(self._path, self._kept, {"step": self.steps})
-
-    @torch.no_grad()
-    def _restore(self) -> None:
-        for name, value in self._model.state_dict().items():
-            value.copy_(self._kept[name])
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
 
 
-def _block(held: Any, loss: Loss | None, metric: Metric | None, collate: Any) -> Measurable:
-    if isinstance(held, Measurable):
-        return held
-    if loss is None:
-        raise HyperparameterError("KeepBest needs the loss of outputs and targets: torch.nn.functional.cross_entropy")
-    return HeldBlock(held, loss, metric, collate)
+def _several_processes() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _accuracy(best: Moment) -> float:
+    """Share of examples without an error, where scores are errors (0 or 1)."""
+    errors = bool(((best.scores == 0) | (best.scores == 1)).all()) and not torch.equal(best.scores, best.losses)
+    return float(1 - best.scores.double().mean()) if errors else math.nan

@@ -1,0 +1,143 @@
+"""The loss of each held-back example, from the mean loss that a training loop uses or that a model returns."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from poprisk.errors import DataError
+
+Loss = Callable[[Any, Any], Tensor]
+Sums = tuple[Tensor, Tensor]
+"""For each example the sum of its losses, and what to divide by: 1, or the number of its tokens."""
+IGNORED = -100
+"""Target of a token that has no loss, in torch and in transformers."""
+
+
+class ExampleLosses:
+    """Losses of single examples.
+
+    Args:
+        loss: The mean loss of outputs and targets, as in the training loop, or None where the model returns an object
+            with ``loss``, as models of transformers do.
+    """
+
+    def __init__(self, loss: Loss | None) -> None:
+        self._loss, self._unreduced = loss, None if loss is None else _unreduced(loss)
+        self._ignored = getattr(loss, "ignore_index", IGNORED)
+        self._by_vmap = True
+        self._way: Callable[[Tensor, Tensor], Sums] | None = None
+        self.by_batch = False
+        """Whether only the mean loss of a batch is known."""
+
+    def __call__(self, outputs: Any, targets: Any) -> Sums:
+        """Sum and divisor of every example; of the batch as a whole where no more is known."""
+        if self._loss is None:
+            return self._from_model(outputs, targets)
+        if not isinstance(targets, Tensor):
+            raise DataError(f"the targets of a batch must be a tensor, got {type(targets).__name__}: pass collate=…")
+        count = len(targets)
+        tokens = _tokens(targets, self._ignored)
+        if self._unreduced is not None:
+            losses = self._unreduced(outputs, targets)
+            if losses.dim() == 0 or len(losses) % count:
+                raise DataError(
+                    f"the loss must give one value for each of the {count} examples, got {list(losses.shape)}"
+                )
+            losses = losses.float().reshape(count, -1)
+            return (losses.mean(1), torch.ones_like(losses[:, 0])) if tokens is None else (losses.sum(1), tokens)
+        losses = self._one_by_one(outputs, targets).float()
+        if tokens is None:
+            return losses, torch.ones_like(losses)
+        return torch.where(tokens > 0, losses, 0.0) * tokens, tokens
+
+    def _one_by_one(self, outputs: Any, targets: Tensor) -> Tensor:
+        loss: Any = self._loss
+        if not isinstance(outputs, Tensor) or len(outputs) % len(targets):
+            raise DataError(
+                "the loss of single examples needs outputs that are a tensor: pass a loss that takes "
+                'reduction="none"'
+            )
+        flat = len(outputs) != len(targets)  # the tokens of all examples, one after the other
+        rows = outputs.unflatten(0, (len(targets), -1)) if flat else outputs.unsqueeze(1)
+        if self._by_vmap:
+            try:
+                return torch.func.vmap(lambda o, t: loss(o, t.unsqueeze(0)).reshape(()))(rows, targets)
+            except (RuntimeError, TypeError, ValueError, IndexError):  # e.g. control flow that depends on the data
+                self._by_vmap = False
+        return torch.stack([loss(rows[i], targets[i : i + 1]).reshape(()) for i in range(len(targets))])
+
+    def _from_model(self, outputs: Any, targets: Any) -> Sums:
+        mean = field(outputs, "loss")
+        if not isinstance(mean, Tensor):
+            raise DataError(
+                f"the model returns {type(outputs).__name__} without a loss: pass the loss of outputs and targets to "
+                "KeepBest, for instance torch.nn.functional.cross_entropy"
+            )
+        mean, logits = mean.detach().float().mean(), field(outputs, "logits")
+        if self._way is None and not self.by_batch:
+            self._way = _way_of(mean, logits, targets)
+            self.by_batch = self._way is None
+        if self._way is not None:
+            return self._way(logits, targets)
+        return mean.reshape(1), torch.ones_like(mean).reshape(1)
+
+
+def field(outputs: Any, name: str) -> Any:
+    """A named part of a model's outputs, or None."""
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _way_of(mean: Tensor, logits: Any, targets: Any) -> Callable[[Tensor, Tensor], Sums] | None:
+    """How the model's loss comes from its logits; None if its mean over the batch cannot be had from them."""
+    if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
+        return None
+    ways: list[Callable[[Tensor, Tensor], Sums]] = []
+    if targets.is_floating_point() and logits.numel() == targets.numel():
+        ways.append(_squared)
+    elif logits.dim() == targets.dim() + 1 and logits.shape[:-1] == targets.shape:
+        ways += [_unshifted] if targets.dim() == 1 else [_shifted, _unshifted]
+    for way in ways:
+        sums, divisors = way(logits, targets)
+        if torch.isclose(sums.sum() / divisors.sum(), mean, rtol=0.02, atol=1e-4):
+            return way
+    return None
+
+
+def _squared(logits: Tensor, targets: Tensor) -> Sums:
+    losses = (logits.float().reshape(targets.shape) - targets).square().reshape(len(targets), -1).mean(1)
+    return losses, torch.ones_like(losses)
+
+
+def _unshifted(logits: Tensor, targets: Tensor) -> Sums:
+    losses = functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
+    kept = (targets != IGNORED).reshape(len(targets), -1).float()
+    return losses.reshape(len(targets), -1).sum(1), kept.sum(1)
+
+
+def _shifted(logits: Tensor, targets: Tensor) -> Sums:
+    return _unshifted(logits[:, :-1], targets[:, 1:])
+
+
+def _tokens(targets: Tensor, ignored: int) -> Tensor | None:
+    """Number of targets of each example that have a loss, where an example has several classes as targets."""
+    if targets.dim() < 2 or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        return None
+    return (targets != ignored).reshape(len(targets), -1).sum(1).float()
+
+
+def _unreduced(loss: Loss) -> Callable[[Any, Any], Tensor] | None:
+    """The loss with ``reduction="none"``, where it has that option."""
+    if isinstance(getattr(loss, "reduction", None), str):
+        unreduced = copy(loss)
+        setattr(unreduced, "reduction", "none")  # noqa: B010
+        return unreduced
+    try:
+        takes = "reduction" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        takes = False
+    return (lambda outputs, targets: loss(outputs, targets, reduction="none")) if takes else None  # pyright: ignore[reportCallIssue]
