@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from poprisk import Problem, Run, train
 from poprisk.errors import DataError
 from poprisk.optim._hold_back import hold_back
 
@@ -78,3 +79,70 @@ def test_what_cannot_be_split():
         hold_back(Numbered(1))
     with pytest.raises(DataError, match="one entry for each"):
         hold_back(Numbered(10), labels=[0, 1])
+
+
+def problem(count=60, show=None):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 3, generator=generator)
+    options = {"arguments": {"in_features": 3, "out_features": 3}, "test": (x[:5], torch.zeros(5, dtype=torch.long))}
+    return Problem(torch.nn.Linear, "cross_entropy", x, torch.arange(count) % 3, show=show, **options)
+
+
+def test_a_problem_is_split_and_keeps_its_test_set():
+    whole = problem(show=lambda i: f"number {i}")
+    rest, held = hold_back(whole, 0.1)
+    assert (len(rest), len(held), len(whole)) == (54, 6, 60)
+    assert held.targets.bincount().tolist() == [2, 2, 2]
+    assert rest.test is whole.test
+    assert held.test is None
+    assert len({whole.fingerprint, rest.fingerprint, held.fingerprint}) == 3
+    place = next(i for i in range(60) if torch.equal(whole.inputs[i], held.inputs[0]))
+    assert held.show(0) == f"number {place}"
+
+
+def test_a_run_of_the_rest_of_a_problem_is_opened_by_its_path(tmp_path):
+    whole = Problem.build(problem, count=40)
+    rest, held = hold_back(whole, 0.2)
+    again = Problem.from_description(rest.description)
+    assert torch.equal(again.targets, rest.targets)
+    assert torch.equal(Problem.from_description(held.description).inputs, held.inputs)
+    twice, _ = hold_back(rest, 0.25)
+    assert Problem.from_description(twice.description).fingerprint == twice.fingerprint
+    assert "splits" not in whole.description
+    train(rest, torch.optim.SGD, steps=3, batch_size=8, path=tmp_path / "run", progress=False)
+    assert len(Run.load(tmp_path / "run").problem) == 32
+
+
+def test_a_problem_may_have_inputs_of_several_tensors():
+    x = torch.arange(20.0).reshape(20, 1)
+    data = Problem(torch.nn.Bilinear, "squared", (x, -x), x, arguments={"in1_features": 1, "in2_features": 1})
+    rest, held = hold_back(data, 0.25)
+    assert len(rest) == 15
+    assert torch.equal(held.inputs[0], -held.inputs[1])
+
+
+def test_a_hugging_face_dataset_keeps_its_kind():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": [[float(i)] for i in range(40)], "label": [i % 2 for i in range(40)]})
+    rest, held = hold_back(data, 0.1)
+    assert isinstance(rest, datasets.Dataset)
+    assert sorted(held["label"]) == [0, 0, 1, 1]
+    ragged = datasets.Dataset.from_dict({"labels": [[0] * (1 + i % 3) for i in range(40)]})
+    assert len(hold_back(ragged, 0.1)[1]) == 4
+
+
+def test_lists_tables_and_parts_of_parts():
+    inputs, labels = [[float(i)] for i in range(20)], ["yes", "no"] * 10
+    (rest, _), (held, names) = hold_back((inputs, labels), 0.2)
+    assert isinstance(held, list)
+    assert sorted(names) == ["no", "no", "yes", "yes"]
+    assert len(rest) + len(held) == 20
+    part = Subset(Subset(TensorDataset(torch.arange(40), torch.arange(40) % 2), range(0, 40, 2)), range(10))
+    assert len(hold_back(part, 0.2)[1]) == 2
+    pairs = list(zip(inputs, labels, strict=True))
+    assert hold_back(pairs, 0.2)[1][0] in pairs
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"a": range(20)}, index=range(100, 120))
+    _, (rows, targets) = hold_back((table, table["a"] % 2), 0.2)
+    assert (rows["a"] % 2).tolist() == targets.tolist()
+    assert targets.sum() == 2

@@ -47,7 +47,8 @@ def test_the_model_ends_with_the_best_weights_that_were_measured():
     x, y = task()
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    keeper = KeepBest(model, optimizer, (x[:40], y[:40]), functional.cross_entropy, every=10, average=None)
+    options = {"every": 10, "average": None, "metric": "accuracy"}
+    keeper = KeepBest(model, optimizer, (x[:40], y[:40]), functional.cross_entropy, **options)
     seen = []
 
     def look():

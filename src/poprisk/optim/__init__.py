@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from poprisk.optim._estimators.rate import population_projector, population_rate, rate_matrix
     from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
     from poprisk.optim._evaluation import evaluating
-    from poprisk.optim._held_block import HeldBlock, Loss
+    from poprisk.optim._example_losses import Loss
+    from poprisk.optim._held_block import HeldBlock
     from poprisk.optim._held_curve import HeldCurve, Metric, Moment
     from poprisk.optim._hold_back import hold_back
     from poprisk.optim._keep_best import KeepBest, KeptRisk
@@ -86,7 +87,7 @@ _LAZY = {
     # For the rooms above: not public, and not in __all__.
     "HeldBlock": "poprisk.optim._held_block",
     "HeldCurve": "poprisk.optim._held_curve",
-    "Loss": "poprisk.optim._held_block",
+    "Loss": "poprisk.optim._example_losses",
     "Metric": "poprisk.optim._held_curve",
     "Moment": "poprisk.optim._held_curve",
     "evaluating": "poprisk.optim._evaluation",

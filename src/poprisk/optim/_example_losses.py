@@ -59,8 +59,7 @@ class ExampleLosses:
         loss: Any = self._loss
         if not isinstance(outputs, Tensor) or len(outputs) % len(targets):
             raise DataError(
-                "the loss of single examples needs outputs that are a tensor: pass a loss that takes "
-                'reduction="none"'
+                'the loss of single examples needs outputs that are a tensor: pass a loss that takes reduction="none"'
             )
         flat = len(outputs) != len(targets)  # the tokens of all examples, one after the other
         rows = outputs.unflatten(0, (len(targets), -1)) if flat else outputs.unsqueeze(1)
@@ -78,9 +77,10 @@ class ExampleLosses:
                 f"the model returns {type(outputs).__name__} without a loss: pass the loss of outputs and targets to "
                 "KeepBest, for instance torch.nn.functional.cross_entropy"
             )
-        mean, logits = mean.detach().float().mean(), field(outputs, "logits")
+        logits, tolerance = field(outputs, "logits"), 1e-2 if mean.element_size() < 4 else 1e-3
+        mean = mean.detach().float().mean()
         if self._way is None and not self.by_batch:
-            self._way = _way_of(mean, logits, targets)
+            self._way = _way_of(mean, tolerance, logits, targets)
             self.by_batch = self._way is None
         if self._way is not None:
             return self._way(logits, targets)
@@ -92,7 +92,7 @@ def field(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
-def _way_of(mean: Tensor, logits: Any, targets: Any) -> Callable[[Tensor, Tensor], Sums] | None:
+def _way_of(mean: Tensor, tolerance: float, logits: Any, targets: Any) -> Callable[[Tensor, Tensor], Sums] | None:
     """How the model's loss comes from its logits; None if its mean over the batch cannot be had from them."""
     if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
         return None
@@ -101,11 +101,12 @@ def _way_of(mean: Tensor, logits: Any, targets: Any) -> Callable[[Tensor, Tensor
         ways.append(_squared)
     elif logits.dim() == targets.dim() + 1 and logits.shape[:-1] == targets.shape:
         ways += [_unshifted] if targets.dim() == 1 else [_shifted, _unshifted]
-    for way in ways:
-        sums, divisors = way(logits, targets)
-        if torch.isclose(sums.sum() / divisors.sum(), mean, rtol=0.02, atol=1e-4):
-            return way
-    return None
+    if not ways:
+        return None
+    found = [sums.sum() / divisors.sum() for sums, divisors in (way(logits, targets) for way in ways)]
+    gaps = [float((each - mean).abs()) for each in found]
+    nearest = min(range(len(ways)), key=gaps.__getitem__)
+    return ways[nearest] if gaps[nearest] <= tolerance * float(mean.abs()) + 1e-6 else None
 
 
 def _squared(logits: Tensor, targets: Tensor) -> Sums:

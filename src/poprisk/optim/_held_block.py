@@ -53,9 +53,10 @@ class HeldBlock:
             raise HyperparameterError(
                 "KeepBest needs the loss of outputs and targets: torch.nn.functional.cross_entropy, for instance"
             )
-        self._held, self._metric, self._collate = held, metric, collate or default_collate
+        self._held: Any = held
+        self._metric, self._collate = metric, collate or _collated
         self._losses, self._by_loss = ExampleLosses(loss), False
-        self.count = len(held[-1]) if self._is_arrays else len(held)
+        self.count = len(self._held[-1] if self._is_arrays else self._held)
         if not self.count:
             raise DataError("the held-back block is empty: hold at least one example back")
 
@@ -138,9 +139,23 @@ def _tensor(rows: Any) -> Tensor:
     """Rows of an array, or a list of numbers, arrays or tensors, as one tensor."""
     if isinstance(rows, Tensor):
         return rows
-    if isinstance(rows, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(rows))
-    return default_collate(list(rows)) if isinstance(rows, Sequence) else torch.as_tensor(np.asarray(rows))
+    if isinstance(rows, Sequence) and isinstance(rows[0], Tensor):
+        return torch.stack(list(rows))
+    return torch.from_numpy(np.ascontiguousarray(np.asarray(rows)))
+
+
+def _collated(examples: list[Any]) -> Any:
+    """A batch, as torch makes it; of dictionaries the entries that are numbers, lists of numbers as rows."""
+    if not isinstance(examples[0], Mapping):
+        return default_collate(examples)
+    batch = {}
+    for name in examples[0]:
+        column = [each[name] for each in examples]
+        try:
+            batch[name] = _tensor(column)
+        except (TypeError, ValueError, RuntimeError):  # text, or rows of different lengths
+            continue
+    return batch
 
 
 def _placed(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -163,10 +178,10 @@ def _placed_targets(targets: Any, device: torch.device) -> Any:
 
 
 def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a batch that the model's forward takes: tensors, and by name where it does not take all."""
+    """The entries of a batch that the model's forward takes."""
     parameters = inspect.signature(model.forward).parameters
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return {k: v for k, v in inputs.items() if (everything or k in parameters) and not isinstance(v, str | tuple)}
+    return {name: value for name, value in inputs.items() if everything or name in parameters}
 
 
 def _several(inputs: Any) -> tuple[Any, ...]:

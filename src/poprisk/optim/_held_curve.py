@@ -155,9 +155,11 @@ def _paired(differences: Tensor) -> float:
     return math.copysign(math.inf, mean) if mean else 0.0
 
 
-def _packed(rows: Sequence[Tensor]) -> bytes:
-    return torch.stack(list(rows)).float().numpy().tobytes() if rows else b""
+def _packed(rows: Sequence[Tensor]) -> str:
+    """The numbers as text of one character for each byte: a plain value that every checkpoint format keeps."""
+    return torch.stack(list(rows)).float().numpy().tobytes().decode("latin-1") if rows else ""
 
 
-def _unpacked(data: bytes, count: int) -> list[Tensor]:
-    return list(torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(count, -1)) if count else []
+def _unpacked(text: str, count: int) -> list[Tensor]:
+    data = bytearray(text.encode("latin-1"))
+    return list(torch.frombuffer(data, dtype=torch.float32).reshape(count, -1)) if count else []

@@ -13,7 +13,7 @@ from poprisk.errors import DataError
 
 @runtime_checkable
 class Splittable(Protocol):
-    """Data that knows how to set examples aside, by two methods."""
+    """Data that can set examples aside by two methods, as :class:`~poprisk.Problem` can."""
 
     def hold_back_labels(self) -> Any:
         """The class of each example, or None where there are no classes."""
@@ -32,8 +32,9 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
     are known, each keeps its share (a stratified draw). The same seed gives the same block.
 
     Args:
-        data: A map-style dataset (the parts come as :class:`torch.utils.data.Subset`), a Hugging Face dataset,
-            anything :class:`Splittable`, or a tuple of tensors or arrays of one length, the targets last.
+        data: A map-style dataset or a list of examples (the parts come as :class:`torch.utils.data.Subset`), a Hugging
+            Face dataset, a :class:`~poprisk.Problem` (its test set stays with the first part), or a tuple of tensors,
+            arrays or lists of one length, the targets last.
         share: Share of the examples to hold back, in [0, 1). With 0 the second part is None.
         seed: Seed for the random draw.
         labels: The class of each example, for a stratified draw. By default they are taken from ``data`` where that
@@ -101,14 +102,17 @@ def _classes(data: Any, labels: Any, count: int) -> Tensor | None:
         labels = _labels_of(data)
     if labels is None:
         return None
-    array = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    array = _array(labels)
     if array.shape[:1] != (count,):
         if given:
             raise DataError(f"labels must have one entry for each of the {count} examples, got {array.shape}")
         return None
     if array.ndim != 1 or (array.dtype.kind not in "iubUSO" and not given):
         return None
-    found, numbers = np.unique(array, return_inverse=True)
+    try:
+        found, numbers = np.unique(array, return_inverse=True)
+    except TypeError:  # objects that cannot be sorted
+        return None
     return torch.from_numpy(numbers.astype(np.int64)) if len(found) <= max(2, count // 2) else None
 
 
@@ -121,12 +125,19 @@ def _labels_of(data: Any) -> Any:
         return data.hold_back_labels()
     if isinstance(data, Subset):
         below = _labels_of(data.dataset)
-        return None if below is None else np.asarray(below)[np.asarray(data.indices)]
+        return None if below is None or not len(_array(below)) else _array(below)[np.asarray(data.indices)]
     for name in ("targets", "labels"):
         if (found := getattr(data, name, None)) is not None:
             return found
     columns = getattr(data, "column_names", None) or ()
     return next((data[name] for name in ("label", "labels") if name in columns), None)
+
+
+def _array(labels: Any) -> np.ndarray:
+    try:
+        return np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    except ValueError:  # sequences of different lengths: no classes
+        return np.empty(0)
 
 
 def _parts(data: Any, kept: Tensor, held: Tensor) -> tuple[Any, Any]:
@@ -145,4 +156,4 @@ def _rows(part: Any, index: Tensor) -> Any:
         return part[index.to(part.device)]
     if isinstance(part, Sequence):
         return [part[i] for i in index.tolist()]
-    return part[index.numpy()]
+    return part.iloc[index.numpy()] if hasattr(part, "iloc") else part[index.numpy()]

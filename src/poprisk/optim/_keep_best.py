@@ -174,10 +174,7 @@ class KeepBest:
             weights themselves are kept (``average=None``) and the meter's reading is valid: ``reason`` says what the
             model ends with.
         """
-        if self._block is None:
-            risk = self._finish_unmeasured(run, meter)
-        else:
-            risk = self._finish_measured()
+        risk = self._finish_unmeasured(run, meter) if self._block is None else self._finish_measured()
         if batch_norm is not None:
             recompute_batch_norm(self._model, batch_norm)
         return risk

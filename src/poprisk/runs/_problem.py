@@ -86,6 +86,7 @@ class Problem:
         self.name, self.augment, self.seed = name, augment, seed
         self._show, self._batch_loss, self._example_loss = show, batch_loss, resolve_loss(loss)
         self._source: Importable | None = None
+        self._splits: list[dict[str, list[int]]] = []
 
     @classmethod
     def build(cls, factory: str | Callable[..., "Problem"], **arguments: Any) -> "Problem":
@@ -181,6 +182,29 @@ class Problem:
         moved.test = None if self.test is None else (_move(self.test[0], device), self.test[1].to(device))
         return moved
 
+    def hold_back_labels(self) -> Tensor | None:
+        """The class of each example for a stratified draw, None where targets are not classes."""
+        return self.targets if self.targets.dim() == 1 and not self.targets.is_floating_point() else None
+
+    def held_back(self, kept: Int[Tensor, "k"], held: Int[Tensor, "h"]) -> tuple["Problem", "Problem"]:
+        """The problem without the held-back examples, and one of these only; :func:`~poprisk.hold_back` calls this.
+
+        The test set stays with the first. A problem made with :meth:`build` can be rebuilt without them, too.
+        """
+        rest, block = self._part(kept, {"without": held.tolist()}), self._part(held, {"only": held.tolist()})
+        rest.test = self.test
+        return rest, block
+
+    def _part(self, rows: Tensor, split: dict[str, list[int]]) -> "Problem":
+        part = object.__new__(type(self))
+        part.__dict__.update({name: value for name, value in self.__dict__.items() if name != "fingerprint"})
+        part.inputs, part.targets = self.batch(rows)
+        part.test, part._splits = None, [*self._splits, split]
+        if self._show is not None:
+            show, original = self._show, rows.tolist()
+            part._show = lambda i: show(original[i])
+        return part
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over dtypes, shapes and bytes of the training examples."""
@@ -200,6 +224,7 @@ class Problem:
             "data": {k: f"{x.dtype} {list(x.shape)}" for k, x in _named(self.inputs, self.targets).items()},
             "fingerprint": self.fingerprint,
             "test_fingerprint": None if self.test is None else fingerprint(_named(*self.test)),
+            **({"splits": self._splits} if self._splits else {}),
         }
 
     @property
@@ -255,6 +280,11 @@ class Problem:
         source = located(source, folder, None)
         path = source["path"] if "folder" not in source else str(Path(source["folder"]) / source["path"])
         problem = cls.build(path, **source["arguments"])
+        for split in description.get("splits", ()):
+            held = torch.tensor(split["without"] if "without" in split else split["only"], device=problem.device)
+            kept = torch.ones(len(problem), dtype=torch.bool, device=problem.device)
+            kept[held] = False
+            problem = problem.held_back(kept.nonzero().squeeze(1), held)["only" in split]
         problem.check_is(description)
         return problem
 
