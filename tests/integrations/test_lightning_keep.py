@@ -103,7 +103,7 @@ def test_a_training_ends_with_the_best_weights_and_is_left_alone(tmp_path, monke
         return finish(self)
 
     monkeypatch.setattr(KeepBest, "finish", noting)
-    plain, kept, callback = module(), module(), keeping(network=network)
+    plain, kept, callback = module(), module(), keeping(network=network, metric="accuracy")
     fit(tmp_path, plain, None)
     trainer = fit(tmp_path, kept, callback)
     assert_close(last, plain.state_dict(), rtol=0, atol=0)
@@ -136,7 +136,7 @@ def test_accumulation_counts_steps_and_examples(tmp_path):
     callback = keeping(every=None, tail=0.2)
     fit(tmp_path, Whole(), callback, steps=30, loader=Stream(4), accumulate_grad_batches=4)
     assert callback.keeper.steps == 30
-    assert callback.keeper._batch == 16
+    assert callback.keeper._budget.counted == 16
     assert callback.risk.measured >= 2
 
 

@@ -1,5 +1,6 @@
 r"""The held-back losses of every moment that was measured: which is best, and what its risk is after choosing."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,20 +125,27 @@ class HeldCurve:
         return chosen
 
     def state(self) -> dict[str, Any]:
-        """Plain values whose number does not grow with the curve, as ``torch.distributed.checkpoint`` needs them."""
+        """Plain numbers and tensors."""
         return {
             "steps": [each.step for each in self.moments],
             "tails": [each.tail for each in self.moments],
-            "losses": _packed([each.losses for each in self.moments]),
-            "scores": _packed([each.scores for each in self.moments]),
+            "losses": _stacked([each.losses for each in self.moments]),
+            "scores": _stacked([each.scores for each in self.moments]),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`."""
-        steps, tails = state["steps"], state["tails"]
+    def packed(self) -> str:
+        """The state as text: one value whatever its size, as ``torch.distributed.checkpoint`` needs it."""
+        state = self.state()
+        numbers = {name: state[name].numpy().tobytes().hex() for name in ("losses", "scores")}
+        return json.dumps({**state, **numbers})
+
+    def restore(self, text: str) -> None:
+        """Go on from :meth:`packed`."""
+        state = json.loads(text)
+        steps = state["steps"]
         losses, scores = (_unpacked(state[name], len(steps)) for name in ("losses", "scores"))
         self.moments, self._best, self._bending = [], None, True
-        for row in zip(steps, tails, losses, scores, strict=True):
+        for row in zip(steps, state["tails"], losses, scores, strict=True):
             self.add(Moment(*row))
 
 
@@ -155,11 +163,10 @@ def _paired(differences: Tensor) -> float:
     return math.copysign(math.inf, mean) if mean else 0.0
 
 
-def _packed(rows: Sequence[Tensor]) -> str:
-    """The numbers as text of one character for each byte: a plain value that every checkpoint format keeps."""
-    return torch.stack(list(rows)).float().numpy().tobytes().decode("latin-1") if rows else ""
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(rows)).float() if rows else torch.zeros(0, 0)
 
 
 def _unpacked(text: str, count: int) -> list[Tensor]:
-    data = bytearray(text.encode("latin-1"))
+    data = bytearray.fromhex(text)
     return list(torch.frombuffer(data, dtype=torch.float32).reshape(count, -1)) if count else []

@@ -121,6 +121,7 @@ class KeepBest:
         self.steps = 0
         self._autocast: tuple[str, torch.dtype] | None = None
         self._batch_size: int | None = None
+        self._counts_calls = True
         averages = 1 if self.average is None else len(self.average.tails)
         self._budget = MeasurementBudget(cost, 0 if self._block is None else self._block.count, averages)
         self._kept = None if held is None else KeptWeights(self._model, None if path is None else Path(path))
@@ -152,10 +153,12 @@ class KeepBest:
                     self._kept.keep({"step": self.steps, "tail": tail})
 
     def count_examples(self, number: int) -> None:
-        """Say that the coming step trains on this many further examples.
+        """Say that the coming step trains on this number of further examples.
 
-        Calls of the model are counted automatically; this is for loops that call only parts of it.
+        Without it, the examples in calls of the model are counted. This is for loops that call parts of the model: from
+        the first use on, its calls are no longer counted.
         """
+        self._counts_calls = False
         self._budget.count(number)
 
     def finish(self, run: Any = None, meter: Any = None, *, batch_norm: Iterable[Any] | None = None) -> KeptRisk:
@@ -254,7 +257,7 @@ class KeepBest:
             "budget": self._budget.state(),
             "batch_size": self._batch_size,
             "autocast": autocast,
-            "curve": self.curve.state(),
+            "curve": self.curve.packed(),
             "kept": {} if self._kept is None else self._kept.state(),
             "snapshots": None if self._snapshots is None else self._snapshots.state(),
             "average": self.average.state_dict() if self._owns_average and self.average is not None else None,
@@ -309,7 +312,8 @@ class KeepBest:
             return
         for each in (*args, *kwargs.values()):
             if isinstance(each, Tensor) and each.dim():
-                self._budget.count(len(each))
+                if self._counts_calls:
+                    self._budget.count(len(each))
                 kind = each.device.type
                 self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
                 return

@@ -4,7 +4,7 @@ from typing import Any
 
 _FORWARD = 1 / 3
 """A forward pass costs about a third of a training step on the same examples."""
-_OVERHEAD = 0.25
+_OVERHEAD = 0.15
 """What swapping weights in and out costs, in training steps."""
 _BANKED = 6.0
 """Measurements that may be saved up for the stretch where the curve bends."""
