@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from poprisk_lab.recipes.condense import main as condense
 from poprisk_lab.recipes.figure import draw
-from poprisk_lab.recipes.judging import ANY, Recipe, controls, gain_over, judge, judge_all, swap_test
+from poprisk_lab.recipes.judging import Recipe, controls, gain_over, judge, judge_all, swap_test
 from poprisk_lab.recipes.numbers import page_slots
-from poprisk_lab.recipes.stored_tasks import StoredTask, stored_tasks
+from poprisk_lab.recipes.stored_tasks import ANY, StoredTask, stored_tasks
 
 SEEDS = [0, 1, 2]
 AVERAGES = ["weights", "tail 0.2"]
@@ -170,3 +171,14 @@ def test_a_training_that_diverged_is_shown(results):
     assert judge(Recipe("sam"), tasks).regret == 100
     assert Recipe("sam", "weights", "loss").values(tasks[0])[0] == 0.5  # the moments before
     page_slots(results)
+
+
+def test_a_condensed_study_gives_the_same_page(results, tmp_path):
+    before = page_slots(results)
+    output = tmp_path / "small" / "recipes.json"
+    output.parent.mkdir()
+    condense([str(results / "recipes.json"), "--output", str(output)])
+    assert page_slots(output.parent) == before
+    stored = json.loads(output.read_text())
+    assert stored["tails"] == [0.2]
+    assert "curves" not in stored["tasks"]["digits-40"]["rows"][0]

@@ -5,15 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean
 
-import numpy as np
-
 from poprisk._core.statistics import Difference, paired_difference
-from poprisk_lab.recipes.stored_tasks import SeedValues, StoredRow, StoredTask
+from poprisk_lab.recipes.stored_tasks import ANY, MOMENTS, SeedValues, StoredRow, StoredTask
 
-ANY = "any mean"
-"""All tail averages and the weights themselves, with the choice left to the block."""
-MOMENTS = ("last", "error", "loss", "half error", "half loss")
-"""The last step, or the moment with the least error or loss on the held-back block or on half of it."""
 RELATIVE = ("relative", "relative_3")
 """Gates at AdamW's learning rate."""
 CONTROLS = {"mean opening": "gate_schedule", "shuffled": "shuffled_gate", "random mask": "random_mask"}
@@ -34,22 +28,7 @@ class Recipe:
         row = task.row(self.arm, 0.05)
         if self.moment == "last":
             row = task.row(self.arm, 0.0) or row
-        if row is None:
-            return None
-        columns = [k for k, name in enumerate(row.averages) if name == self.average or _is_any(self.average, name)]
-        if not columns or (self.moment == "last" and self.average == ANY):
-            return None
-        if self.moment == "last":
-            return dict(zip(row.seeds, row.test[:, columns[0], -1].tolist(), strict=True))
-        held = _held(row, self.moment)
-        if held is None:
-            return None
-        found = {}
-        for k, seed in enumerate(row.seeds):
-            seen = np.where(np.isfinite(held[k, columns]), held[k, columns], np.inf)
-            column, moment = np.unravel_index(int(seen.argmin()), seen.shape)
-            found[seed] = float(row.test[k, columns[int(column)], moment])
-        return found
+        return None if row is None else row.values(self.average, self.moment)
 
     @property
     def complexity(self) -> tuple[bool, bool, bool, bool]:
@@ -214,17 +193,7 @@ def controls(tasks: Sequence[StoredTask], average: str = "weights") -> list[tupl
 
 
 def _last(row: StoredRow, average: str = "weights") -> dict[int, float]:
-    return dict(zip(row.seeds, row.test[:, row.averages.index(average), -1].tolist(), strict=True))
-
-
-def _held(row: StoredRow, moment: str) -> np.ndarray | None:
-    half, kind = ("half_" if moment.startswith("half") else ""), moment.rsplit(maxsplit=1)[-1]
-    wanted = (f"{half}held_error", f"{half}held_loss") if kind == "error" else (f"{half}held_loss",)
-    return next((row.held[name] for name in wanted if name in row.held and np.isfinite(row.held[name]).any()), None)
-
-
-def _is_any(average: str, name: str) -> bool:
-    return average == ANY and (name == "weights" or name.startswith("tail"))
+    return row.values(average, "last") or {}
 
 
 def _ties_settled(ordered: list[Judged]) -> list[Judged]:

@@ -3,7 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -14,10 +14,23 @@ from numpy.typing import NDArray
 
 Unit = Literal["points", "percent", "decibels"]
 SeedValues = Mapping[int, float]
+Numbers = NDArray[np.float64]
 USUAL_RATE = 1e-3
+ANY = "any mean"
+"""All tail averages and the weights themselves, with the choice left to the block."""
+MOMENTS = {
+    "last": (),
+    "error": ("held_error", "held_loss"),
+    "loss": ("held_loss",),
+    "half error": ("half_held_error", "half_held_loss"),
+    "half loss": ("half_held_loss",),
+}
+"""The last step, or the moment with the least error or loss on the held-back block or on half of it.
+
+With each, the curves that decide; the second where there is no error.
+"""
 SEARCHES = ("labels", "teacher", "lorenz", "inr", "char_language", "cifar")
 """Stored results with a search for AdamW's settings."""
-HELD = ("held_error", "held_loss", "half_held_error", "half_held_loss")
 _LABELS = {"worse_label": "worst", "random_label1": "random 1", "aggre_label": "aggregate", "clean_label": "clean"}
 _NETS = {"small": "small ResNet", "resnet18": "ResNet-18"}
 _ARMS = {
@@ -42,9 +55,10 @@ class StoredRow:
         share: Share of the training examples held back.
         seeds: Its seeds.
         averages: The weights themselves (``weights``) and their means.
-        test: The metric on test data, [seed, average, evaluation]; NaN for a training that diverged.
-        held: Errors and losses on the held-back block and on half of it, as far as stored.
-        weight_decay: Weight decay.
+        finals: For each moment, the metric on test data of the weights it chooses, [seed, average]; NaN for a training
+            that diverged.
+        jointly: For each moment but the last, the same where the block also chooses among weights and tail averages.
+        best: Best value of the weights themselves along the run, for each seed.
     """
 
     arm: str
@@ -52,9 +66,16 @@ class StoredRow:
     share: float
     seeds: tuple[int, ...]
     averages: tuple[str, ...]
-    test: NDArray[np.float64]
-    held: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    weight_decay: float | None = None
+    finals: Mapping[str, Numbers]
+    jointly: Mapping[str, Numbers]
+    best: Numbers
+
+    def values(self, average: str, moment: str) -> dict[int, float] | None:
+        """The metric on test data by seed; None if it is not stored. The average ``any mean`` is the joint choice."""
+        found = self.jointly.get(moment) if average == ANY else None
+        if average in self.averages and moment in self.finals:
+            found = self.finals[moment][:, self.averages.index(average)]
+        return None if found is None else dict(zip(self.seeds, found.tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +120,7 @@ class StoredTask:
     def usual_last(self) -> SeedValues:
         """Last step of AdamW, or AdamW with cosine if better, at the usual settings; empty if neither is stored."""
         rows = [self.row(arm, 0.0) or self.row(arm, 0.05) for arm in ("adamw", "adamw_cosine")]
-        found = [dict(zip(row.seeds, row.test[:, 0, -1].tolist(), strict=True)) for row in rows if row]
+        found = [values for row in rows if row and (values := row.values("weights", "last"))]
         sign = 1 if self.higher_is_better else -1
         return max(found, key=lambda each: sign * mean(each.values()), default={})
 
@@ -150,11 +171,47 @@ def read(path: Path) -> Any:
     return json.loads(gzip.decompress(packed.read_bytes())) if packed.exists() else None
 
 
-def best(values: NDArray[np.float64], higher: bool) -> NDArray[np.float64]:
+def best(values: Numbers, higher: bool) -> Numbers:
     """Best value along the last axis; what diverged is not the best."""
     worst = -np.inf if higher else np.inf
     filled = np.where(np.isfinite(values), values, worst)
     return filled.max(-1) if higher else filled.min(-1)
+
+
+def condensed(row: Mapping[str, Any], metric: str, higher: bool) -> dict[str, Any]:
+    """A row of the study with what its curves say at the end of every recipe, instead of the curves.
+
+    Args:
+        row: A row with ``curves`` and held-back curves, each [seed][average][evaluation].
+        metric: Name of the metric.
+        higher: Whether larger values are better.
+    """
+    test = np.array(row["curves"][metric], dtype=float)
+    averages = row["averages"]
+    tails = [k for k, name in enumerate(averages) if name == "weights" or name.startswith("tail")]
+    finals, jointly = {"last": test[:, :, -1]}, {}
+    for moment, names in MOMENTS.items():
+        held = next((row[name] for name in names if row.get(name) is not None), None)
+        if held is not None:
+            seen = np.array(held, dtype=float)
+            seen = np.where(np.isfinite(seen), seen, np.inf)
+            finals[moment] = np.take_along_axis(test, seen.argmin(2)[:, :, None], 2)[:, :, 0]
+            flat = seen[:, tails].reshape(len(seen), -1).argmin(1)[:, None]
+            jointly[moment] = np.take_along_axis(test[:, tails].reshape(len(test), -1), flat, 1)[:, 0]
+    kept = {name: row[name] for name in ("arm", "hyper", "share", "seeds", "averages")}
+    weights = test[:, averages.index("weights")]
+    return kept | {"finals": _lists(finals), "jointly": _lists(jointly), "best": _listed(best(weights, higher))}
+
+
+def _lists(arrays: Mapping[str, Numbers]) -> dict[str, Any]:
+    return {name: _listed(values) for name, values in arrays.items()}
+
+
+def _listed(values: Numbers) -> Any:
+    """Nested lists; None for values that are not finite."""
+    if values.ndim:
+        return [_listed(each) for each in values]
+    return float(values) if np.isfinite(values) else None
 
 
 def _studied(results: Path) -> Iterator[StoredTask]:
@@ -164,7 +221,7 @@ def _studied(results: Path) -> Iterator[StoredTask]:
     searches = _searches(results)
     for name, task in stored["tasks"].items():
         higher, metric = task["higher_is_better"], task["metric"]
-        rows = tuple(_row(row, metric) for row in task["rows"])
+        rows = tuple(_row(row, metric, higher) for row in task["rows"])
         search = searches.get(name)
         if search is not None and _same(search["task"], task.get("task")):
             last, top = _searched(search, metric, higher)
@@ -174,19 +231,15 @@ def _studied(results: Path) -> Iterator[StoredTask]:
             yield StoredTask(name, metric, higher, task["clean"], rows, last, top, searched=False)
 
 
-def _row(row: Mapping[str, Any], metric: str) -> StoredRow:
-    held = {name: np.array(row[name], dtype=float) for name in HELD if row.get(name) is not None}
-    hyper = row["hyper"]
-    return StoredRow(
-        row["arm"],
-        hyper["lr"],
-        row["share"],
-        tuple(row["seeds"]),
-        tuple(row["averages"]),
-        np.array(row["curves"][metric], dtype=float),
-        held,
-        hyper.get("weight_decay"),
+def _row(row: Mapping[str, Any], metric: str, higher: bool) -> StoredRow:
+    if "curves" in row:
+        row = condensed(row, metric, higher)
+    finals, jointly = (
+        {moment: np.array(values, dtype=float) for moment, values in row[name].items()}
+        for name in ("finals", "jointly")
     )
+    seeds, averages, top = tuple(row["seeds"]), tuple(row["averages"]), np.array(row["best"], dtype=float)
+    return StoredRow(row["arm"], row["hyper"]["lr"], row["share"], seeds, averages, finals, jointly, top)
 
 
 def _searches(results: Path) -> dict[str, Any]:
@@ -220,10 +273,9 @@ def _rated(rows: Sequence[StoredRow], higher: bool) -> tuple[SeedValues, SeedVal
     own = [row for row in rows if row.arm in ("adamw", "adamw_cosine")]
     whole = [row for row in own if row.share == 0] or own
     sign = 1 if higher else -1
-    found = []
-    for values in (lambda test: test[:, -1], lambda test: best(test, higher)):
-        settings = [dict(zip(row.seeds, values(row.test[:, 0]).tolist(), strict=True)) for row in whole]
-        found.append(max(settings, key=lambda each: sign * np.mean(list(each.values()))) if settings else {})
+    lasts = [row.values("weights", "last") or {} for row in whole]
+    tops = [dict(zip(row.seeds, row.best.tolist(), strict=True)) for row in whole]
+    found = [max(each, key=lambda one: sign * mean(one.values()), default={}) for each in (lasts, tops)]
     return found[0], found[1]
 
 
@@ -264,15 +316,13 @@ def _grouped(runs: Sequence[Mapping[str, Any]]) -> Iterator[StoredRow]:
     for key in sorted({setting(run) for run in runs}, key=str):
         own = sorted((run for run in runs if setting(run) == key), key=lambda run: run["seed"])
         arm, lr, share, decay, tails, _ = key
-        curves = {
-            name: np.array([run[name] for run in own], dtype=float).swapaxes(1, 2) for name in own[0] if _is_curve(name)
-        }
-        held = {name: curves[name] for name in ("held_loss", "half_held_loss")}
-        held |= {f"{half}held_error": 1 - curves[f"{half}held_accuracy"] for half in ("", "half_")}
-        averages = ("weights", *(f"tail {tail:g}" for tail in tails))
-        yield StoredRow(
-            arm, lr, share, tuple(run["seed"] for run in own), averages, curves["test_accuracy"], held, decay
-        )
+        names = [name for name in own[0] if _is_curve(name)]
+        curves = {name: np.array([run[name] for run in own], dtype=float).swapaxes(1, 2) for name in names}
+        row: dict[str, Any] = {name: curves[name] for name in ("held_loss", "half_held_loss")}
+        row |= {f"{half}held_error": 1 - curves[f"{half}held_accuracy"] for half in ("", "half_")}
+        row |= {"arm": arm, "hyper": {"lr": lr, "weight_decay": decay}, "share": share}
+        row |= {"seeds": [run["seed"] for run in own], "averages": ["weights", *(f"tail {tail:g}" for tail in tails)]}
+        yield _row(row | {"curves": {"test accuracy": curves["test_accuracy"]}}, "test accuracy", True)
 
 
 def _is_curve(name: str) -> bool:

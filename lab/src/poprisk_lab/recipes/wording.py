@@ -4,8 +4,8 @@ import math
 
 from poprisk._core.statistics import Difference
 from poprisk_lab.engine.arms import ARMS
-from poprisk_lab.recipes.judging import ANY, Recipe
-from poprisk_lab.recipes.stored_tasks import StoredTask
+from poprisk_lab.recipes.judging import Recipe
+from poprisk_lab.recipes.stored_tasks import ANY, StoredTask
 
 _ARM_WORDS = {
     "literal": "SNR gate, literal defaults",
