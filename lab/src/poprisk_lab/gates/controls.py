@@ -1,6 +1,5 @@
 """Does the choice of coordinates help? The gate beside controls that open as much without choosing, as stored."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,21 +8,18 @@ from poprisk._core.store import load_result
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.reading import StoredStudy
-from poprisk_lab.engine.weight_means import WEIGHTS
 from poprisk_lab.pages.comparison import Gain, gain
 from poprisk_lab.pages.gate_choice import library_gate
 from poprisk_lab.pages.wording import table
 from poprisk_lab.paper.default_choice.task import family
 from poprisk_lab.recipes import cifar_numbers
-from poprisk_lab.recipes.study import load
+from poprisk_lab.recipes.judging import CONTROLS, controls
+from poprisk_lab.recipes.stored_tasks import stored_tasks
 
 COMPARED = ("labels", "teacher", "lorenz", "inr")
 """Stored comparisons that search the gate and its controls with the same number of trials."""
 SEARCHED = ("gate_schedule", "random_mask", "matched_norm", "adamw_cosine", "adamw")
 """Controls that copy the openings of the gate, then rules that know nothing of a gate."""
-GIVEN = {"gate_schedule": "mean opening", "shuffled_gate": "openings shuffled", "random_mask": "random mask"}
-"""Controls of the study of recipes, which take the learning rate of the gate."""
-GATE = "literal"
 NO_CONTROLS: dict[str, Any] = {"tuned_controls": {"rows": []}, "given_controls": [], "cifar_controls": ""}
 
 
@@ -43,23 +39,21 @@ def tuned_controls(results: Path) -> dict[str, Any]:
     for name in SEARCHED:
         shared = [study for study in studies if name in study["arms"]]
         if shared:
-            gains = [_tuned_gain(study, gate, name) for study in shared]
-            found.append(_cells(ARMS[name].label, gains))
+            found.append(_cells(ARMS[name].label, [_tuned_gain(study, gate, name).verdict for study in shared]))
     return {"gate": ARMS[gate].label, "rows": found}
 
 
 def given_controls(results: Path) -> list[list[str]]:
     """The same in the study of recipes: the gate at its literal settings, and controls that copy its openings."""
-    path = next((results / name for name in ("recipes.json", "recipes.json.gz") if (results / name).exists()), None)
-    if path is None:
-        return []
-    tasks = [task for task in load(path)["tasks"].values() if not task["clean"]]
-    found = []
-    for name, words in GIVEN.items():
-        gains = [each for task in tasks if (each := _given_gain(task, name)) is not None]
-        if gains:
-            found.append(_cells(words, gains))
-    return found
+    augmented = "CIFAR-10N "  # has a table of its own
+    tasks = [task for task in stored_tasks(results) if not (task.clean or task.name.startswith(augmented))]
+    gains = [found for _, found in controls(tasks)]
+    words = {"above": "better", "below": "worse"}
+    return [
+        _cells(label, [words.get(found[label].verdict, "unclear") for found in gains if label in found])
+        for label in CONTROLS
+        if any(label in found for found in gains)
+    ]
 
 
 def _studies(results: Path) -> Iterator[StoredStudy]:
@@ -76,25 +70,9 @@ def _tuned_gain(study: StoredStudy, gate: str, control: str) -> Gain:
     return gain(ours, theirs, metric["higher_is_better"])
 
 
-def _cells(words: str, gains: Sequence[Gain]) -> list[str]:
+def _cells(words: str, verdicts: Sequence[str]) -> list[str]:
     """A row of a table: the control, the number of tasks, and the verdicts by the interval of the paired difference."""
-    counts = (sum(each.verdict == verdict for each in gains) for verdict in ("better", "worse", "unclear"))
-    return [words, str(len(gains)), *map(str, counts)]
-
-
-def _given_gain(task: Mapping[str, Any], control: str) -> Gain | None:
-    """The last step of the gate against that of a control with the same seeds and the same held-back share."""
-    for row in (row for row in task["rows"] if row["arm"] == control):
-        for gate in (other for other in task["rows"] if other["arm"] == GATE):
-            if gate["share"] == row["share"] and gate["seeds"] == row["seeds"]:
-                return gain(_last(task, gate), _last(task, row), task["higher_is_better"])
-    return None
-
-
-def _last(task: Mapping[str, Any], row: Mapping[str, Any]) -> list[float]:
-    """The last step of the weights themselves, one value for each seed."""
-    curves, place = row["curves"][task["metric"]], row["averages"].index(WEIGHTS)
-    return [math.nan if seed[place][-1] is None else seed[place][-1] for seed in curves]
+    return [words, str(len(verdicts)), *(str(verdicts.count(word)) for word in ("better", "worse", "unclear"))]
 
 
 def cifar_controls(results: Path) -> str:
