@@ -14,6 +14,7 @@ from poprisk_lab.engine.held_block import HALF, HELD_ERROR, HELD_LOSS, HeldBlock
 from poprisk_lab.engine.stack import Member, Stack
 from poprisk_lab.paper.cifar.task import CifarTask
 from poprisk_lab.paper.labels.task import LabelTask
+from poprisk_lab.paper.pinn.task import PinnTask
 from poprisk_lab.paper.teacher.task import TeacherTask
 from poprisk_lab.recipes import study
 from poprisk_lab.recipes.study_rows import DECAYS, MAIN, ROWS, TAILS, StudyRow
@@ -22,6 +23,19 @@ from poprisk_lab.recipes.study_tasks import ManyPassesTask, study_tasks
 CPU = torch.device("cpu")
 TEACHER = TeacherTask(width=8, steps=30, evaluations=3, train_size=60, test_size=40, batch_size=10)
 CIFAR = CifarTask(None, width=2, batch_size=16, epochs=1, evaluations=2, train_size=160)
+PINN = PinnTask(
+    width=8,
+    layers=2,
+    interior=160,  # 10% are two batches: this task evaluates its residual on whole batches only
+    interior_batch=8,
+    sensors=20,
+    sensor_batch=4,
+    boundary=30,
+    boundary_batch=6,
+    grid=5,
+    steps=4,
+    evaluations=2,
+)
 
 
 def member(arm="adamw", seed=0, share=0.0, **given):
@@ -135,6 +149,32 @@ def test_the_first_metric_alone_is_the_first_of_all(family):
     weights, cohort = stacked(task), task.cohort([0, 0], CPU)
     name = task.metrics[0].name
     torch.testing.assert_close(cohort.measure_first(weights), cohort.measure(weights)[name])
+
+
+def test_a_control_follows_the_gate_that_holds_back_the_same_examples():
+    given = {name: ARMS["defaults"].hyper({})[name] for name in ("lr", "weight_decay")}
+    rows = [member("defaults"), member("defaults", share=0.1), member("gate_schedule", share=0.1, **given)]
+    together = Stack(TEACHER, rows, CPU).train()
+    alone = Stack(TEACHER, rows[1:], CPU).train()
+    torch.testing.assert_close(together.weights[1:], alone.weights)
+    with pytest.raises(HyperparameterError, match=r"no such member for seeds \[0\]"):
+        Stack(TEACHER, [rows[0], rows[2]], CPU)
+
+
+def test_a_task_with_several_streams_holds_back_a_share_of_each():
+    stack = Stack(PINN, [member(share=0.1, lr=1e-3)], CPU, tails=(0.5,))
+    batch = {name: held[:1] for name, held in stack.held.held.items()}
+    assert {name: index.shape[1] for name, index in batch.items()} == {
+        name: max(2, round(0.1 * count)) for name, (count, _) in PINN.streams.items()
+    }
+    for name, (count, _) in PINN.streams.items():
+        assert sorted([*stack.held.kept[name][0].tolist(), *batch[name][0].tolist()]) == list(range(count))
+    curves = stack.train()
+    expected = stack.cohort.losses(
+        stack.layout.views(stack.weights.detach()), {name: index[:, ::2] for name, index in batch.items()}
+    )
+    torch.testing.assert_close(curves.every[HALF + HELD_LOSS][0, 0, -1], expected[0].double().detach())
+    assert HELD_ERROR not in curves.every
 
 
 def test_shares_that_cannot_be_held_back_are_refused():
