@@ -16,6 +16,7 @@ from poprisk.optim._defaults import DEFAULTS, PAPER
 from poprisk.optim._diagnostics import GateDiagnostics, Sums, gate_sums, meters, over_all
 from poprisk.optim._gate import GATE_FIELD, Gate, unpack_gate
 from poprisk.optim._monitor import Monitor
+from poprisk.optim._step_average import StepAverage
 from poprisk.optim._updates import GroupMemory, GroupUpdate, attach_variances, rule_state, was_stepped
 from poprisk.optim._validation import check_group, check_one_device
 from poprisk.optim.rules._gates import GateName
@@ -319,6 +320,7 @@ class PopRiskAdamW(Optimizer):
         self._variance_source = variance
         self._monitor = Monitor()
         self._memories: dict[int, GroupMemory] = {}
+        self._average: StepAverage | None = getattr(self, "_average", None)
         self.went_on_from_adamw = False
 
     def _updates(self, *, stepping: bool) -> list[GroupUpdate]:
@@ -328,23 +330,48 @@ class PopRiskAdamW(Optimizer):
         """
         check_one_device({p.device for g in self.param_groups if g["fused"] for p in g["params"] if p.grad is not None})
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        updates, key = [], 0
+        again = stepping and scale is None and overflow is None and self._variance_source is None
+        updates, new, key = [], [], 0
         for group in self.param_groups:
             memory = self._memories.get(id(group)) or self._memories.setdefault(id(group), GroupMemory())
-            params = []
-            for p in group["params"]:
-                key += 1
-                if p.grad is not None or not stepping:
-                    params.append(memory.param_update(p, key))
-            update = GroupUpdate(params, memory.hyper_of(group), group, memory, scale, overflow)
-            if params and update.hyper.gate is not None:
-                update.left_out = self._monitor.counter(params[0].local.device)
+            hyper, update = memory.hyper_of(group), None
+            if again and memory.launch is not None:
+                update = memory.launch.reuse(group, hyper, self.state, key + 1, self._average)
+            if update is None:
+                params = [
+                    memory.param_update(p, key + place)
+                    for place, p in enumerate(group["params"], 1)
+                    if p.grad is not None or not stepping
+                ]
+                update = GroupUpdate(params, hyper, group, memory, scale, overflow, average=self._average)
+                if params and hyper.gate is not None:
+                    update.left_out = self._monitor.counter(params[0].local.device)
+                new.append(update)
+            key += len(group["params"])
             updates.append(update)
         if stepping and self._variance_source is not None:
             attach_variances(self._variance_source, updates)
-        for update in updates:
+        for update in new:
             update.attach_states(self.state, create=stepping)
         return updates
+
+    def average_in_step(self, average: StepAverage) -> bool:
+        """Move means of the weights along with each step, in the same pass over memory where a kernel supports it.
+
+        :class:`poprisk.TailAverage` calls this, and moves what no kernel has moved. With ``gate=None`` the kernel then
+        replaces torch's function, so the step is AdamW's up to rounding and not bit for bit.
+
+        Returns:
+            Whether the means were taken; not if this optimizer moves others already.
+        """
+        if self._average is None:
+            self._average = average
+        return self._average is average
+
+    def end_average(self, average: StepAverage) -> None:
+        """Stop moving these means."""
+        if self._average is average:
+            self._average = None
 
     def _gate_sums(self) -> list[Sums]:
         observed = self._variance_source is not None

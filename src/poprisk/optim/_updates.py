@@ -13,11 +13,14 @@ from poprisk._core.types import Scalar, VarianceSource
 from poprisk.errors import GradientError, HyperparameterError
 from poprisk.optim._defaults import DEFAULTS, RULE_OPTIONS
 from poprisk.optim._shards import Shard, as_part_of, is_sharded, local_part
+from poprisk.optim._step_average import StepAverage
 from poprisk.optim._validation import check_group
 from poprisk.optim.rules._coefficients import Hyper
 from poprisk.optim.rules._population import PopulationState, math_dtype
 
 COUNTERS = ("step", "var_step", "var_gain")
+SCALE = "gate_scale"
+"""What a normalized gate remembers of its tensor's last step; see :mod:`poprisk.optim.rules._relative`."""
 MOMENTS = {"exp_avg": "m", "exp_avg_sq": "v", "exp_var": "s"}
 """The moments in a state, and their letters in the formulas and in ``state_dtype``."""
 _CHECKED = tuple(name for name in DEFAULTS.as_dict() if name != "lr")
@@ -44,6 +47,8 @@ class ParamUpdate:
     """Variance of this batch's gradient, if a source gave one."""
     state: dict[str, Tensor] = field(default_factory=dict)
     """Moments of the local part, and counters."""
+    mean: Tensor | None = None
+    """Mean of the local part over the steps, for a kernel to move along."""
 
     @property
     def offset(self) -> int:
@@ -72,6 +77,13 @@ class GroupMemory:
     observed: frozenset[Tensor] = frozenset()
     """Parameters whose variance came from a source in the last step."""
     shards: dict[Tensor, Shard] = field(default_factory=dict)
+    sums: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
+
+    def scratch(self, count: int, device: torch.device) -> Tensor:
+        """Whole numbers on the device for sums; zero before and after every kernel that uses them."""
+        if (device, count) not in self.sums:
+            self.sums[(device, count)] = torch.zeros(count, dtype=torch.int64, device=device)
+        return self.sums[(device, count)]
 
     def hyper_of(self, group: dict[str, Any]) -> Hyper:
         """The group's hyper-parameters; options changed since the last step are checked like the constructor's."""
@@ -108,6 +120,8 @@ class GroupUpdate:
     left_out: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
     """Number of gradient entries left out as non-finite so far, on the parameters' device (the CUDA kernel only notes
     that there were some)."""
+    average: StepAverage | None = None
+    """Means of the weights that a kernel may move along."""
 
     @property
     def sign(self) -> float:
@@ -121,6 +135,8 @@ class GroupUpdate:
             if create:
                 ensure_state(state, p.parameter, self.group, self.hyper)
             p.state = state if p.shard is None else {name: local_part(value) for name, value in state.items()}
+            if self.average is not None and create:
+                p.mean = self.average.mean_of(p.local)
 
     def finish(self, states: States) -> None:
         """Remembers what later calls ask about this step."""
@@ -132,6 +148,8 @@ class GroupUpdate:
             for p in self.params:
                 if p.shard is not None:
                     states[p.parameter].update({name: p.state[name] for name in COUNTERS if name in p.state})
+        if memory.launch is not None:
+            memory.launch.end(self, states)
 
     def has_fresh_gradients(self) -> bool:
         """Whether there are gradients that no step has used yet."""

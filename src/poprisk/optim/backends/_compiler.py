@@ -27,24 +27,29 @@ class BuildError(Exception):
     """No compiler, or it failed; the caller falls back to another backend."""
 
 
+_FAILURES: list[BuildError] = []
+"""The first failure of this process: a compiler that failed once is not tried again."""
+
+
 def load(defines: tuple[str, ...]) -> ctypes.CDLL:
-    """The kernel compiled with these ``-D`` flags, from the cache or built now; a failure is not tried again."""
-    found = _find(defines)
-    if isinstance(found, BuildError):
-        raise found
-    return found
-
-
-@cache
-def _find(defines: tuple[str, ...]) -> ctypes.CDLL | BuildError:
+    """The kernel compiled with these ``-D`` flags, from the cache or built now; after a failure nothing is tried."""
+    if _FAILURES:
+        raise _FAILURES[0]
     try:
         return _load(defines)
     except BuildError as error:
-        return error
+        _FAILURES.append(error)
     except OSError as error:
-        return BuildError(f"the kernel cannot be built or loaded: {error}")
+        _FAILURES.append(BuildError(f"the kernel cannot be built or loaded: {error}"))
+    raise _FAILURES[0]
 
 
+def failure() -> BuildError | None:
+    """Why a kernel could not be built or loaded in this process, if one could not."""
+    return _FAILURES[0] if _FAILURES else None
+
+
+@cache
 def _load(defines: tuple[str, ...]) -> ctypes.CDLL:
     named = shlex.split(os.environ.get("CC", ""))
     compiler = named or [path for path in map(shutil.which, ("gcc", "clang", "cc")) if path][:1]
@@ -55,7 +60,7 @@ def _load(defines: tuple[str, ...]) -> ctypes.CDLL:
         _build(compiler, defines, path)
     library = ctypes.CDLL(str(path))
     library.poprisk_step.restype = ctypes.c_int64
-    library.poprisk_step.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    library.poprisk_step.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3, ctypes.c_int64]
     return library
 
 

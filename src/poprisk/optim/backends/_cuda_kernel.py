@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 RECORD = 8  # six pointers, then tensor and number of elements, then key and place, packed: see `cuda._records`
-COLUMNS = 18  # the coefficients, in the order of `poprisk.optim.backends._launch.columns`
+COLUMNS = 19  # the coefficients, in the order of `poprisk.optim.backends._launch.columns`
+NOTES = 4  # of each tensor with a normalized gate: see `cuda._notes`
 
 
 @triton.jit
@@ -76,12 +77,14 @@ def _raise_flag(flag, condition):
 
 @triton.jit
 def _span(
-    w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
+    w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out, inverse, kappa,
     g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength,
-    gate_eps, gate_given, gate_value, lr, eps, weight_decay,
+    gate_eps, gate_given, gate_value, lr, eps, weight_decay, average,
     GATE: tl.constexpr, HAS_S: tl.constexpr, OBSERVED: tl.constexpr, BATCH_SIGNAL: tl.constexpr,
-    PLAIN: tl.constexpr, MAY_BE_GIVEN: tl.constexpr, GATED_DECAY: tl.constexpr, SKIP: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, MAY_BE_GIVEN: tl.constexpr, GATED_DECAY: tl.constexpr, SKIP: tl.constexpr,
+    NORMALIZED: tl.constexpr, AVERAGED: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """One block; returns its gates and their ratios to the reference, for the sums of a normalized gate."""
     REAL: tl.constexpr = m_ptr.dtype.element_ty
     mask = offsets < room
     w_in = _load(w_ptr + offsets, mask, MASKED)
@@ -92,6 +95,8 @@ def _span(
         s_in = _load(s_ptr + offsets, mask, MASKED)
     if OBSERVED:
         squared = _load(x_ptr + offsets, mask, MASKED)
+    if AVERAGED:
+        mean = _load(x_ptr + offsets, mask, MASKED)
     g = g_in.to(REAL)
     if not PLAIN:
         g = g * g_scale
@@ -125,6 +130,8 @@ def _span(
             s = tl.maximum((v - m * m) * over_beta, 0.0)
         s_hat = s * s_debias
         power = g * g if BATCH_SIGNAL else m_hat * m_hat
+        if BATCH_SIGNAL and SKIP:
+            power = tl.where(ok, power, 0.0)
         if GATE == 2:
             q = tl.where(power > alpha * s_hat, 1.0, 0.0).to(REAL)
         else:
@@ -134,6 +141,10 @@ def _span(
             q = _divide(part, tl.maximum(part + (strength * s_hat + gate_eps), TINY))
         if MAY_BE_GIVEN:
             q = tl.where(gate_given != 0.0, gate_value, q)
+        gate = q
+        if NORMALIZED:
+            ratio = tl.minimum(q * inverse, 1.0)
+            q = kappa * ratio
         update = q * update
     decay = weight_decay
     if GATED_DECAY:
@@ -153,6 +164,43 @@ def _span(
     _store(v_ptr + offsets, v_out, mask, MASKED)
     if HAS_S:
         _store(s_ptr + offsets, s_out, mask, MASKED)
+    if AVERAGED:  # as torch.lerp
+        seen = w_out.to(REAL)
+        away = seen - mean
+        moved = tl.where(average < 0.5, mean + average * away, seen - (1.0 - average) * away)
+        _store(x_ptr + offsets, moved, mask, MASKED)
+    if NORMALIZED:
+        return tl.where(mask, gate, 0.0), tl.where(mask, ratio, 0.0)
+    return g, g  # not used
+
+
+@triton.jit
+def _factor(r_mean):
+    """`factor` of poprisk.optim.rules._relative, with constants that are exact in float32."""
+    return tl.minimum(tl.maximum(0.5 / tl.maximum(r_mean, 0.015625), 1.0), 3.0)
+
+
+@triton.jit
+def _finish(scale, sums, unit, programs, n, q_sum, r_sum):
+    """Adds up the sums of a tensor; the last of its programs writes the means and leaves the sums at zero.
+
+    Sums are whole numbers of 1/unit, so that they do not depend on the order in which programs finish.
+    """
+    tl.atomic_add(sums + 0, (q_sum.to(tl.float64) * unit).to(tl.int64), sem="relaxed")
+    tl.atomic_add(sums + 1, (r_sum.to(tl.float64) * unit).to(tl.int64), sem="relaxed")
+    before = tl.atomic_add(sums + 2, 1, sem="acq_rel")
+    if before == programs - 1:
+        zero = tl.zeros((), tl.int64)
+        q_all = tl.atomic_xchg(sums + 0, zero, sem="acq_rel")
+        r_all = tl.atomic_xchg(sums + 1, zero, sem="acq_rel")
+        tl.atomic_xchg(sums + 2, zero, sem="acq_rel")
+        reference = tl.load(scale + 0)
+        kappa = _factor(tl.load(scale + 1))
+        whole = unit * n.to(tl.float64)
+        tl.store(scale + 0, q_all.to(tl.float64) / whole)
+        tl.store(scale + 1, r_all.to(tl.float64) / whole)
+        tl.store(scale + 2, reference)
+        tl.store(scale + 3, kappa)
 
 
 @triton.jit
@@ -165,35 +213,37 @@ def _tensor_pointer(entry, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def fused_step_kernel(
-    w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, n, key, records, rows, found_inf, left_out,
+    w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, n, key, records, rows, notes, sums, found_inf, left_out,
     g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength,
-    gate_eps, gate_given, gate_value, lr, eps, weight_decay, step,
+    gate_eps, gate_given, gate_value, lr, eps, weight_decay, step, average,
     W: tl.constexpr, V: tl.constexpr, S: tl.constexpr, REAL: tl.constexpr, GATE: tl.constexpr, HAS_S: tl.constexpr,
     OBSERVED: tl.constexpr, BATCH_SIGNAL: tl.constexpr, PLAIN: tl.constexpr, MAY_BE_GIVEN: tl.constexpr,
     GATED_DECAY: tl.constexpr, SKIP: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr, SCALED: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS_: tl.constexpr, RECORD_: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, NORMALIZED: tl.constexpr, AVERAGED: tl.constexpr, TINY: tl.constexpr,
+    LARGEST: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS_: tl.constexpr, RECORD_: tl.constexpr,
+    NOTES_: tl.constexpr,
 ):  # fmt: skip
-    """Each program updates one block of one tensor.
+    """Each program updates some blocks of one tensor, one after the other.
 
     SINGLE: there is one tensor, given by its pointers; else the block's record says where it lies.
     ROWS: the coefficients lie on the device, one row per tensor (counters that the host must not wait for); else they
     are the arguments, the same for all tensors. PLAIN: gradients are used as they are, and s is
-    centred on the raw m. MAY_BE_GIVEN: the gate may be decided in advance.
+    centred on the raw m. MAY_BE_GIVEN: the gate may be decided in advance. NORMALIZED: the gate is relative to its
+    mean in the last step. AVERAGED: x is the mean of the weights, and follows them.
     """
     if SCALED:
         if tl.load(found_inf) != 0.0:
             return
     tensor = tl.zeros((), tl.int64)
     if SINGLE:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
+        start = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
         w_ptr += start
         g_ptr += start
         m_ptr += start
         v_ptr += start
         s_ptr += start
         x_ptr += start
-        room = tl.minimum(n - start, BLOCK).to(tl.int32)
+        room = tl.minimum(n - start, BLOCK * BLOCKS).to(tl.int32)
     else:
         record = records + tl.program_id(0).to(tl.int64) * RECORD_
         w_ptr = _tensor_pointer(record + 0, W, ALIGNED)
@@ -228,22 +278,41 @@ def fused_step_kernel(
         eps = tl.load(row + 15)
         weight_decay = tl.load(row + 16)
         step = tl.load(row + 17)
+        average = tl.load(row + 18)
     noise_start = _hash32(step.to(tl.int64).to(tl.uint32) + key.to(tl.uint32)) + start.to(tl.uint32)
     offsets = tl.arange(0, BLOCK)
     if EVEN:  # sizes are multiples of 16, so that a mask does not cut through a vector load
         room = tl.multiple_of(room, 16)
-    whole = False if EVEN else room == BLOCK
-    if whole:
-        _span(
-            w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
-            g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
-            strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay,
-            GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, TINY, LARGEST, False,
-        )  # fmt: skip
-    else:
-        _span(
-            w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out,
-            g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
-            strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay,
-            GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, TINY, LARGEST, True,
-        )  # fmt: skip
+    inverse = 1.0
+    kappa = 1.0
+    if NORMALIZED:
+        note = notes + tensor * NOTES_
+        scale = tl.load(note).to(tl.pointer_type(tl.float64))
+        inverse = 1.0 / tl.maximum(tl.load(scale).to(REAL), TINY)
+        kappa = _factor(tl.load(scale + 1).to(REAL))
+        q_sum = tl.zeros((BLOCK,), REAL)
+        r_sum = tl.zeros((BLOCK,), REAL)
+    for at in range(0, BLOCK if BLOCKS == 1 else room, BLOCK):
+        whole = False if EVEN else at + BLOCK <= room
+        if whole:
+            q, ratio = _span(
+                w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, at + offsets, room, noise_start, left_out, inverse, kappa,
+                g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
+                strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay, average,
+                GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, NORMALIZED, AVERAGED,
+                TINY, LARGEST, False,
+            )  # fmt: skip
+        else:
+            q, ratio = _span(
+                w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, at + offsets, room, noise_start, left_out, inverse, kappa,
+                g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
+                strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay, average,
+                GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, NORMALIZED, AVERAGED,
+                TINY, LARGEST, True,
+            )  # fmt: skip
+        if NORMALIZED:
+            q_sum += q
+            r_sum += ratio
+    if NORMALIZED:
+        unit = (tl.full((), 1, tl.int64) << tl.load(note + 2)).to(tl.float64)
+        _finish(scale, sums + tensor * NOTES_, unit, tl.load(note + 3), tl.load(note + 1), tl.sum(q_sum), tl.sum(r_sum))

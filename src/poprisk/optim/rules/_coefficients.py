@@ -41,6 +41,11 @@ class Hyper:
     skip_nonfinite: bool = True
 
     @property
+    def in_adamw_units(self) -> bool:
+        """Whether there is a gate and it is normalized, so that the learning rate is AdamW's."""
+        return self.gate is not None and self.normalize_gate
+
+    @property
     def tracks_variance(self) -> bool:
         """Whether s is a state of its own (not without a gate, nor when it follows from m and v)."""
         return self.gate is not None and not self.shared_state
