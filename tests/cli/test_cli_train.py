@@ -4,6 +4,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -253,3 +255,86 @@ def test_a_training_that_failed_at_once_is_not_in_the_way(folder, capsys):
     code, _, err = call(capsys, "train", "task.py:make_task", "--steps", 2)
     assert code == 0, err
     assert Run.load("poprisk-run").problem.name == "two kinds"
+
+
+def test_examples_held_back_choose_the_weights_that_are_kept(folder, capsys):
+    command = ["train", "task.py:make_task", "--optimizer", "adamw", "--steps", 30, "--hold-back", 0.25, "--tail", 0.5]
+    code, out, err = call(capsys, *command)
+    assert code == 0, err
+    run = Run.load("poprisk-run")
+    kept = run.kept
+    lines = out.splitlines()
+    assert "batches of 4 from 27 of 36 examples" in lines[0]
+    mean = "averaged over about the last 50% of its steps"
+    assert lines[1].startswith(f"Kept the weights of step {kept.risk.step} of 30, {mean}: held-back risk ")
+    assert "on 9 examples that no step trained on" in lines[1]
+    assert re.fullmatch(r"Test accuracy: \S+% with the kept weights, \S+% with those of the last step\.", lines[2])
+    code, out, err = call(capsys, *command, "--json")
+    found = json.loads(out)["kept"]
+    assert (found["step"], found["tail"], found["examples"]) == (kept.risk.step, 0.5, 9)
+    assert found["valid"] is False  # 9 examples are too few for an error
+    assert "nothing to do" in err
+    module = run.module()
+    module.load_state_dict(kept.weights)
+    inputs, labels = run.problem.test
+    assert found["test"]["kept"]["accuracy"] == pytest.approx(
+        float((module(inputs).argmax(1) == labels).float().mean())
+    )
+    code, _, err = call(capsys, *command[:-4])
+    assert code == 2
+    assert "another run" in err
+
+
+def test_hold_back_needs_no_number_and_may_come_from_a_file(folder, capsys):
+    code, out, err = call(capsys, "train", "--hold-back", "task.py:make_task", "--steps", 4, "--json")
+    assert code == 0, err
+    assert json.loads(out)["kept"]["examples"] == 2
+    (folder / "own.toml").write_text('task = "task.py:make_task"\nsteps = 4\nhold_back = 0.5\noutput = "other"\n')
+    code, out, err = call(capsys, "train", "own.toml", "--json")
+    assert code == 0, err
+    assert json.loads(out)["kept"]["examples"] == 18
+    code, out, _ = call(capsys, "train", "own.toml", "--hold-back", 0, "--output", "none", "--json")
+    assert json.loads(out)["kept"] is None
+    code, _, err = call(capsys, "train", "own.toml", "--hold-back", 2)
+    assert (code, "from 0.0 to 0.9" in err) == (2, True)
+
+
+def test_killed_while_holding_back_it_goes_on_to_the_same_weights(folder, capsys):
+    """By SIGKILL, which nothing can catch, in the middle of a training."""
+    command = ["train", "task.py:make_task", "--steps", 40, "--every", 6, "--optimizer", "adamw", "--hold-back", 0.3]
+    (folder / "dies.py").write_text(DIES)
+    killed = subprocess.run(
+        [sys.executable, "dies.py", *map(str, command), "--output", "killed"], capture_output=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert 0 < Run.load("killed").num_steps < 40
+    assert Run.load("killed").kept is None
+    for output in ("killed", "whole"):
+        code, _, err = call(capsys, *command, "--output", output)
+        assert code == 0, err
+    ours, theirs = Run.load("killed").kept, Run.load("whole").kept
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=0)
+    assert ours.risk.to_dict() == theirs.risk.to_dict()
+
+
+DIES = """
+import os
+import signal
+import sys
+
+from poprisk import cli
+from poprisk.runs import _training
+
+usual, calls = _training.add_gradients, []
+
+
+def dying(*args, **options):
+    calls.append(1)
+    if len(calls) == 23:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return usual(*args, **options)
+
+
+_training.add_gradients = dying
+cli.main(sys.argv[1:])
+"""

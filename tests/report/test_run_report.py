@@ -387,6 +387,30 @@ def test_the_page_defines_its_terms(found, term):
 
 
 @pytest.fixture(scope="module")
+def kept():
+    problem, adamw = Problem.build(pictures, n=60), partial(torch.optim.AdamW, lr=0.01)
+    return analyze(train(problem, adamw, 60, batch_size=8, hold_back=0.25, progress=False), budget=1.0, progress=False)
+
+
+def test_held_back_losses_are_drawn_with_the_kept_moment(kept, tmp_path):
+    risk, (line,) = kept.run.kept.risk, kept.held_back.lines
+    assert line.losses == pytest.approx([float(each.losses.double().mean()) for each in kept.run.kept.moments])
+    assert line.accuracy == pytest.approx([1 - float(each.scores.mean()) for each in kept.run.kept.moments])
+    page = write_report(kept, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count(f"kept: step {risk.step}<") == 2  # in the chart of losses, and in that of accuracies
+    assert "held-back loss, mean over the last 20% of the steps" in page
+    assert "held-back accuracy, mean over the last 20% of the steps" in page
+    assert "15 examples were held back from training. It ended with the weights of step" in page
+    assert f"among {risk.measured} measurements" in page
+    assert "batch_size=8, seed=0, hold_back=0.25, tail=0.2" in training_call(kept.run)
+
+
+def test_a_page_without_held_back_examples_does_not_speak_of_them(noisy, tmp_path):
+    assert noisy.held_back is None
+    assert "held back" not in write_report(noisy, tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """Opens a page in headless Chromium and gives the document as it stands after its scripts ran."""
     names = ("chromium", "chromium-browser", "google-chrome")

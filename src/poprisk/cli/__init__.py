@@ -9,6 +9,7 @@ from poprisk._version import __version__
 from poprisk.cli import _analyze, _audit, _bench, _demo, _explore, _jobs, _report, _train
 from poprisk.cli._lab import WithInstalledCommands
 from poprisk.cli._outcome import run
+from poprisk.cli._train_plan import with_share
 
 app = typer.Typer(
     name="poprisk",
@@ -49,4 +50,4 @@ app.add_typer(_jobs.app, name="jobs")
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point of the ``poprisk`` command."""
-    sys.exit(run(app, arguments))
+    sys.exit(run(app, with_share(sys.argv[1:] if arguments is None else arguments)))

@@ -11,7 +11,8 @@ import typer
 from poprisk.cli._options import AsJson, built, examples, number
 from poprisk.cli._outcome import interrupt_says, interrupt_waits, note, user_code
 from poprisk.cli._output import show
-from poprisk.cli._train_plan import LIMITS, OPTIMIZERS, TrainPlan, read_plan
+from poprisk.cli._train_kept import kept_found, kept_lines
+from poprisk.cli._train_plan import HOLD_BACK, LIMITS, OPTIMIZER, OPTIMIZERS, SHARE, TAIL, TrainPlan, read_plan
 from poprisk.errors import RunError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ EXAMPLES = examples(
     "poprisk train task.py:make_task",
     "poprisk train task.py:make_task --epochs 50 --batch-size 64 --output runs/first",
     "poprisk train package.tasks:digits --optimizer adamw --lr 3e-4",
+    "poprisk train task.py:make_task --optimizer adamw --hold-back",
     "poprisk train first.toml",
 )
 _DENSE = 2**30
@@ -42,7 +44,8 @@ def train(
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help=f"One of {', '.join(OPTIMIZERS)}, with its own defaults. Default: poprisk (PopRiskAdamW).",
+            help=f"One of {', '.join(OPTIMIZERS)} (poprisk: PopRiskAdamW), with its own defaults. Default: "
+            f"{OPTIMIZER}.",
             show_default=False,
         ),
     ] = None,
@@ -82,6 +85,24 @@ def train(
     clip_norm: Annotated[
         float | None, number(*LIMITS["clip_norm"], "Clip the gradient to this norm.", show_default=False)
     ] = None,
+    hold_back: Annotated[
+        float | None,
+        number(
+            *LIMITS["hold_back"],
+            "Share of the examples to hold back from training and to choose the final weights by: averaged weights are "
+            f"measured on them along the run, and the best are kept beside it. Without a number: {SHARE}; 0 holds none "
+            f"back. Default: {HOLD_BACK:g}.",
+            show_default=False,
+        ),
+    ] = None,
+    tail: Annotated[
+        float | None,
+        number(
+            *LIMITS["tail"],
+            f"With --hold-back, the share of the steps so far that the weights are averaged over. Default: {TAIL}.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train your own model and record the run, for poprisk report, analyze and audit.
@@ -92,6 +113,7 @@ def train(
     """
     given = {"steps": steps, "epochs": epochs, "batch_size": batch_size, "seed": seed, "every": every}
     given |= {"optimizer": optimizer, "lr": lr, "output": output, "clip_norm": clip_norm}
+    given |= {"hold_back": hold_back, "tail": tail}
     plan = read_plan(task, given)
     make_optimizer = plan.make_optimizer()
     problem = built(plan.task, **plan.arguments)
@@ -107,7 +129,8 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
     from poprisk.runs import MANIFEST, DirectoryStorage
     from poprisk.runs import train as train_run
 
-    steps, n, output = plan.steps_of(len(problem)), len(problem), plan.output
+    n, output = plan.trained(len(problem)), plan.output
+    steps = plan.steps_of(n)
     manifest = DirectoryStorage(output).read_manifest()
     if manifest is not None and not manifest["num_steps"]:
         (output / MANIFEST).unlink()  # left by a training that failed before its first step
@@ -146,6 +169,8 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
             every=every,
             clip_norm=plan.clip_norm,
             resume=True,
+            hold_back=plan.hold_back or None,
+            tail=plan.tail,
             progress=after_step,
         )
     return start, run
@@ -191,6 +216,7 @@ def _found(plan: TrainPlan, run: "Run", start: int, seconds: float) -> dict[str,
         "every": run.manifest["every"],
         "first_loss": losses[0],
         "last_loss": losses[-1],
+        "kept": kept_found(run),
         "seconds": round(seconds, 3),
         "next": f"poprisk report {plan.output.as_posix()}",
     }
@@ -200,11 +226,13 @@ def _lines(problem: "Problem", run: "Run", found: dict[str, Any]) -> list[str]:
     from poprisk.runs import readable_size
 
     size = readable_size(sum(file.stat().st_size for file in Path(found["run"]).glob("*") if file.is_file()))
-    name = found["optimizer"].rpartition(".")[2]
+    name, kept = found["optimizer"].rpartition(".")[2], found["kept"]
+    drawn = f"{run.num_examples - kept['examples']} of {run.num_examples}" if kept else run.num_examples
     return [
         f"{problem.name}: {run.num_steps} steps of {name} at lr {found['lr']:g} with batches of {found['batch_size']} "
-        f"from {run.num_examples} examples; batch loss {found['first_loss']:.3g} at the first step, "
+        f"from {drawn} examples; batch loss {found['first_loss']:.3g} at the first step, "
         f"{found['last_loss']:.3g} at the last.",
+        *(kept_lines(kept, run.num_steps) if kept else ()),
         f"Recorded in {found['run']} ({size}).",
         f"Next: {found['next']}",
     ]

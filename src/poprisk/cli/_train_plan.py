@@ -2,7 +2,7 @@
 
 import inspect
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 OPTIMIZERS = ("poprisk", "adamw", "sgd")
+OPTIMIZER, HOLD_BACK = "poprisk", 0.0
+"""What ``poprisk train`` uses if nothing else is asked for: the optimizer, and the share of examples to hold back."""
+SHARE, TAIL = 0.05, 0.2
+"""The share that ``--hold-back`` means without a number, and the share of the steps that weights are averaged over."""
 LIMITS: dict[str, tuple[Any, Any]] = {
     "steps": (1, 100_000_000),
     "epochs": (1, 1_000_000),
@@ -24,6 +28,8 @@ LIMITS: dict[str, tuple[Any, Any]] = {
     "seed": (0, 2**63 - 1),
     "every": (1, 100_000_000),
     "clip_norm": (1e-12, 1e12),
+    "hold_back": (0.0, 0.9),
+    "tail": (1e-6, 1.0),
 }
 """Numeric settings, with their limits."""
 _EPOCHS, _BATCH = 20, 32
@@ -37,7 +43,7 @@ class TrainPlan:
     """``script.py:function`` or ``package.module:function``."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments for that function."""
-    optimizer: str = "poprisk"
+    optimizer: str = OPTIMIZER
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the optimizer, such as lr; the others keep their defaults."""
     steps: int | None = None
@@ -47,6 +53,9 @@ class TrainPlan:
     output: Path = Path("poprisk-run")
     every: int | None = None
     clip_norm: float | None = None
+    hold_back: float = HOLD_BACK
+    """Share of the examples to hold back; 0 holds none back."""
+    tail: float = TAIL
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -55,6 +64,14 @@ class TrainPlan:
             raise HyperparameterError(
                 f"give steps or epochs, not both: got steps={self.steps} and epochs={self.epochs}"
             )
+
+    def trained(self, examples: int) -> int:
+        """The number of examples to train on: those that are not held back.
+
+        >>> TrainPlan("a:b", hold_back=0.05).trained(60), TrainPlan("a:b", hold_back=0.0).trained(60)
+        (57, 60)
+        """
+        return examples - min(max(round(examples * self.hold_back), 1), examples - 1) if self.hold_back else examples
 
     def batch_of(self, examples: int) -> int:
         """The batch size; by default 32, but at most a sixth of the data, because the gate needs noise between batches.
@@ -91,6 +108,28 @@ class TrainPlan:
             raise HyperparameterError(f"{self.optimizer} has no option {unknown!r}; its options are {', '.join(known)}")
         plain = {name: tuple(v) if isinstance(v, list) else v for name, v in self.options.items()}
         return partial(made, **(join_gate(plain) if made is PopRiskAdamW else plain))
+
+
+def with_share(arguments: Sequence[str]) -> list[str]:
+    """The arguments as typed, with the usual share after a ``--hold-back`` that has no number.
+
+    >>> with_share(["train", "--hold-back", "task.py:make", "--hold-back", "0.1"])
+    ['train', '--hold-back', '0.05', 'task.py:make', '--hold-back', '0.1']
+    """
+    out: list[str] = []
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        out.append(word)
+        if word == "--hold-back" and not _is_number(following):
+            out.append(str(SHARE))
+    return out
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def read_plan(task: str, given: Mapping[str, Any]) -> TrainPlan:

@@ -18,6 +18,7 @@ from poprisk.report._explore import explore
 
 # isort: split
 # For the rooms above: not public, and not in __all__.
+from poprisk.report._analysis.curves import put_weights, scores_on_test
 from poprisk.report._analysis.kept import KeptAnalysis
 from poprisk.report._drawing.page import report_command, require_template
 from poprisk.report._drawing.summary import analysis_json, as_command, finite, headline, summary_lines

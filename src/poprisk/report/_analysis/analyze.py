@@ -12,9 +12,11 @@ from typing import TypeVar
 from poprisk._core.progress import Progress
 from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError
 from poprisk.report._analysis.curves import (
+    HeldBackCurve,
     KernelCurve,
     LossCurves,
     Memorization,
+    held_back_curve,
     kernel_curve,
     loss_curves,
     memorization,
@@ -71,6 +73,11 @@ class Analysis:
     def risk(self) -> RiskEstimate | None:
         """Estimated population risk at the end of the run: the last of ``readings``."""
         return self.readings[-1].risk if self.readings else None
+
+    @property
+    def held_back(self) -> HeldBackCurve | None:
+        """Loss of the held-back examples along the run, and the moment that was kept; None if none were held back."""
+        return held_back_curve(self.run)
 
 
 def analyze(

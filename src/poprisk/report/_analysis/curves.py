@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from poprisk._core.autodiff import resolve_loss, take_examples
 from poprisk.errors import DataError
 from poprisk.operators import kernel_drift
+from poprisk.optim import KeptRisk
 from poprisk.risk import AuditTable, RiskEstimate, choose_moments, evaluate, example_losses, has_changing_buffers
-from poprisk.runs import MODULE_BUFFER, Run
+from poprisk.runs import MODULE_BUFFER, Problem, Run
 
 _KERNEL_MOMENTS, _KERNEL_SIDE = 10, 512
 _TEST_EXAMPLES = 10_000
@@ -30,6 +31,29 @@ class LossCurves:
     test_error: float | None
     """Standard error of the last test loss."""
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeldBackLine:
+    """Mean loss of the held-back examples along the run, for weights averaged over one tail."""
+
+    tail: float | None
+    steps: list[int]
+    losses: list[float]
+    errors: list[float]
+    """Standard errors of ``losses``."""
+    accuracy: list[float] | None
+    """Share of the examples that are right, if the targets are classes."""
+
+
+@dataclass(frozen=True)
+class HeldBackCurve:
+    """What was measured on the examples that no step trained on, and what was chosen by it."""
+
+    examples: int
+    lines: list[HeldBackLine]
+    risk: KeptRisk
+    """The risk of the kept weights, corrected for the choice."""
 
 
 @dataclass(frozen=True)
@@ -86,27 +110,55 @@ def loss_curves(run: Run, table: AuditTable | None) -> LossCurves:
 
 def _tested(run: Run, steps: list[int]) -> Iterator[tuple[Float[Tensor, "m"], float | None]]:
     """The loss of each test example, and the accuracy if the targets are classes, before each of the steps."""
-    problem = run.problem
+    module = run.module().float().eval() if run.layout.dtype.itemsize < 4 else run.module().eval()
+    for k in steps:
+        put_weights(run, module, k)
+        yield scores_on_test(run.problem, module)
+
+
+@torch.no_grad()
+def put_weights(run: Run, module: nn.Module, k: int) -> None:
+    """Put the weights before step k into a module of the run; at checkpoints, its buffers as well."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for p, piece in zip(parameters, run.layout.split(run.weights(k)), strict=True):
+        p.copy_(piece)
+    if k in run.checkpoints:
+        kept = run.checkpoint(k)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(kept.get(MODULE_BUFFER + name, buffer))
+
+
+def scores_on_test(problem: Problem, module: nn.Module) -> tuple[Float[Tensor, "m"], float | None]:
+    """The loss of each example of the test set, and the accuracy if its targets are classes."""
     assert problem.test is not None
     rows = slice(0, _TEST_EXAMPLES)
     inputs, targets = take_examples(problem.test[0], rows), problem.test[1][rows]
-    module = run.module().float().eval() if run.layout.dtype.itemsize < 4 else run.module().eval()
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    loss = torch.func.vmap(resolve_loss(problem.loss))
+    with torch.no_grad():
+        parts = [take_examples(inputs, rows) for rows in torch.arange(len(targets)).split(1024)]
+        outputs = torch.cat([module(*x) if isinstance(x, tuple) else module(x) for x in parts])
+    are_classes = problem.loss == "cross_entropy" and targets.dim() == 1 and outputs.dim() == 2
+    right = (outputs.argmax(1) == targets).double().mean().item() if are_classes else None
     wanted = targets.double() if targets.is_floating_point() else targets
-    for k in steps:
-        with torch.no_grad():
-            for p, piece in zip(parameters, run.layout.split(run.weights(k)), strict=True):
-                p.copy_(piece)
-            if k in run.checkpoints:
-                kept = run.checkpoint(k)
-                for name, buffer in module.named_buffers():
-                    buffer.copy_(kept.get(MODULE_BUFFER + name, buffer))
-            parts = [take_examples(inputs, rows) for rows in torch.arange(len(targets)).split(1024)]
-            outputs = torch.cat([module(*x) if isinstance(x, tuple) else module(x) for x in parts])
-        are_classes = problem.loss == "cross_entropy" and targets.dim() == 1 and outputs.dim() == 2
-        right = (outputs.argmax(1) == targets).double().mean().item() if are_classes else None
-        yield loss(outputs.double(), wanted).cpu(), right
+    return torch.func.vmap(resolve_loss(problem.loss))(outputs.double(), wanted).cpu(), right
+
+
+def held_back_curve(run: Run) -> HeldBackCurve | None:
+    """The measurements on held-back examples, and what was chosen; None if the run kept nothing."""
+    kept = run.kept
+    if kept is None:
+        return None
+    count = len(kept.held)
+    lines = []
+    for tail in dict.fromkeys(moment.tail for moment in kept.moments):
+        own = [moment for moment in kept.moments if moment.tail == tail]
+        losses = torch.stack([moment.losses for moment in own]).double()
+        errors = losses.std(1) / math.sqrt(count) if count > 1 else torch.zeros(len(own))
+        scores = torch.stack([moment.scores for moment in own]).double()
+        counted = bool(((scores == 0) | (scores == 1)).all()) and math.isfinite(kept.risk.accuracy)
+        accuracy = (1 - scores.mean(1)).tolist() if counted else None
+        steps = [moment.step for moment in own]
+        lines.append(HeldBackLine(tail, steps, losses.mean(1).tolist(), errors.tolist(), accuracy))
+    return HeldBackCurve(count, lines, kept.risk)
 
 
 def memorization(curves: LossCurves | None, risk: RiskEstimate | None) -> Memorization:

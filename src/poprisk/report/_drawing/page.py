@@ -201,6 +201,8 @@ def training_call(run: Run) -> str:
     extra = "".join(
         f", {k}={training[k]!r}" for k, usual in (("accumulate", 1), ("clip_norm", None)) if training.get(k) != usual
     )
+    if held := training.get("hold_back"):
+        extra += f", hold_back={held['share']!r}, tail={held['tail']!r}"
     extra += f", every={manifest['every']}" if manifest["every"] != 1 else ""
     extra += ", dtype=torch.float64" if run.layout.dtype.itemsize == 8 else ""
     module, short = name.rpartition(".")[::2]

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from poprisk.report._analysis.analyze import Analysis
+from poprisk.report._analysis.curves import HeldBackCurve
 from poprisk.report._analysis.operators import MOST_OUTPUTS, WindowFacts
 from poprisk.report._drawing.summary import percent
 from poprisk.report._drawing.svg_chart import Axis, Line, bar_chart, heat_map, line_chart, number, scatter_chart
@@ -95,16 +96,53 @@ def curves_section(found: Analysis) -> Section:
         notes = (*notes, f"no estimated risk: {found.left_out.get('risk', 'it was not computed')}")
     if not lines:
         return Section("curves", title, missing="no losses were recorded; set step.loss inside recorder.step(…)")
-    charts = [line_chart(lines, _STEP, Axis("mean loss"), "Loss over the run")]
+    held = found.held_back
+    lines += _held_lines(held, accuracy=False)
+    mark = {} if held is None else {"mark": float(held.risk.step), "mark_name": f"kept: step {held.risk.step}"}
+    charts = [line_chart(lines, _STEP, Axis("mean loss"), "Loss over the run", **mark)]
+    right = _held_lines(held, accuracy=True)
     if curves is not None and curves.test_accuracy is not None:
         steps = [float(k) for k in curves.steps]
-        accuracy = Line("test accuracy", steps, [100 * a for a in curves.test_accuracy], color=2, dash=1, points=True)
-        charts.append(line_chart([accuracy], _STEP, Axis("%"), "Test accuracy", height=190))
+        tested = Line("test accuracy", steps, [100 * a for a in curves.test_accuracy], color=2, dash=1, points=True)
+        right.insert(0, tested)
+    if right:
+        named = "Accuracy" if len(right) > 1 else "Held-back accuracy" if mark else "Test accuracy"
+        charts.append(line_chart(right, _STEP, Axis("%"), named, height=190, rising=True, **mark))
     lead = (
         "Training loss, test loss, and the population risk: the expected loss on new data from the same distribution, "
         "estimated from the run itself."
     )
-    return Section("curves", title, lead, tuple(charts), notes=notes)
+    return Section("curves", title, lead + _held_words(held), tuple(charts), notes=notes)
+
+
+def _held_lines(held: HeldBackCurve | None, *, accuracy: bool) -> list[Line]:
+    """Held-back loss (or accuracy) of the averaged weights, a line for each tail."""
+    lines = []
+    for j, line in enumerate(held.lines if held is not None else ()):
+        steps = [float(k) for k in line.steps]
+        which = "" if line.tail is None else f", mean over the last {percent(line.tail)} of the steps"
+        if not accuracy:
+            lines.append(Line(f"held-back loss{which}", steps, line.losses, 3, line.errors, j % 5, points=True))
+        elif line.accuracy is not None:
+            lines.append(
+                Line(f"held-back accuracy{which}", steps, [100 * a for a in line.accuracy], 3, None, j % 5, True)
+            )
+    return lines
+
+
+def _held_words(held: HeldBackCurve | None) -> str:
+    """What the chosen moment means."""
+    if held is None:
+        return ""
+    risk = held.risk
+    mean = "" if risk.tail is None else f" (averaged over about the last {percent(risk.tail)} of the steps up to it)"
+    value, error = number(float(risk.value)), number(float(risk.standard_error))
+    known = f"is {value} ± {error}, corrected for this choice" if risk.valid else f"is not known: {risk.reason}"
+    return (
+        f" {held.examples} examples were held back from training. It ended with the weights of step {risk.step}{mean}: "
+        f"they did best on these examples among {risk.measured} measurements, and their risk on new data with the same "
+        f"label noise {known}. Everything else on this page describes the weights of the last step."
+    )
 
 
 def gate_section(found: Analysis) -> Section:

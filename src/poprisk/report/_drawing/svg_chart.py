@@ -48,8 +48,14 @@ def line_chart(
     height: int = 260,
     level: float | None = None,
     level_name: str = "",
+    mark: float | None = None,
+    mark_name: str = "",
+    rising: bool = False,
 ) -> str:
-    """Curves on common axes with a legend below; ``level`` adds a horizontal line with a name.
+    """Curves on common axes with a legend below.
+
+    ``level`` adds a horizontal line with a name, ``mark`` a vertical one: named at the top, or for ``rising`` curves at
+    the bottom, where there is room.
 
     >>> chart = line_chart([Line("loss", [0, 1, 2], [3.0, 2.0, 1.0])], Axis("step"), Axis("loss"), "Loss")
     >>> chart.count("<path"), 'data-points="3"' in chart, "loss" in chart
@@ -60,8 +66,8 @@ def line_chart(
     if not values:
         return f'<p class="soft">{html.escape(title)}: no finite values to draw.</p>'
     ends = [e for line in shown if line.error for v, r in zip(line.y, line.error, strict=True) for e in (v - r, v + r)]
-    extra = [] if level is None else [level]
-    across = _Scale([v for line in shown for v in line.x], x, _LEFT, _WIDTH - _RIGHT)
+    extra = _given(level)
+    across = _Scale([*(v for line in shown for v in line.x), *_given(mark)], x, _LEFT, _WIDTH - _RIGHT)
     up = _Scale(values + [e for e in ends + extra if e > 0 or not y.log], y, height - _BOTTOM, _TOP)
     inside = _frame(across, up, x, y, height)
     for line in shown:
@@ -70,7 +76,18 @@ def line_chart(
         at = up(level)
         inside += f'<line class="level" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
         inside += f'<text x="{_WIDTH - _RIGHT}" y="{at - 5:.1f}" text-anchor="end">{html.escape(level_name)}</text>'
+    if mark is not None:
+        at, anchor = across(mark), "end" if across(mark) > (_LEFT + _WIDTH) / 2 else "start"
+        inside += f'<line class="level" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}"/>'
+        beside = at + (-6 if anchor == "end" else 6)
+        below = height - _BOTTOM - 8 if rising else _TOP + 10
+        inside += f'<text class="name" x="{beside:.1f}" y="{below}" text-anchor="{anchor}">'
+        inside += f"{html.escape(mark_name)}</text>"
     return _figure(inside, title, height, len(values), _legend(shown))
+
+
+def _given(value: float | None) -> list[float]:
+    return [] if value is None else [value]
 
 
 def scatter_chart(x_values: Sequence[float], y_values: Sequence[float], x: Axis, y: Axis, title: str) -> str:
