@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from poprisk._core.autodiff import resolve_loss
 from poprisk._core.store import pack, unpack
 from poprisk.errors import HyperparameterError
-from poprisk.optim import HeldCurve, KeepBest, KeptRisk, Moment, hold_back
+from poprisk.optim import KeepBest, KeptRisk, Moment, hold_back
 from poprisk.runs._problem import Problem
 from poprisk.runs._storage import Content
 
@@ -36,19 +36,13 @@ class Kept:
 
     def content(self) -> Content:
         """Tensors and notes for a file."""
-        curve = HeldCurve()
-        curve.moments = list(self.moments)
-        value = {"risk": self.risk, "weights": self.weights, "held": self.held, "curve": curve.state()}
-        form, tensors = pack(value)
+        form, tensors = pack({name: getattr(self, name) for name in ("risk", "weights", "held", "moments")})
         return tensors, form
 
     @classmethod
     def from_content(cls, content: Content) -> "Kept":
         """The opposite of :meth:`content`."""
-        value = unpack(content[1], content[0], (KeptRisk,))
-        curve = HeldCurve()
-        curve.restore(value["curve"])
-        return cls(value["risk"], value["weights"], value["held"], tuple(curve.moments))
+        return cls(**unpack(content[1], content[0], (KeptRisk, Moment)))
 
 
 class HeldBack:
