@@ -186,7 +186,8 @@ def controls(tasks: Sequence[StoredTask], average: str = "weights") -> list[tupl
         for label, arm in CONTROLS.items():
             row = task.row(arm, 0.05)
             if row is not None and average in row.averages:
-                gains[label] = gain_over(task, _last(gate, average), _last(row, average))
+                own, base = _last(gate, average), _last(row, average)
+                gains[label] = gain_over(task, {seed: own[seed] for seed in own if seed in base}, base)
         if gains:
             found.append((task, gains))
     return found

@@ -6,6 +6,8 @@ from statistics import mean
 from typing import Any
 
 from poprisk_lab.pages.wording import bullets, table
+from poprisk_lab.recipes.cifar_numbers import TAIL, control_rows, recipe_rows, stored
+from poprisk_lab.recipes.fine_tuning import fine_tuning_table
 from poprisk_lab.recipes.judging import (
     CONTROLS,
     Judged,
@@ -67,6 +69,10 @@ def page_slots(results: Path) -> dict[str, Any]:
         "control_counts": control_counts(tasks),
         "swap": swap_table(tasks),
         "published": published_table(winner, tasks),
+        "cifar": cifar_table(results),
+        "cifar_tail": f"{TAIL:.0%}",
+        "cifar_controls": cifar_control_table(results),
+        "fine_tuning": fine_tuning_table(results),
         "waves": waves,
     }
 
@@ -237,28 +243,41 @@ def published_table(winner: Judged, tasks: Sequence[StoredTask]) -> str:
     sets = ("aggregate", "random 1", "worst", "clean")
     own = [task for task in tasks if task.name.startswith("CIFAR-10N ")]
     rows = [[name, *(f"{values[s]:.1f}" if s in values else "–" for s in sets)] for name, values in PUBLISHED.items()]
-    endings = dict.fromkeys(task.name.partition(", ")[2] for task in own)
-    for ending in endings:
+    for ending in dict.fromkeys(task.name.partition(", ")[2] for task in own):
         found = {s: t for t in own for s in sets if t.name == f"CIFAR-10N {s}, {ending}"}
-        lines = {
-            "AdamW, lr 1e-3, last step": {s: Recipe("adamw").values(t) for s, t in found.items()},
-            "AdamW with cosine, last step": {s: Recipe("adamw_cosine").values(t) for s, t in found.items()},
-            "tuned AdamW, best on the test set": {s: dict(t.tuned_best) for s, t in found.items()},
-            "the recipe": {s: winner.recipe.values(t) for s, t in found.items()},
-        }
-        for label, values in lines.items():
-            cells = [f"{100 * mean(v.values()):.1f}" if (v := values.get(s)) else "–" for s in sets]
-            bold = "**" if label == "the recipe" else ""
-            rows.append([f"{bold}{ending}: {label}{bold}", *(f"{bold}{cell}{bold}" for cell in cells)])
+        values = {s: winner.recipe.values(task) for s, task in found.items()}
+        cells = [f"**{100 * mean(v.values()):.1f}**" if (v := values.get(s)) else "–" for s in sets]
+        rows.append([f"**{ending}: the recipe**", *cells])
     return table(["", *sets], rows)
+
+
+def cifar_table(results: Path) -> str:
+    """CIFAR-10N in detail: AdamW at lr 1e-3, with cosine, and the mean at both moments."""
+    columns = {
+        "adamw_last": "AdamW, last",
+        "adamw_best": "AdamW, best on test",
+        "cosine_last": "cosine, last",
+        "cosine_best": "cosine, best on test",
+        "mean_last": "mean, last",
+        "mean_chosen": "mean, block's choice",
+    }
+    found = recipe_rows(stored(results))
+    return table(["", *columns.values()], [[row["task"], *(str(row[name]) for name in columns)] for row in found])
+
+
+def cifar_control_table(results: Path) -> str:
+    """The gate and its controls on CIFAR-10N with 40% wrong labels; empty if not stored."""
+    found = control_rows(stored(results))
+    rows = [[row["title"], *(str(row[name]) for name in ("last", "best", "mean_last"))] for row in found]
+    return table(["", "last step", "best on test", "mean of the last 10%"], rows) if rows else ""
 
 
 def _wave(results: Path, tasks: Sequence[StoredTask], winner: Judged) -> dict[str, Any]:
     """Label Wave's stopping on AdamW's run, beside the recipe on the same tasks; empty if it is not stored."""
-    stored = read(results / "label_wave.json")
+    waves = read(results / "label_wave.json")
     by_name = {task.name: task for task in tasks}
     rows, regrets = [], []
-    for name, one in (stored or {"tasks": {}})["tasks"].items():
+    for name, one in (waves or {"tasks": {}})["tasks"].items():
         task = by_name.get(name)
         if task is None or name not in winner.gains:
             continue
@@ -268,11 +287,11 @@ def _wave(results: Path, tasks: Sequence[StoredTask], winner: Judged) -> dict[st
         rows.append([task_words(task), value_words(task, mean(values.values())), gain_words(gain), gain_words(own)])
         if not task.clean:
             regrets.append((-gain.value, -own.value))
-    if not rows or stored is None:
+    if not rows or waves is None:
         return {}
     head = ["task", "Label Wave", "gain over tuned AdamW's best", "the recipe's gain"]
     means = [_regret(mean(column)) for column in zip(*regrets, strict=True)] if regrets else ["–", "–"]
-    return {"table": table(head, rows), "regret": means[0], "own": means[1], "window": stored["window"]}
+    return {"table": table(head, rows), "regret": means[0], "own": means[1], "window": waves["window"]}
 
 
 def _ahead(winner: Judged, others: Sequence[Judged]) -> list[str]:
