@@ -12,6 +12,7 @@ import math
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.held_block import HALF, HELD_ERROR, HELD_LOSS
 from poprisk_lab.engine.stack import Curves, Member, Stack
 from poprisk_lab.engine.study import describe
-from poprisk_lab.recipes.study_rows import COSTLY, DECAYS, MAIN, PEERS, ROWS, TAILS, StudyRow
+from poprisk_lab.recipes.study_rows import COSTLY, DECAYS, MAIN, PEERS, TAILS, StudyRow
 from poprisk_lab.recipes.study_tasks import FAMILIES, StudyTask, study_tasks
 
 KIND = "recipe_study"
@@ -106,7 +107,7 @@ def run_rows(
     seeds, stored = seeds[: one.seeds], list(before.get("rows", ()))
     keys = [{name: row[name] for name in ("arm", "hyper", "share", "seeds")} for row in stored]
     steps, seconds = before.get("evaluation_steps", []), dict(before.get("seconds", {}))
-    rows = [row for row in ROWS[one.rows] if row.stack == stack and _key(row, seeds) not in keys]
+    rows = [row for row in one.chosen_rows() if row.stack == stack and _key(row, seeds) not in keys]
     if rows:
         began = time.perf_counter()
         steps, found = train_stack(one, rows, seeds, device)
@@ -182,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m poprisk_lab.recipes.study", description=__doc__)
     parser.add_argument("--tasks", nargs="+", help=f"names of tasks, or of {', '.join(FAMILIES)} (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="seeds (default: 0 to 4)")
+    parser.add_argument("--arms", nargs="+", help="train these arms only, at lr 1e-3 if it is AdamW's unit")
     parser.add_argument("--device", help="device (default: a GPU if there is one)")
     parser.add_argument("--data", default="data", help="folder with fashion and cifar10 (default: data)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no files, two seeds")
@@ -195,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     wanted = given.tasks or list(study_tasks(given.data, given.smoke))
-    run_study(chosen_tasks(wanted, given.data, given.smoke), given.seeds, device, given.output)
+    tasks = [replace(one, arms=tuple(given.arms or ())) for one in chosen_tasks(wanted, given.data, given.smoke)]
+    run_study(tasks, given.seeds, device, given.output)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from poprisk_lab.paper.inr.task import InrTask
 from poprisk_lab.paper.labels.task import DIGITS, FASHION, LabelTask
 from poprisk_lab.paper.lorenz.task import LorenzTask
 from poprisk_lab.paper.teacher.task import TeacherTask
+from poprisk_lab.recipes.study_rows import ROWS, StudyRow
 
 EVALUATIONS = 40
 CIFAR_LABELS = ("clean", "random1", "worse")
@@ -62,6 +63,7 @@ class StudyTask:
         rows: Which rows are trained: ``all``, ``few`` for a large network, ``fewest`` for images.
         seeds: Number of seeds.
         compiled: Whether the losses are compiled on a GPU.
+        arms: If given, only rows of these arms are trained, and of the swap test only lr 1e-3.
     """
 
     task: StackedTask
@@ -69,6 +71,15 @@ class StudyTask:
     rows: str = "all"
     seeds: int = 5
     compiled: bool = False
+    arms: tuple[str, ...] = ()
+
+    def chosen_rows(self) -> list[StudyRow]:
+        """The rows to train."""
+        rows = ROWS[self.rows]
+        if not self.arms:
+            return rows
+        swapped = ("adamw", "adamw_cosine", "relative")
+        return [row for row in rows if row.name in self.arms and (row.name not in swapped or row.hyper["lr"] == 1e-3)]
 
 
 def _labels(data: str, folder: str | None, **sizes: int) -> list[StudyTask]:
