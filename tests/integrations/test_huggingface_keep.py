@@ -141,8 +141,7 @@ def test_a_loss_that_outputs_do_not_explain_is_measured_example_by_example(tmp_p
     assert_close(
         held_loss(run, kept.held), min(float(e.losses.mean()) for e in kept.keeper.curve.moments), rtol=1e-4, atol=1e-5
     )
-    block = kept.keeper._block
-    assert block._split is None
+    assert kept.keeper._block.one_at_a_time
 
 
 def test_sft_keeps_the_best_and_leaves_its_metrics_alone(tmp_path):
@@ -153,7 +152,7 @@ def test_sft_keeps_the_best_and_leaves_its_metrics_alone(tmp_path):
     kept = keep_best(run, 0.25, every=2)
     run.train()
     assert kept.risk.valid
-    assert kept.keeper._block._split is not None  # from the log-probabilities of the tokens
+    assert not kept.keeper._block.one_at_a_time  # from the log-probabilities of the tokens
     assert not run._metrics["eval"]
     assert_close(
         held_loss(run, kept.held), min(float(e.losses.mean()) for e in kept.keeper.curve.moments), rtol=1e-4, atol=1e-5
@@ -166,6 +165,7 @@ def test_dpo_keeps_the_best_adapter_by_its_own_loss(tmp_path):
     run.train()
     assert kept.risk.valid
     assert math.isnan(kept.risk.accuracy)
+    assert kept.keeper._block.one_at_a_time
     assert {each.step for each in kept.keeper.curve.moments} == {4, 8}
     assert not run._metrics["eval"]
     measured = min(float(e.losses.mean()) for e in kept.keeper.curve.moments)

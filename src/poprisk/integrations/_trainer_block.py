@@ -1,20 +1,17 @@
 """Held-back examples measured as a Hugging Face trainer would: its batches, its loss, example by example."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from poprisk.errors import DataError
-from poprisk.optim import Metric, evaluating
-
-_IGNORED = -100
-"""The label of tokens that do not count, as in transformers."""
+from poprisk.optim import ExampleLosses, Metric, evaluating, field
 
 
 class _Rows(NamedTuple):
@@ -52,9 +49,12 @@ class TrainerBlock:
         if not self.count:
             raise DataError("the held-back block is empty: hold at least one example back")
         self._held, self._collate, self._batch_loss, self._metric = held, collate, batch_loss, metric
-        self._trainer = trainer
-        self._split: Callable[[Any, Any, int], _Rows | None] | None = None
-        self._is_known = False
+        self._trainer, self._losses = trainer, ExampleLosses(None)
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether the outputs do not explain the trainer's loss."""
+        return self._losses.by_batch
 
     def measure(self, model: nn.Module, batch_size: int) -> tuple[Tensor, Tensor]:
         """Loss and score of every held-back example, on the CPU."""
@@ -62,9 +62,9 @@ class TrainerBlock:
         with evaluating(model) as device, _logs_kept(self._trainer):
             start = 0
             while start < self.count:
-                stop = min(start + (1 if self._is_known and self._split is None else batch_size), self.count)
+                stop = min(start + (1 if self.one_at_a_time else batch_size), self.count)
                 rows = self._rows(model, device, start, stop)
-                if rows is not None:  # otherwise the examples follow one at a time
+                if len(rows.sums) == stop - start:  # otherwise the examples follow one at a time
                     found.append(rows)
                     start = stop
         sums, counts = torch.cat([each.sums for each in found]).cpu(), torch.cat([each.counts for each in found]).cpu()
@@ -76,8 +76,9 @@ class TrainerBlock:
             raise DataError(f'metric={self._metric!r} needs one label for each example: use metric="loss"')
         return losses, losses
 
-    def _rows(self, model: nn.Module, device: torch.device, start: int, stop: int) -> _Rows | None:
-        batch = _moved(dict(self._collate([self._held[i] for i in range(start, stop)])), device)
+    def _rows(self, model: nn.Module, device: torch.device, start: int, stop: int) -> _Rows:
+        batch = dict(self._collate([self._held[i] for i in range(start, stop)]))
+        batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
         labels, count = batch.get("labels"), stop - start
         seen: list[Any] = []
         hook = model.register_forward_hook(lambda module, args, outputs: seen.append(outputs))
@@ -85,86 +86,29 @@ class TrainerBlock:
             loss = self._batch_loss(model, batch).detach().float().reshape(())
         finally:
             hook.remove()
-        if not self._is_known:
-            self._split = next((each for each in self._splits() if _explains(seen, labels, count, each, loss)), None)
-            self._is_known = True
-            if self._split is None and count > 1:
-                return None
-        if self._split is None:
-            return _Rows(loss.reshape(1), torch.ones(1, device=loss.device))
-        rows = self._split(seen[0], labels, count)
-        if rows is None:
-            raise DataError(f"the outputs for held-back examples {start} to {stop - 1} have another form than before")
-        return rows
+        outputs = seen[0] if len(seen) == 1 else None  # several calls make one loss: it is not explained by either
+        tokens = None if self.one_at_a_time else _token_losses(outputs, count, loss)
+        if tokens is not None:
+            return tokens
+        logits = field(outputs, "logits")
+        logits = logits if isinstance(logits, Tensor) and len(logits) == count else None
+        sums, counts = self._losses(SimpleNamespace(loss=loss, logits=logits), labels)
+        return _Rows(sums, counts, self._scores(logits, labels, sums))
 
-    def _splits(self) -> list[Callable[[Any, Any, int], _Rows | None]]:
-        return [self._classes, _numbers, _token_log_probabilities, _next_tokens, _tokens]
-
-    def _classes(self, outputs: Any, labels: Any, count: int) -> _Rows | None:
-        logits = _entry(outputs, "logits")
-        if logits is None or labels is None or logits.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():
+    def _scores(self, logits: Tensor | None, labels: Any, losses: Tensor) -> Tensor | None:
+        if self.one_at_a_time or logits is None or logits.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():
             return None
-        if len(labels) != count or logits.shape[1] < 2:
-            return None
-        losses = F.cross_entropy(logits.float(), labels, reduction="none")
-        scores = 1 - (-losses).exp() if self._metric == "probability" else (logits.argmax(1) != labels).float()
-        return _Rows(losses, torch.ones_like(losses), scores)
+        return 1 - (-losses).exp() if self._metric == "probability" else (logits.argmax(1) != labels).float()
 
 
-def _numbers(outputs: Any, labels: Any, count: int) -> _Rows | None:
-    logits = _entry(outputs, "logits")
-    if logits is None or labels is None or not labels.is_floating_point() or logits.numel() != labels.numel():
+def _token_losses(outputs: Any, count: int, loss: Tensor) -> _Rows | None:
+    """From the log-probabilities of tokens, which TRL's models return for fine-tuning."""
+    found, mask = field(outputs, "log_probs"), field(outputs, "label_mask")
+    if not (isinstance(found, Tensor) and isinstance(mask, Tensor)) or found.dim() != 2 or len(found) != count:
         return None
-    losses = (logits.float().reshape(count, -1) - labels.float().reshape(count, -1)).square().mean(1)
-    return _Rows(losses, torch.ones_like(losses))
-
-
-def _token_log_probabilities(outputs: Any, labels: Any, count: int) -> _Rows | None:
-    """TRL's outputs for fine-tuning."""
-    found, mask = _entry(outputs, "log_probs"), _entry(outputs, "label_mask")
-    if found is None or mask is None or found.dim() != 2 or len(found) != count:
-        return None
-    return _Rows(-(found.float() * mask).sum(1), mask.sum(1))
-
-
-def _next_tokens(outputs: Any, labels: Any, count: int) -> _Rows | None:
-    """A causal language model predicts the token that follows."""
-    logits = _entry(outputs, "logits")
-    if logits is None or labels is None or logits.dim() != 3 or labels.dim() != 2 or logits.shape[1] < 2:
-        return None
-    return _of_tokens(logits[:, :-1], labels[:, 1:], count)
-
-
-def _tokens(outputs: Any, labels: Any, count: int) -> _Rows | None:
-    logits = _entry(outputs, "logits")
-    if logits is None or labels is None or logits.dim() != 3 or labels.dim() != 2:
-        return None
-    return _of_tokens(logits, labels, count)
-
-
-def _of_tokens(logits: Tensor, labels: Tensor, count: int) -> _Rows | None:
-    if logits.shape[:2] != labels.shape or len(labels) != count or labels.is_floating_point():
-        return None
-    losses = F.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=_IGNORED, reduction="none")
-    return _Rows(losses.sum(1), (labels != _IGNORED).sum(1))
-
-
-def _explains(seen: list[Any], labels: Any, count: int, split: Any, loss: Tensor) -> bool:
-    """Whether the losses of the examples have the trainer's loss as their mean."""
-    rows = split(seen[0], labels, count) if len(seen) == 1 else None
-    if rows is None:
-        return False
-    mean = float(rows.sums.sum() / rows.counts.sum().clamp(min=1))
-    return math.isclose(mean, float(loss), rel_tol=2e-3, abs_tol=1e-5)
-
-
-def _entry(outputs: Any, name: str) -> Tensor | None:
-    found = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
-    return found if isinstance(found, Tensor) else None
-
-
-def _moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    sums, counts = -(found.float() * mask).sum(1), mask.sum(1)
+    mean = float(sums.sum() / counts.sum().clamp(min=1))
+    return _Rows(sums, counts) if math.isclose(mean, float(loss), rel_tol=2e-3, abs_tol=1e-5) else None
 
 
 @contextmanager

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from poprisk.optim._estimators.rate import population_projector, population_rate, rate_matrix
     from poprisk.optim._estimators.variance import MicrobatchVariance, PerExampleVariance
     from poprisk.optim._evaluation import evaluating
-    from poprisk.optim._example_losses import Loss
+    from poprisk.optim._example_losses import ExampleLosses, Loss, field
     from poprisk.optim._held_block import HeldBlock
-    from poprisk.optim._held_curve import HeldCurve, Metric, Moment
+    from poprisk.optim._held_curve import Metric, Moment
     from poprisk.optim._hold_back import hold_back
     from poprisk.optim._keep_best import KeepBest, KeptRisk
     from poprisk.optim._projector_descent import PopulationProjectorDescent
@@ -85,12 +85,13 @@ _LAZY = {
     "TailAverage": "poprisk.optim._tail_average",
     "hold_back": "poprisk.optim._hold_back",
     # For the rooms above: not public, and not in __all__.
+    "ExampleLosses": "poprisk.optim._example_losses",
     "HeldBlock": "poprisk.optim._held_block",
-    "HeldCurve": "poprisk.optim._held_curve",
     "Loss": "poprisk.optim._example_losses",
     "Metric": "poprisk.optim._held_curve",
     "Moment": "poprisk.optim._held_curve",
     "evaluating": "poprisk.optim._evaluation",
+    "field": "poprisk.optim._example_losses",
 }
 
 
