@@ -1,6 +1,7 @@
 """Every backend × gate × option × dtype against the float64 rule, enumerated from one table."""
 
 import contextlib
+import copy
 from functools import cache
 
 import pytest
@@ -234,6 +235,87 @@ def test_a_missing_compiler_falls_back_with_the_same_result_and_says_so_once(mon
     assert len(caught) == 1
     for p, q in zip(params, plain, strict=True):
         assert torch.equal(p, q)
+
+
+def test_without_a_compiler_the_default_is_silent_and_tries_it_once(monkeypatch, tmp_path):
+    from poprisk.optim.backends import _compiler as compiler
+
+    calls = []
+    monkeypatch.setenv("POPRISK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_FAILURES", [])
+    monkeypatch.setattr(compiler, "_call", lambda command: calls.append(command) or _fail(compiler))
+    compiler._load.cache_clear()
+    params, plain = start(), start()
+    for gate in ("snr", "soft"):  # two kernels, and the second is not tried
+        train(PopRiskAdamW(params, gate=gate), params, stream(5))
+        train(PopRiskAdamW(plain, gate=gate, foreach=False), plain, stream(5))
+    assert len(calls) == 1
+    for p, q in zip(params, plain, strict=True):
+        assert torch.equal(p, q)
+
+
+def _fail(compiler):
+    raise compiler.BuildError("no compiler")
+
+
+def test_the_default_is_the_fused_kernel_and_only_where_it_fits(monkeypatch):
+    from poprisk.optim.backends import _cpu as cpu
+
+    served, original = [], cpu._call
+
+    def call(update, library, items, params, done):
+        served.append(len(params))
+        original(update, library, items, params, done)
+
+    monkeypatch.setattr(cpu, "_call", call)
+    params = [*start(dtype=torch.float32), torch.nn.Parameter(torch.ones(3, dtype=torch.float16))]
+    gradients = [[*row, torch.ones(3, dtype=torch.float16)] for row in stream(3, dtype=torch.float32)]
+    train(PopRiskAdamW(params), params, gradients)
+    assert served == [len(params) - 1] * 3  # no kernel for float16 on the CPU
+    for options in ({"foreach": True}, {"foreach": False}, {"fused": False}):
+        train(PopRiskAdamW(params, **options), params, gradients)
+    assert len(served) == 3
+
+
+def test_a_step_sees_what_changed_since_the_last_one():
+    """Weights moved to other memory, new states, another count, a parameter that has no gradient for a while."""
+    params, plain = start(dtype=torch.float32), start(dtype=torch.float32)
+    fast, slow = PopRiskAdamW(params), PopRiskAdamW(plain, foreach=False)
+    gradients = stream(12, dtype=torch.float32)
+    for step, row in enumerate(gradients):
+        for optimizer, tensors in ((fast, params), (slow, plain)):
+            if step == 2:
+                tensors[0].data = tensors[0].data.clone()
+            if step == 4:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if step == 6:
+                optimizer.state[tensors[1]]["exp_avg"] = torch.zeros_like(tensors[1])
+            if step == 7:
+                optimizer.state[tensors[2]]["step"].add_(5)
+            if step == 8:
+                optimizer.param_groups[0]["lr"] = 0.1
+            if step == 10:
+                optimizer.state[tensors[1]]["exp_avg"].data = torch.ones_like(tensors[1])
+            for p, g in zip(tensors, row, strict=True):
+                p.grad = torch._neg_view(-g) if step == 11 else g.clone()
+            if step in (3, 9):
+                tensors[step % 2].grad = None
+            optimizer.step()
+    assert relative_error(params, plain) <= 2e-6
+
+
+def test_a_step_keeps_no_gradient_alive():
+    import weakref
+
+    params = start()
+    optimizer = PopRiskAdamW(params)
+    for row in stream(3):
+        for p, g in zip(params, row, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    seen = [weakref.ref(p.grad) for p in params]
+    optimizer.zero_grad()
+    assert [ref() for ref in seen] == [None] * len(params)
 
 
 def test_gradients_are_never_written(tmp_path):

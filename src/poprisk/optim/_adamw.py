@@ -330,20 +330,21 @@ class PopRiskAdamW(Optimizer):
         """
         check_one_device({p.device for g in self.param_groups if g["fused"] for p in g["params"] if p.grad is not None})
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        average = None if self._average is None or self._average.closed else self._average
         again = stepping and scale is None and overflow is None and self._variance_source is None
         updates, new, key = [], [], 0
         for group in self.param_groups:
             memory = self._memories.get(id(group)) or self._memories.setdefault(id(group), GroupMemory())
             hyper, update = memory.hyper_of(group), None
             if again and memory.launch is not None:
-                update = memory.launch.reuse(group, hyper, self.state, key + 1, self._average)
+                update = memory.launch.reuse(group, hyper, self.state, key + 1, average)
             if update is None:
                 params = [
                     memory.param_update(p, key + place)
                     for place, p in enumerate(group["params"], 1)
                     if p.grad is not None or not stepping
                 ]
-                update = GroupUpdate(params, hyper, group, memory, scale, overflow, average=self._average)
+                update = GroupUpdate(params, hyper, group, memory, scale, overflow, average=average)
                 if params and hyper.gate is not None:
                     update.left_out = self._monitor.counter(params[0].local.device)
                 new.append(update)
@@ -364,14 +365,9 @@ class PopRiskAdamW(Optimizer):
         Returns:
             Whether the means were taken; not if this optimizer moves others already.
         """
-        if self._average is None:
+        if self._average is None or self._average.closed:
             self._average = average
         return self._average is average
-
-    def end_average(self, average: StepAverage) -> None:
-        """Stop moving these means."""
-        if self._average is average:
-            self._average = None
 
     def _gate_sums(self) -> list[Sums]:
         observed = self._variance_source is not None

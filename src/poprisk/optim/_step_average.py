@@ -17,6 +17,8 @@ class StepAverage:
     def __init__(self, weights: Iterable[Tensor], means: Iterable[Tensor], weight: Callable[[], float]) -> None:
         self._means = {id(x): (x, mean) for x, mean in zip(weights, means, strict=True)}
         self.weight = weight
+        self.closed = False
+        """Whether the optimizer is to stop moving them."""
         self._moved: set[int] = set()
 
     def mean_of(self, weights: Tensor) -> Tensor | None:

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poprisk.errors import HyperparameterError, StateDictError
+from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._model_tensors import ModelTensors, reshard, unwrapped
 from poprisk.optim._shards import is_sharded, local_part
+from poprisk.optim._step_average import StepAverage
 
 Buffers = Literal["average", "copy"]
 
@@ -27,9 +29,10 @@ class TailAverage:
     far, ``tail=0.5`` grows linearly, ``tail=1`` is the mean of all steps. Motion that all steps share survives the
     mean; the random walk that fits the noise of single examples is averaged out.
 
-    The average is updated by hooks of the optimizer, whichever it is; training itself does not change. 16-bit weights
-    are averaged in float32. Under FSDP2 (``fully_shard``) each process averages its own shards; apply ``fully_shard``
-    first.
+    The average is updated by hooks of the optimizer, whichever it is; training itself does not change. The fused
+    kernels of :class:`poprisk.PopRiskAdamW` move the first average in the same pass over memory as the weights. 16-bit
+    weights are averaged in float32. Under FSDP2 (``fully_shard``) each process averages its own shards; apply
+    ``fully_shard`` first.
 
     Args:
         model: The model whose weights are averaged. Frozen parameters (``requires_grad=False``) are left alone until
@@ -82,6 +85,7 @@ class TailAverage:
             raise HyperparameterError("the model has no parameter that requires a gradient: nothing to average")
         reshard(self._model)
         self._means = [[_wide(each) for each in self._tensors.current()] for _ in self.tails]
+        self._in_step: StepAverage | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -91,15 +95,29 @@ class TailAverage:
         """Stop following the optimizer; the averages stay as they are."""
         for hook in self._hooks:
             hook.remove()
+        self._leave_step()
+
+    def update(self) -> None:
+        """Count one step and move every average toward the weights; the optimizer's hook does the same."""
+        self._update(set())
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Count one step and move every average toward the weights; the optimizer's hook calls this."""
+    def _update(self, moved: set[int]) -> None:
+        """Count one step; ``moved`` has the ``id`` of all weights whose first average the step itself has moved."""
+        weights = [self._weight(tail) for tail in self.tails]
         self.steps += 1
+        if len(self.tails) == 1 and len(moved) == len(self._means[0]):
+            return
         current = self._tensors.current()
-        for tail, means in zip(self.tails, self._means, strict=True):
-            c = 1 / tail
-            move(means, current, c / (self.steps + c - 1))
+        for which, (weight, means) in enumerate(zip(weights, self._means, strict=True)):
+            left = [i for i, x in enumerate(current) if which or id(x) not in moved]
+            if left:
+                move([means[i] for i in left], [current[i] for i in left], weight)
+
+    def _weight(self, tail: float) -> float:
+        """How far an average moves in the next step."""
+        c = 1 / tail
+        return c / (self.steps + 1 + c - 1)
 
     @contextmanager
     def swapped(self, which: int = 0, *, batch_norm: Iterable[Any] | None = None) -> Iterator[nn.Module]:
@@ -178,12 +196,24 @@ class TailAverage:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if begun := self._tensors.begun():
             self._begin(begun)
+        if self._in_step is None and isinstance(optimizer, PopRiskAdamW):
+            count = self._tensors.trained
+            weights, means = self._tensors.current()[:count], self._means[0][:count]
+            self._in_step = StepAverage(weights, means, lambda: self._weight(self.tails[0]))
+            optimizer.average_in_step(self._in_step)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.update()
+        self._update(set() if self._in_step is None else self._in_step.take_moved())
+
+    def _leave_step(self) -> None:
+        """Let no step move these averages any more; the next one is asked again."""
+        if self._in_step is not None:
+            self._in_step.closed = True
+        self._in_step = None
 
     def _begin(self, names: Sequence[str]) -> None:
         """Average parameters that were frozen so far: their mean is the value that they have had."""
+        self._leave_step()
         place = self._tensors.trained
         self._tensors.include(names)
         self._all_buffers.include(names)
