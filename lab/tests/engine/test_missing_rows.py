@@ -111,3 +111,25 @@ def test_the_command_names_what_it_knows(tmp_path, capsys):
 def test_the_plan_of_the_stored_results_is_read_without_training(capsys):
     assert main(["lorenz", "--plan"]) == 0
     assert "lorenz" in capsys.readouterr().out
+
+
+def test_a_stored_file_is_completed_in_place_and_can_be_completed_once(tmp_path, monkeypatch, capsys):
+    from poprisk._core.store import load_result
+    from poprisk_lab import missing_rows
+    from poprisk_lab.paper.teacher import study as teacher
+
+    config = replace(teacher.SMOKE, student=TASK, noises=(0.0,), arms=("adamw",), report_seeds=(0, 1))
+    monkeypatch.setattr(missing_rows, "_configured", lambda module, data: config)
+    before = teacher.run(config, None)
+    studies = json.loads(json.dumps(before.studies))
+    for study in studies.values():
+        study["rows"] = [row for row in study["rows"] if row not in package_rows(study, PACKAGE)]
+    replace(before, studies=studies).save(tmp_path / "teacher.json")
+    assert main(["teacher", "--results", str(tmp_path)]) == 0
+    made = load_result(tmp_path / "teacher.json", "teacher")["result"]
+    ((name, study),) = made["studies"].items()
+    assert [row["label"] for row in study["rows"]] == [row["label"] for row in before.studies[name]["rows"]]
+    assert made["earlier"][0]["studies"] == [name]
+    capsys.readouterr()
+    assert main(["teacher", "--results", str(tmp_path)]) == 0
+    assert "complete" in capsys.readouterr().out

@@ -39,9 +39,9 @@ class CharLanguageConfig:
         model: Network, length and what is measured; its ``noise`` is replaced by each of ``noises``.
         noises: Shares of the characters to predict that are replaced; 0 is the clean text.
         arms: Names of the optimizers that are tuned.
-        trials: Configurations tried for each of them.
-        tuning_seeds: Seeds that settings are chosen on.
-        report_seeds: Fresh seeds that the chosen settings are reported on.
+        trials: Number of trials of each of them.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for the report, different from those of the search.
 
     Raises:
         HyperparameterError: nothing to run, or a seed both to tune and to report on.

@@ -24,18 +24,18 @@ class CifarConfig:
     Attributes:
         labels: Sets of labels: ``clean`` (the control), ``aggre`` (9% wrong), ``random1`` (17%), ``worse`` (40%).
         arms: Names of the optimizers that are tuned.
-        trials: Configurations tried for each of them.
-        tuning_seeds: Seeds that settings are chosen on.
-        report_seeds: Fresh seeds that the chosen settings are reported on.
-        folder: Has a folder ``cifar10`` with images and labels; None: synthetic images, for a quick look.
-        width: Channels after the first convolution.
-        batch_size: Examples of a step.
-        epochs: Passes over the images.
-        evaluations: How often it is measured.
-        flips: Whether mirrored images are among the examples.
-        convolution: ``im2col`` or ``grouped``; the same result at another speed.
-        train_size: Training images, the first so many.
-        members_at_once: So many trainings at once at most, by memory.
+        trials: Number of trials of each of them.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for the report, different from those of the search.
+        folder: Folder of data sets, with a folder ``cifar10``; ``None`` for synthetic images, for a quick test.
+        width: Number of channels after the first convolution.
+        batch_size: Number of examples per step.
+        epochs: Number of passes over the images.
+        evaluations: Number of measurements.
+        flips: Whether mirrored images are added to the examples.
+        convolution: ``im2col`` or ``grouped``, which give the same result at different speeds.
+        train_size: Number of training images; the first ones are used.
+        members_at_once: Maximum number of trainings in one computation, which memory limits.
 
     Raises:
         DataError: an unknown set of labels.

@@ -38,9 +38,9 @@ class InrConfig:
         images: The first is the one whose curves and spectra are shown, with all arms; the others have fewer.
         arms: Searched on the first image.
         other_arms: Searched on the other images and without noise.
-        trials: Settings tried for each arm.
-        tuning_seeds: Which seeds choose among them.
-        report_seeds: Fresh ones for everything that is reported.
+        trials: Number of trials of each arm.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for the report, different from those of the search.
     """
 
     task: InrTask = field(default_factory=InrTask)

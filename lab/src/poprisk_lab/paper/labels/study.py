@@ -44,12 +44,12 @@ class LabelsConfig:
 
     Attributes:
         data: Names of data sets, of ``digits``, ``mnist``, ``fashion``.
-        noises: Shares of the training labels that are replaced; 0 is the clean control.
+        noises: Shares of replaced training labels; 0 is the clean control.
         arms: Names of the optimizers that are tuned.
-        trials: Configurations tried for each of them.
-        tuning_seeds: Seeds that settings are chosen on.
-        report_seeds: Fresh seeds that the chosen settings are reported on.
-        folder: Where the folders ``mnist`` and ``fashion`` with their idx files are.
+        trials: Number of trials of each of them.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for the report, different from those of the search.
+        folder: Folder of data sets, with the folders ``mnist`` and ``fashion`` of idx files.
         digits: Size of the trainings on digits.
         images: Size of the trainings on MNIST and Fashion-MNIST.
 

@@ -36,11 +36,11 @@ class LorenzConfig:
     Attributes:
         task: The problem; its noise is set by the levels.
         noises: Standard deviations of the sensor's noise, in those of each coordinate; 0 is the clean control.
-        reference: The level whose curves, bars and roll-outs are shown.
-        arms: Which optimizers are tuned.
-        trials: For each of them.
-        tuning_seeds: For the search.
-        report_seeds: For everything that is reported.
+        reference: The noise level whose curves, bars and roll-outs are shown.
+        arms: Names of the optimizers that are tuned.
+        trials: Number of trials of each of them.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for the report, different from those of the search.
     """
 
     task: LorenzTask = field(default_factory=LorenzTask)

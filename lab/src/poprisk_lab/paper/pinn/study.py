@@ -27,11 +27,11 @@ class PinnConfig:
 
     Attributes:
         task: The noisy problem; its control has no noise and is otherwise the same.
-        arms: What is searched on the noisy problem.
-        trials: Settings tried for each arm.
-        tuning_seeds: Which seeds choose among them.
-        report_seeds: Fresh ones for everything that is reported.
-        warmup: First steps without the gate, in the rows that have a warm-up.
+        arms: Names of the optimizers that are tuned on the noisy problem.
+        trials: Number of trials of each arm.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for the report, different from those of the search.
+        warmup: Number of initial steps without gating, in the rows that have a warm-up.
     """
 
     task: PinnTask = field(default_factory=PinnTask)

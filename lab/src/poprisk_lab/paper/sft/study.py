@@ -26,13 +26,13 @@ class SftConfig:
     Attributes:
         task: Model, text and sizes; its noise is set by ``noises``.
         noises: Shares of replaced targets; 0 is clean.
-        lr: Shared by the rows in which nothing is tuned.
-        lr_range: Where AdamW's learning rate is searched; those of gated arms ten times higher.
-        arms: Which optimizers are tuned.
-        trials: For each of them.
-        tuning_seeds: For the search.
-        report_seeds: For everything that is reported.
-        members_at_once: So many trainings are one computation.
+        lr: Learning rate of the rows in which nothing is tuned.
+        lr_range: Range of AdamW's learning rate in the search; that of the gates is ten times higher.
+        arms: Names of the optimizers that are tuned.
+        trials: Number of trials of each of them.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for the report, different from those of the search.
+        members_at_once: Number of trainings in one computation.
     """
 
     task: SftTask = field(default_factory=SftTask)

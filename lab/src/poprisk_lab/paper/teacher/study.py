@@ -29,11 +29,11 @@ class TeacherConfig:
 
     Attributes:
         student: Data, network and length; its ``noise`` is replaced by each of ``noises``.
-        noises: Shares of the training labels that are replaced; 0 is the clean control.
+        noises: Shares of replaced training labels; 0 is the clean control.
         arms: Names of the optimizers that are tuned.
-        trials: Configurations tried for each of them.
-        tuning_seeds: Seeds that settings are chosen on.
-        report_seeds: Fresh seeds that the chosen settings are reported on.
+        trials: Number of trials of each of them.
+        tuning_seeds: Seeds for the search.
+        report_seeds: Seeds for the report, different from those of the search.
 
     Raises:
         HyperparameterError: nothing to run, or a seed both to tune and to report on.
