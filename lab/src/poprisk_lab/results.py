@@ -78,6 +78,12 @@ SCRIPTS: dict[str, Script] = {
         ("lab/benchmarks/influence.py", "--part", "mnist", "--data", "{data}/mnist", "--output", "{output}"),
         data="mnist",
     ),
+    "recipes": Script(
+        "every optimizer, mean of its weights and moment on every task, by the rule of recipes/RULE.md",
+        ("-m", "poprisk_lab.recipes.condense", "--data", "{data}", "--output", "{output}"),
+        data="fashion",
+        device="GPU",
+    ),
     "recipe_cifar": Script(
         "means of the weights and held-back blocks on CIFAR-10N, by the rule of recipes/RULE.md",
         ("-m", "poprisk_lab.recipes.cifar_run", "{data}/cifar10", "{output}"),

@@ -7,7 +7,6 @@ import pytest
 
 from poprisk_lab.recipes.condense import main as condense
 from poprisk_lab.recipes.figure import draw
-from poprisk_lab.recipes.fine_tuning import fine_tuning_table
 from poprisk_lab.recipes.judging import Recipe, controls, gain_over, judge, judge_all, swap_test
 from poprisk_lab.recipes.numbers import page_slots
 from poprisk_lab.recipes.stored_tasks import ANY, StoredTask, stored_tasks
@@ -183,17 +182,3 @@ def test_a_condensed_study_gives_the_same_page(results, tmp_path):
     stored = json.loads(output.read_text())
     assert stored["tails"] == [0.2]
     assert "curves" not in stored["tasks"]["digits-40"]["rows"][0]
-
-
-def test_fine_tuning_is_shown_beside_its_own_checkpoints(results):
-    assert fine_tuning_table(results) == ""
-    metric = {"name": "held-out loss", "higher_is_better": False, "spec": ".2f"}
-    kinds = {"last": 2.0, "best": 1.0, "mean": 1.5, "kept": 1.2}
-    runs = [
-        {"task": "sft_20", "seed": seed} | {kind: {"held-out loss": value} for kind, value in kinds.items()}
-        for seed in SEEDS
-    ]
-    stored = {"result": {"tasks": {"sft_20": {"metrics": [metric]}}, "runs": runs}}
-    (results / "recipe_fine_tuning.json").write_text(json.dumps(stored))
-    last = fine_tuning_table(results).splitlines()[-1]
-    assert "| 2.00 | 1.00 | 1.50 | 1.20 | +40.0 [+40.0, +40.0] | −20.0 [−20.0, −20.0] |" in last

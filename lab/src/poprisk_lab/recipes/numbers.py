@@ -6,8 +6,8 @@ from statistics import mean
 from typing import Any
 
 from poprisk_lab.pages.wording import bullets, table
+from poprisk_lab.paper.dpo.recipe_numbers import recipe_slots
 from poprisk_lab.recipes.cifar_numbers import TAIL, control_rows, recipe_rows, stored
-from poprisk_lab.recipes.fine_tuning import fine_tuning_table
 from poprisk_lab.recipes.judging import (
     CONTROLS,
     Judged,
@@ -31,10 +31,12 @@ PLAIN = (
     Recipe("adamw", moment="error"),
     Recipe("adamw", moment="loss"),
     Recipe("adamw", "ema 0.999"),
+    Recipe("adamw", "tail 0.1", "kept"),
+    Recipe("adamw", "tail 0.2", "kept"),
     Recipe("literal"),
     Recipe("relative"),
 )
-"""Shown beside the best recipes, wherever they rank."""
+"""Shown beside the best recipes, wherever they rank; ``kept`` is not among the recipes of the rule."""
 PUBLISHED = {
     "cross-entropy, ResNet-34, best epoch": {"aggregate": 87.8, "random 1": 85.0, "worst": 77.7},
     "ELR, ResNet-34": {"aggregate": 92.4, "random 1": 91.5, "worst": 83.6},
@@ -50,12 +52,14 @@ def page_slots(results: Path) -> dict[str, Any]:
     ranked, others = judge_all(tasks)
     winner = ranked[0]
     waves = _wave(results, tasks, winner)
+    least = min(ranked, key=lambda each: each.regret)
     return {
         "winner": recipe_words(winner.recipe),
         "recipe": winner.recipe,
         "regret": _regret(winner.regret),
         "qualified": winner.clean_losses == 0,
         "lost_clean": winner.clean_losses,
+        "least": least_slots(least, tasks) if least is not winner else None,
         "counts": _counts(tasks),
         "judged": len(ranked),
         "ranking": ranking_table(ranked, tasks),
@@ -72,7 +76,7 @@ def page_slots(results: Path) -> dict[str, Any]:
         "cifar": cifar_table(results),
         "cifar_tail": f"{TAIL:.0%}",
         "cifar_controls": cifar_control_table(results),
-        "fine_tuning": fine_tuning_table(results),
+        "fine_tuning": recipe_slots(results),
         "waves": waves,
     }
 
@@ -94,6 +98,19 @@ def _ranking_row(each: Judged, place: str) -> list[str]:
     reached = sum(gain.at_oracle for gain in noisy)
     counts = f"{each.clean_losses} of {len(clean)}", f"{reached} of {len(noisy)}"
     return [place, recipe_words(each.recipe), _regret(each.regret), *counts]
+
+
+def least_slots(least: Judged, tasks: Sequence[StoredTask]) -> dict[str, Any]:
+    """The recipe with the least regret where the clean tasks ruled it out: what they cost, and its own figures."""
+    lost = [gain for gain in least.clean if gain.task.ranked and gain.usual and not gain.qualifies]
+    return {
+        "words": recipe_words(least.recipe),
+        "regret": _regret(least.regret),
+        "lost": ", ".join(f"{task_words(gain.task)} ({gain_words(gain.usual)})" for gain in lost if gain.usual),
+        "bars": bullets(bar_words(least, [])),
+        "noisy": task_table(least, tasks, clean=False),
+        "clean": task_table(least, tasks, clean=True),
+    }
 
 
 def task_table(winner: Judged, tasks: Sequence[StoredTask], clean: bool) -> str:

@@ -31,6 +31,8 @@ With each, the curves that decide; the second where there is no error.
 """
 SEARCHES = ("labels", "teacher", "lorenz", "inr", "char_language", "cifar")
 """Stored results with a search for AdamW's settings."""
+KEPT = "kept"
+"""The moment by error and loss together; see :func:`kept_moments`. Not among the recipes of the rule."""
 _LABELS = {"worse_label": "worst", "random_label1": "random 1", "aggre_label": "aggregate", "clean_label": "clean"}
 _NETS = {"small": "small ResNet", "resnet18": "ResNet-18"}
 _ARMS = {
@@ -171,6 +173,12 @@ def read(path: Path) -> Any:
     return json.loads(gzip.decompress(packed.read_bytes())) if packed.exists() else None
 
 
+def examples_of(task: Mapping[str, Any]) -> int:
+    """Number of training examples of a stored task; 1000 if it is not described."""
+    streams = task.get("task", {}).get("streams", {})
+    return next(iter(streams.values()))[0] if streams else 1000
+
+
 def best(values: Numbers, higher: bool) -> Numbers:
     """Best value along the last axis; what diverged is not the best."""
     worst = -np.inf if higher else np.inf
@@ -178,13 +186,14 @@ def best(values: Numbers, higher: bool) -> Numbers:
     return filled.max(-1) if higher else filled.min(-1)
 
 
-def condensed(row: Mapping[str, Any], metric: str, higher: bool) -> dict[str, Any]:
+def condensed(row: Mapping[str, Any], metric: str, higher: bool, examples: int) -> dict[str, Any]:
     """A row of the study with what its curves say at the end of every recipe, instead of the curves.
 
     Args:
         row: A row with ``curves`` and held-back curves, each [seed][average][evaluation].
         metric: Name of the metric.
         higher: Whether larger values are better.
+        examples: Number of training examples, of which the row holds back a share.
     """
     test = np.array(row["curves"][metric], dtype=float)
     averages = row["averages"]
@@ -198,9 +207,39 @@ def condensed(row: Mapping[str, Any], metric: str, higher: bool) -> dict[str, An
             finals[moment] = np.take_along_axis(test, seen.argmin(2)[:, :, None], 2)[:, :, 0]
             flat = seen[:, tails].reshape(len(seen), -1).argmin(1)[:, None]
             jointly[moment] = np.take_along_axis(test[:, tails].reshape(len(test), -1), flat, 1)[:, 0]
+    if row.get("held_error") is not None and "held_loss" in row:
+        chosen = kept_moments(row["held_error"], row["held_loss"], max(1, round(examples * row["share"])))
+        finals[KEPT] = np.take_along_axis(test, chosen[:, :, None], 2)[:, :, 0]
+    elif "loss" in finals:
+        finals[KEPT] = finals["loss"]
     kept = {name: row[name] for name in ("arm", "hyper", "share", "seeds", "averages")}
     weights = test[:, averages.index("weights")]
     return kept | {"finals": _lists(finals), "jointly": _lists(jointly), "best": _listed(best(weights, higher))}
+
+
+def kept_moments(errors: Any, losses: Any, count: int) -> NDArray[np.int64]:
+    """The evaluation that an error chooses if the loss decides between errors within a standard error.
+
+    Like :class:`poprisk.KeepBest`, which pairs the errors of single examples; here only their number is known.
+
+    Args:
+        errors: Errors on the held-back block, [seed][average][evaluation].
+        losses: Losses on it.
+        count: Number of held-back examples.
+
+    >>> kept_moments([[[0.5, 0.20, 0.19]]], [[[1.0, 0.5, 0.6]]], 100).tolist()
+    [[1]]
+    """
+    error, loss = (np.nan_to_num(np.array(values, dtype=float), nan=np.inf) for values in (errors, losses))
+    best = np.zeros(error.shape[:2], dtype=np.int64)
+    for k in range(1, error.shape[2]):
+        old_error, old_loss = (np.take_along_axis(x, best[:, :, None], 2)[:, :, 0] for x in (error, loss))
+        finite = np.where(np.isfinite(old_error), old_error, 0.0)
+        near = np.sqrt(finite * (1 - finite) / count)
+        lower = error[:, :, k] < old_error - near
+        same = (error[:, :, k] <= old_error + near) & (loss[:, :, k] < old_loss)
+        best = np.where(lower | same, k, best)
+    return best
 
 
 def _lists(arrays: Mapping[str, Numbers]) -> dict[str, Any]:
@@ -221,7 +260,7 @@ def _studied(results: Path) -> Iterator[StoredTask]:
     searches = _searches(results)
     for name, task in stored["tasks"].items():
         higher, metric = task["higher_is_better"], task["metric"]
-        rows = tuple(_row(row, metric, higher) for row in task["rows"])
+        rows = tuple(_row(row, metric, higher, examples_of(task)) for row in task["rows"])
         search = searches.get(name)
         if search is not None and _same(search["task"], task.get("task")):
             last, top = _searched(search, metric, higher)
@@ -231,9 +270,9 @@ def _studied(results: Path) -> Iterator[StoredTask]:
             yield StoredTask(name, metric, higher, task["clean"], rows, last, top, searched=False)
 
 
-def _row(row: Mapping[str, Any], metric: str, higher: bool) -> StoredRow:
+def _row(row: Mapping[str, Any], metric: str, higher: bool, examples: int) -> StoredRow:
     if "curves" in row:
-        row = condensed(row, metric, higher)
+        row = condensed(row, metric, higher, examples)
     finals, jointly = (
         {moment: np.array(values, dtype=float) for moment, values in row[name].items()}
         for name in ("finals", "jointly")
@@ -322,7 +361,7 @@ def _grouped(runs: Sequence[Mapping[str, Any]]) -> Iterator[StoredRow]:
         row |= {f"{half}held_error": 1 - curves[f"{half}held_accuracy"] for half in ("", "half_")}
         row |= {"arm": arm, "hyper": {"lr": lr, "weight_decay": decay}, "share": share}
         row |= {"seeds": [run["seed"] for run in own], "averages": ["weights", *(f"tail {tail:g}" for tail in tails)]}
-        yield _row(row | {"curves": {"test accuracy": curves["test_accuracy"]}}, "test accuracy", True)
+        yield _row(row | {"curves": {"test accuracy": curves["test_accuracy"]}}, "test accuracy", True, own[0]["size"])
 
 
 def _is_curve(name: str) -> bool:
