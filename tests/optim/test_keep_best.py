@@ -2,12 +2,14 @@
 
 import copy
 import os
+import random
 import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -143,21 +145,36 @@ def save():
         state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "keeper": keeper.state_dict()}}
         torch.save(state, "checkpoint.tmp"); os.replace("checkpoint.tmp", "checkpoint.pt")
     print(keeper.steps, flush=True)
+calls, last = 0, int(sys.argv[1])
+def count(frame, event, argument):
+    global calls
+    calls += 1
+    if calls == last:
+        os.kill(os.getpid(), 9)
+sys.setprofile(count)
 train(model, optimizer, x[40:], y[40:], begin, 60, save)
 keeper.finish()
+sys.setprofile(None)
 torch.save(model.state_dict(), "final.pt")
+open("calls.txt", "w").write(str(calls))
 """
 
 
-def _child(folder):
+def _child(folder, calls=0):
+    """A training in a folder, which goes on from its checkpoint and kills itself at a number of calls, if not 0."""
+    folder.mkdir(exist_ok=True)
     code = _SCRIPT.format(folder=os.path.dirname(__file__))
-    return subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", code, str(calls)], cwd=folder, stdout=subprocess.PIPE, text=True)
+
+
+def _check_same(whole, cut):
+    first, second = (torch.load(folder / "final.pt", weights_only=True) for folder in (whole, cut))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (whole / "kept.safetensors").read_bytes() == (cut / "kept.safetensors").read_bytes()
 
 
 def test_killed_at_any_step_it_ends_with_the_same_weights(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.mkdir()
-    cut.mkdir()
     process = _child(whole)
     process.communicate()
     assert process.returncode == 0
@@ -169,12 +186,33 @@ def test_killed_at_any_step_it_ends_with_the_same_weights(tmp_path):
                 break
         process.communicate()
         assert process.returncode == -signal.SIGKILL
+        kept = load_file(cut / "kept.safetensors")  # whole, whatever the moment
+        network().load_state_dict(kept)
     process = _child(cut)
     process.communicate()
     assert process.returncode == 0
-    first, second = (torch.load(folder / "final.pt", weights_only=True) for folder in (whole, cut))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert (whole / "kept.safetensors").read_bytes() == (cut / "kept.safetensors").read_bytes()
+    _check_same(whole, cut)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_twenty_random_moments_it_ends_with_the_same_weights(tmp_path):
+    """Anywhere in a step, a measurement or a write: the process kills itself at a random call of a function."""
+    process = _child(tmp_path / "whole")
+    process.communicate()
+    assert process.returncode == 0
+    most, draw = int((tmp_path / "whole/calls.txt").read_text()) // 6, random.Random(0)
+    kills, trainings = 0, 0
+    while kills < 20:
+        process = _child(tmp_path / str(trainings), draw.randint(1, most))
+        process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL)
+        kills += process.returncode != 0
+        if process.returncode == 0 or kills == 20:
+            if process.returncode:
+                _child(tmp_path / str(trainings)).communicate()
+            _check_same(tmp_path / "whole", tmp_path / str(trainings))
+            trainings += 1
 
 
 def test_the_risk_is_not_too_small_after_choosing():
