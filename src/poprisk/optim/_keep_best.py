@@ -1,8 +1,8 @@
 r"""KeepBest: measure the averaged weights on a held-back block while training goes on, and end with the best."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -318,20 +318,12 @@ class KeepBest:
                 self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
                 return
 
-    def _swapped(self, which: int) -> Any:
+    @contextmanager
+    def _swapped(self, which: int) -> Iterator[None]:
         """The averaged weights in the model, in the precision of training."""
-        if self.average is None:
-            return self._as_in_training()
-        swapped = self.average.swapped(which)
-        if self._autocast is None:
-            return swapped
-        stack = ExitStack()
-        stack.enter_context(swapped)
-        stack.enter_context(self._as_in_training())
-        return stack
-
-    def _as_in_training(self) -> Any:
-        return nullcontext() if self._autocast is None else torch.autocast(self._autocast[0], self._autocast[1])
+        precision = nullcontext() if self._autocast is None else torch.autocast(self._autocast[0], self._autocast[1])
+        with nullcontext() if self.average is None else self.average.lent(which), precision:
+            yield
 
     def _agreed(self, losses: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The same numbers in every process, so that all of them keep the same moment."""

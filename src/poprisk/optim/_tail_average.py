@@ -140,6 +140,24 @@ class TailAverage:
             with torch.no_grad():
                 torch._foreach_copy_(self._all_buffers.current(), kept)
 
+    @contextmanager
+    def lent(self, which: int = 0) -> Iterator[nn.Module]:
+        """Like :meth:`swapped`, for a block that changes neither weights nor buffers: nothing is copied if possible."""
+        current, means = self._tensors.current(), self._means[which]
+        same = all(x.dtype == m.dtype for x, m in zip(current, means, strict=True))
+        if not same or self._tensors.sharded or not self.steps:
+            with self.swapped(which) as model:
+                yield model
+            return
+        own = [each.data for each in current]
+        try:
+            for each, mean in zip(current, means, strict=True):
+                each.data = mean
+            yield self._model
+        finally:
+            for each, data in zip(current, own, strict=True):
+                each.data = data
+
     @torch.no_grad()
     def copy_to_model(self, which: int = 0, *, batch_norm: Iterable[Any] | None = None) -> None:
         """Put an average into the model for good. Before the first step this changes no weights.
