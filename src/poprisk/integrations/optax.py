@@ -21,7 +21,6 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:  # torch is imported where these live
     from poprisk.optim import Centering, Gate, GateName, Granularity, Signal
 
-from poprisk.integrations._optax_average import TailAverageState, averaged_params, tail_average  # noqa: F401
 from poprisk.integrations._optax_rule import (
     DEFAULTS,
     NAMES,
@@ -41,6 +40,7 @@ from poprisk.integrations._optax_rule import (
     where_usable,
     zeros_like_tree,
 )
+from poprisk.integrations.optax_average import TailAverageState, averaged_params, tail_average  # noqa: F401
 
 
 class GateDiagnostics(NamedTuple):

@@ -3,11 +3,16 @@ r"""Averaged parameters in optax: :class:`poprisk.TailAverage` as a gradient tra
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import optax
+from poprisk.errors import HyperparameterError, MissingExtraError, StateDictError
 
-from poprisk.errors import HyperparameterError, StateDictError
+try:
+    import jax
+    import jax.numpy as jnp
+    import optax
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] not in ("jax", "jaxlib", "optax"):
+        raise  # the installed jax or optax is broken: its own message is more helpful
+    raise MissingExtraError("optax", "jax", "the optax integration") from None
 
 Tree = Any
 
