@@ -29,7 +29,6 @@ from poprisk_lab.pages.package_table import package_slots
 from poprisk_lab.pages.template import render
 from poprisk_lab.pages.wording import table
 from poprisk_lab.paper.default_choice.task import DefaultTasks, default_tasks, family
-from poprisk_lab.paper.dpo.recipe_numbers import recipe_slots
 from poprisk_lab.results import kind_of
 
 Saved = Mapping[str, Any]
@@ -85,7 +84,6 @@ def slots(folder: Path) -> dict[str, Any]:
         "given_adamw": GIVEN_ADAMW,
         "missing": [{"kind": kind, "title": title} for kind, title in TITLES.items() if kind not in kinds],
         "sections": [_section(kind, [s for s in found if s.kind == kind], folder) for kind in TITLES if kind in kinds],
-        "recipe": recipe_slots(folder),
         "compared": bool(compared),
         "defaults": [_defaults(compared, chosen_on, clean) for clean in (False, True) if _tasks(compared, clean)],
         "package_setting": package_slots([each for stored in found for each in stored.studies.items()]),
