@@ -2,24 +2,25 @@
 
 The last line printed is one JSON object; its ``ratio`` maps each case to the median of interleaved ratios.
 
-    python benchmarks/optimizer_step.py --device cpu
-    python benchmarks/optimizer_step.py --device cuda --output results/optimizer_step_cuda.json
+    python benchmarks/optimizer_step.py --device cpu --output lab/results/optimizer_step_cpu.json
+    python benchmarks/optimizer_step.py --device cuda --output lab/results/optimizer_step_cuda.json
+    python benchmarks/optimizer_step.py --device cuda --only "default gate" --blocks normalized=1
 """
 
 import argparse
 import json
 import statistics
 import warnings
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from poprisk._core.store.envelope import environment
 from poprisk._core.store.files import write_json
 from poprisk.cli._step_time import interleaved, step_parameters, timed
-from poprisk.optim import join_gate
-from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim import Gate, PopRiskAdamW, TailAverage
 
 QWEN = {"vocabulary": 151_936, "width": 896, "layers": 24, "key_value": 128, "hidden": 4864}
 
@@ -40,35 +41,60 @@ def qwen_shapes() -> list[tuple[int, ...]]:
     return [(QWEN["vocabulary"], width), *(layer * QWEN["layers"]), (width,)]
 
 
-def cases(device: str) -> dict[str, tuple[list[tuple[int, ...]], dict]]:
-    """Name -> shapes and options of our optimizer, whose gate is the soft one unless another is named."""
-    if device == "cpu":
-        one, many = [(20_000_000,)], [(66_667,)] * 300
-        return {
-            "20M, 1 tensor": (one, {}),
-            "20M, 300 tensors": (many, {}),
-            "20M, 1 tensor, v and s bf16": (one, {"state_dtype": torch.bfloat16}),
-            "20M, 1 tensor, shared state": (one, {"state": "shared", "betas": (0.95, 0.95), "rho": 0.95}),
-        }
-    big, qwen = [(494_032_768,)], qwen_shapes()
+@dataclass(frozen=True)
+class Case:
+    """Shapes of the parameters and options of our optimizer, with or without a tail average of the weights."""
+
+    shapes: list[tuple[int, ...]]
+    options: dict[str, Any] = field(default_factory=lambda: {"gate": LITERAL})
+    average: bool = False
+
+
+LITERAL = Gate.paper(normalize=False)
+"""The gate of Algorithm 1 as it is, for cases that name no other."""
+
+
+def variants(name: str, shapes: list[tuple[int, ...]]) -> dict[str, Case]:
+    """The cases of one set of parameters: gates, averages and precisions."""
+    default, low = {"gate": Gate(normalize=True)}, {"state_dtype": torch.bfloat16}
     return {
-        "494M, 1 tensor": (big, {}),
-        "Qwen2.5-0.5B, 290 tensors": (qwen, {}),
-        "494M, 1 tensor, s bf16": (big, {"state_dtype": {"s": torch.bfloat16}}),
-        "494M, 1 tensor, v and s bf16": (big, {"state_dtype": torch.bfloat16}),
-        "Qwen2.5-0.5B, 290 tensors, v and s bf16": (qwen, {"state_dtype": torch.bfloat16}),
-        "494M, 1 tensor, shared state": (big, {"state": "shared", "betas": (0.95, 0.95), "rho": 0.95}),
-        "494M, 1 tensor, hard": (big, {"gate": "hard"}),
-        "494M, 1 tensor, snr": (big, {"gate": "snr"}),
+        name: Case(shapes),
+        f"{name}, default gate": Case(shapes, default),
+        f"{name}, no gate, average": Case(shapes, {"gate": None}, average=True),
+        f"{name}, default gate, average": Case(shapes, default, average=True),
+        f"{name}, v and s bf16": Case(shapes, {"gate": LITERAL, **low}),
+        f"{name}, default gate, v and s bf16": Case(shapes, {**default, **low}),
     }
 
 
-def compare(shapes: list[tuple[int, ...]], options: dict, device: str, rounds: int, repeats: int) -> dict:
-    """Interleaved rounds of both optimizers on the same parameters and gradients."""
-    params = step_parameters(shapes, device)
+def cases(device: str) -> dict[str, Case]:
+    """Cases by name; those without a word on the gate have the one of Algorithm 1."""
+    shared = {"state": "shared", "betas": (0.95, 0.95), "gate": replace(LITERAL, rho=0.95)}
+    if device == "cpu":
+        one = [(20_000_000,)]
+        return {
+            **variants("20M, 1 tensor", one),
+            **variants("20M, 300 tensors", [(66_667,)] * 300),
+            **variants("1.5M, 300 tensors", [(5_000,)] * 300),
+            "20M, 1 tensor, shared state": Case(one, shared),
+        }
+    one = [(494_032_768,)]
+    return {
+        **variants("494M, 1 tensor", one),
+        **variants("Qwen2.5-0.5B, 290 tensors", qwen_shapes()),
+        "494M, 1 tensor, s bf16": Case(one, {"gate": LITERAL, "state_dtype": {"s": torch.bfloat16}}),
+        "494M, 1 tensor, shared state": Case(one, shared),
+    }
+
+
+def compare(case: Case, device: str, rounds: int, repeats: int) -> dict:
+    """Interleaved rounds of both optimizers on the same parameters and gradients; ours chooses its implementation."""
+    params = step_parameters(case.shapes, device)
     baseline = torch.optim.AdamW(params, fused=True)
-    ours = PopRiskAdamW(params, fused=True, **join_gate({"gate": "soft", **options}))
-    for optimizer in (baseline, ours, baseline, ours):
+    ours = PopRiskAdamW(params, **case.options)
+    if case.average:
+        TailAverage(torch.nn.ParameterList(params), ours)
+    for optimizer in (baseline, ours, baseline, ours, ours):
         optimizer.step()
     rows = interleaved({"adamw": baseline.step, "ours": ours.step}, rounds, repeats, device)
     pairs = [(row["adamw"], row["ours"]) for row in rows]
@@ -78,18 +104,18 @@ def compare(shapes: list[tuple[int, ...]], options: dict, device: str, rounds: i
         "ratio": statistics.median(b / a for a, b in pairs),
         "ratios": [round(b / a, 4) for a, b in pairs],
     }
-    result |= traffic(params, ours, result["ours_ms"])
+    result |= traffic(params, ours, result["ours_ms"], case.average)
     if device == "cuda":
         result["extra_bytes_per_parameter"] = temporaries(ours, sum(p.numel() for p in params))
     return result
 
 
-def traffic(params: list[Tensor], optimizer: PopRiskAdamW, milliseconds: float) -> dict:
-    """Bytes the step must move (weights and states read and written, gradients read) and the bandwidth that makes."""
+def traffic(params: list[torch.nn.Parameter], optimizer: PopRiskAdamW, milliseconds: float, average: bool) -> dict:
+    """Bytes the step must move (weights, states and averages read and written, gradients read), and the bandwidth."""
     moved = 0
     for p in params:
         states = [x for name, x in optimizer.state[p].items() if name.startswith("exp_")]
-        moved += p.numel() * (3 * p.element_size() + 2 * sum(x.element_size() for x in states))
+        moved += p.numel() * (3 * p.element_size() + 2 * sum(x.element_size() for x in states) + 8 * average)
     return {"bytes": moved, "gigabytes_per_second": moved / milliseconds / 1e6}
 
 
@@ -119,16 +145,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=None, help="steps per timing")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--output", type=Path, default=None, help="also write the result to this file")
+    parser.add_argument("--blocks", default="", help="blocks per CUDA program, such as many=4,normalized=1")
     parser.add_argument("--commit", default=None, help="the commit measured, where git cannot tell")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    if args.blocks:
+        from poprisk.optim.backends import _cuda as cuda
+
+        cuda.BLOCKS.update({kind: int(n) for kind, n in (each.split("=") for each in args.blocks.split(","))})
     repeats = args.repeats or (10 if args.device == "cuda" else 3)
     bandwidth = copy_bandwidth(args.device)
     results = {}
-    for name, (shapes, options) in cases(args.device).items():
+    for name, case in cases(args.device).items():
         if args.only not in name:
             continue
-        results[name] = compare(shapes, options, args.device, max(5, args.rounds), repeats)
+        results[name] = compare(case, args.device, max(5, args.rounds), repeats)
         results[name]["share_of_copy_bandwidth"] = results[name]["gigabytes_per_second"] / bandwidth
         row = results[name]
         print(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from poprisk.errors import BackendWarning, HyperparameterError
@@ -43,13 +42,13 @@ def timed(function: Callable[[], object], repeats: int, device: str) -> float:
     return (time.perf_counter() - begin) / repeats
 
 
-def step_parameters(shapes: Shapes, device: str) -> list[Tensor]:
+def step_parameters(shapes: Shapes, device: str) -> list[torch.nn.Parameter]:
     """Random weights with random gradients.
 
     >>> [tuple(p.shape) for p in step_parameters([(2, 3), (4,)], "cpu")]
     [(2, 3), (4,)]
     """
-    params = [torch.randn(shape, device=device).mul_(0.02).requires_grad_() for shape in shapes]
+    params = [torch.nn.Parameter(torch.randn(shape, device=device).mul_(0.02)) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p).mul_(1e-3)
     return params
