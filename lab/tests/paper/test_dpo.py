@@ -441,3 +441,23 @@ def test_the_recipe_measures_fine_tuning_as_the_task_does():
     torch.testing.assert_close(ours, cohort.losses(model.stacked(), {"answers": answers[None]})[0])
     theirs = cohort.measure(model.stacked())
     assert model.measure() == pytest.approx({name: float(value[0]) for name, value in theirs.items()})
+
+
+def test_the_table_of_the_recipe_has_every_metric_and_pairs_its_gains(tmp_path):
+    from poprisk_lab.paper.dpo import recipe, recipe_numbers
+
+    assert recipe_numbers.recipe_slots(tmp_path) is None
+    metrics = [{"name": "accuracy", "higher_is_better": True, "target": None, "spec": ".2f"}]
+    kinds = {"last": 0.5, "best": 0.7, "mean": 0.6, "kept": 0.6}
+    runs = [
+        {"task": "dpo", "measured": 3, **{kind: {"accuracy": value + 0.01 * seed} for kind, value in kinds.items()}}
+        for seed in range(3)
+    ]
+    config = {"dpo_lr": 5e-5, "sft_lr": 2e-4, "share": 0.05, "tail": 0.2, "seeds": [0, 1, 2]}
+    result = {"tasks": {"dpo": {"metrics": metrics}}, "runs": runs}
+    found = recipe_numbers.slots({"kind": recipe.KIND, "config": config, "result": result})
+    assert (
+        "| dpo | accuracy | 0.51 ± 0.01 | 0.71 ± 0.01 | 0.61 ± 0.01 | 0.61 ± 0.01 | +0.10 [+0.10, +0.10] |"
+        in (found["table"])
+    )
+    assert found["measured"] == [3]
