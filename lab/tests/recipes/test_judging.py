@@ -182,3 +182,18 @@ def test_a_condensed_study_gives_the_same_page(results, tmp_path):
     stored = json.loads(output.read_text())
     assert stored["tails"] == [0.2]
     assert "curves" not in stored["tasks"]["digits-40"]["rows"][0]
+
+
+def test_the_loss_decides_between_errors_that_are_about_equal(tmp_path):
+    errors, losses = [[0.5, 0.2, 0.2, 0.21]], [[1.0, 0.9, 0.7, 0.5]]
+    one = row("adamw", [[0.1, 0.2, 0.3, 0.4]], errors, averages=["weights"])
+    one["held_loss"] = seeded(losses, 0)
+    stored = {"tails": [], "tasks": {"digits-40": task([one]) | {"task": {"config": {"train_size": 2000}}}}}
+    (tmp_path / "recipes.json").write_text(json.dumps(stored))
+    (found,) = stored_tasks(tmp_path)
+    assert Recipe("adamw", moment="error").values(found)[0] == pytest.approx(0.3)  # a tie of errors
+    assert Recipe("adamw", moment="kept").values(found)[0] == pytest.approx(0.4)  # 0.21 is within half of 0.04
+    stored["tasks"]["digits-40"]["task"]["config"]["train_size"] = 200_000
+    (tmp_path / "recipes.json").write_text(json.dumps(stored))
+    assert Recipe("adamw", moment="kept").values(stored_tasks(tmp_path)[0])[0] == pytest.approx(0.3)
+    assert Recipe("adamw", ANY, "kept").values(found)[0] == pytest.approx(0.4)

@@ -24,15 +24,16 @@ MOMENTS = {
     "loss": ("held_loss",),
     "half error": ("half_held_error", "half_held_loss"),
     "half loss": ("half_held_loss",),
+    "kept": ("held_error", "held_loss"),
 }
-"""The last step, or the moment with the least error or loss on the held-back block or on half of it.
+"""The last step, the moment with the least error or loss on the held-back block or on half of it, and KeepBest's.
 
-With each, the curves that decide; the second where there is no error.
+With each, the curves that decide; the second where there is no error. Between equal errors the loss decides.
 """
+_NEAR = 0.5
+"""Standard errors within which errors count as equal for KeepBest's choice; chosen on tasks of the study."""
 SEARCHES = ("labels", "teacher", "lorenz", "inr", "char_language", "cifar")
 """Stored results with a search for AdamW's settings."""
-KEPT = "kept"
-"""The moment by error and loss together; see :func:`kept_moments`. Not among the recipes of the rule."""
 _LABELS = {"worse_label": "worst", "random_label1": "random 1", "aggre_label": "aggregate", "clean_label": "clean"}
 _NETS = {"small": "small ResNet", "resnet18": "ResNet-18"}
 _ARMS = {
@@ -175,8 +176,10 @@ def read(path: Path) -> Any:
 
 def examples_of(task: Mapping[str, Any]) -> int:
     """Number of training examples of a stored task; 1000 if it is not described."""
-    streams = task.get("task", {}).get("streams", {})
-    return next(iter(streams.values()))[0] if streams else 1000
+    described = task.get("task", {})
+    if "train_size" in described.get("config", {}):
+        return described["config"]["train_size"]
+    return next(iter(described["streams"].values()))[0] if "streams" in described else 1000
 
 
 def best(values: Numbers, higher: bool) -> Numbers:
@@ -199,47 +202,50 @@ def condensed(row: Mapping[str, Any], metric: str, higher: bool, examples: int) 
     averages = row["averages"]
     tails = [k for k, name in enumerate(averages) if name == "weights" or name.startswith("tail")]
     finals, jointly = {"last": test[:, :, -1]}, {}
+    held = {name: _filled(row[name]) for name in ("held_error", "held_loss") if row.get(name) is not None}
+    held |= {name: _filled(row[name]) for name in ("half_held_error", "half_held_loss") if row.get(name) is not None}
     for moment, names in MOMENTS.items():
-        held = next((row[name] for name in names if row.get(name) is not None), None)
-        if held is not None:
-            seen = np.array(held, dtype=float)
-            seen = np.where(np.isfinite(seen), seen, np.inf)
-            finals[moment] = np.take_along_axis(test, seen.argmin(2)[:, :, None], 2)[:, :, 0]
-            flat = seen[:, tails].reshape(len(seen), -1).argmin(1)[:, None]
-            jointly[moment] = np.take_along_axis(test[:, tails].reshape(len(test), -1), flat, 1)[:, 0]
-    if row.get("held_error") is not None and "held_loss" in row:
-        chosen = kept_moments(row["held_error"], row["held_loss"], max(1, round(examples * row["share"])))
-        finals[KEPT] = np.take_along_axis(test, chosen[:, :, None], 2)[:, :, 0]
-    elif "loss" in finals:
-        finals[KEPT] = finals["loss"]
+        there = [name for name in names if name in held]
+        if moment == "kept" and "accuracy" not in metric:
+            there = [name for name in there if name.endswith("loss")]  # KeepBest goes by the loss
+        if there:
+            count = max(1.0, examples * row["share"]) if moment == "kept" else np.inf
+            curves = [held[name] for name in there]
+            place = chosen_moment(curves, count)
+            finals[moment] = np.take_along_axis(test, place[..., None], 2)[:, :, 0]
+            place = chosen_moment([curve[:, tails].reshape(len(test), -1) for curve in curves], count)
+            jointly[moment] = np.take_along_axis(test[:, tails].reshape(len(test), -1), place[:, None], 1)[:, 0]
     kept = {name: row[name] for name in ("arm", "hyper", "share", "seeds", "averages")}
     weights = test[:, averages.index("weights")]
     return kept | {"finals": _lists(finals), "jointly": _lists(jointly), "best": _listed(best(weights, higher))}
 
 
-def kept_moments(errors: Any, losses: Any, count: int) -> NDArray[np.int64]:
-    """The evaluation that an error chooses if the loss decides between errors within a standard error.
+def chosen_moment(curves: Sequence[Numbers], count: float = np.inf) -> NDArray[np.int64]:
+    """The moment of the least error, or of the least loss among errors that are about equal.
 
-    Like :class:`poprisk.KeepBest`, which pairs the errors of single examples; here only their number is known.
+    KeepBest compares the errors of two moments example by example, within one paired standard error. The stored curves
+    have means only, so errors within half a standard error of the least stand in for it.
 
     Args:
-        errors: Errors on the held-back block, [seed][average][evaluation].
-        losses: Losses on it.
-        count: Number of held-back examples.
+        curves: Errors and losses, or losses alone, with the moments on the last axis; infinite where not measured.
+        count: Number of held-back examples, for the standard error; infinite if only equal errors count as equal.
 
-    >>> kept_moments([[[0.5, 0.20, 0.19]]], [[[1.0, 0.5, 0.6]]], 100).tolist()
-    [[1]]
+    >>> errors, losses = np.array([0.5, 0.20, 0.19, 0.20]), np.array([1.0, 0.5, 0.6, 0.4])
+    >>> [int(chosen_moment([errors, losses], n)) for n in (100, np.inf)]
+    [3, 2]
     """
-    error, loss = (np.nan_to_num(np.array(values, dtype=float), nan=np.inf) for values in (errors, losses))
-    best = np.zeros(error.shape[:2], dtype=np.int64)
-    for k in range(1, error.shape[2]):
-        old_error, old_loss = (np.take_along_axis(x, best[:, :, None], 2)[:, :, 0] for x in (error, loss))
-        finite = np.where(np.isfinite(old_error), old_error, 0.0)
-        near = np.sqrt(finite * (1 - finite) / count)
-        lower = error[:, :, k] < old_error - near
-        same = (error[:, :, k] <= old_error + near) & (loss[:, :, k] < old_loss)
-        best = np.where(lower | same, k, best)
-    return best
+    first, last = curves[0], curves[-1]
+    if len(curves) == 1:
+        return np.asarray(first.argmin(-1))
+    least = first.min(-1, keepdims=True)
+    finite = np.where(np.isfinite(least), least, 0.0)
+    near = least + _NEAR * np.sqrt(finite * (1 - finite) / count)
+    return np.asarray(np.where(first <= near, last, np.inf).argmin(-1))
+
+
+def _filled(values: Any) -> Numbers:
+    found = np.array(values, dtype=float)
+    return np.where(np.isfinite(found), found, np.inf)
 
 
 def _lists(arrays: Mapping[str, Numbers]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _MOMENT_WORDS = {
     "last": "last step",
     "error": "least error on the block",
     "loss": "least loss on the block",
-    "kept": "error and loss on the block together",
+    "kept": "KeepBest's choice",
     "half error": "least error on half of the block",
     "half loss": "least loss on half of the block",
 }
