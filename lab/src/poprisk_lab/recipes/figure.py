@@ -47,8 +47,8 @@ def draw(results: Path) -> Figure:
 def chosen(winner: Recipe) -> list[tuple[str, Recipe, str]]:
     """The recipes of the figure with their titles and colours: the winner, what it leaves out, and plain AdamW."""
     mean = average_words(winner.average).replace("mean of ", "mean of\n")
-    other = Recipe("adamw", winner.average, "error" if winner.moment == "last" else "last")
-    when = {"last": "last step", "error": "block's choice"}
+    other = Recipe("adamw", winner.average, "kept" if winner.moment == "last" else "last")
+    when = {"last": "last step", "kept": "KeepBest's choice"}
     found = [
         (f"the recipe:\n{mean},\n{when.get(winner.moment, winner.moment + ' on block')}", winner, BLUE),
         (f"AdamW,\n{mean},\n{when[other.moment]}", other, GREEN),
