@@ -215,6 +215,37 @@ def test_killed_at_twenty_random_moments_it_ends_with_the_same_weights(tmp_path)
             trainings += 1
 
 
+def test_the_loss_decides_where_the_accuracy_does_not():
+    def moment(wrong, loss, step):
+        scores = torch.zeros(100)
+        scores[:wrong] = 1
+        return Moment(step, None, torch.full((100,), loss), scores)
+
+    rows = [moment(30, 1.0, 1), moment(29, 1.1, 2), moment(31, 0.9, 3), moment(20, 1.5, 4), moment(22, 0.5, 5)]
+    curve, plain = HeldCurve(), HeldCurve(plain=True)
+    # One error fewer is no more than a standard error; ten are; two more are too many, whatever the loss.
+    assert [curve.add(each) for each in rows] == [True, False, True, True, False]
+    assert [plain.add(each) for each in rows] == [True, True, False, True, False]
+    again = HeldCurve()
+    again.restore(curve.packed())
+    assert again.best.step == curve.best.step == 4
+
+
+def test_the_risk_is_not_too_small_after_choosing_by_errors():
+    """Errors of equal moments, with losses that go along with them."""
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for _ in range(40):
+        curve = HeldCurve()
+        for step in range(25):
+            wrong = (torch.rand(60, generator=generator) < 0.4).float()
+            curve.add(Moment(step, None, 0.5 + wrong + 0.2 * torch.randn(60, generator=generator), wrong))
+        value, error, _ = curve.chosen_risk()
+        values.append(value)
+        assert abs(value - 0.9) < 4 * error
+    assert_close(sum(values) / 40, 0.9, atol=0.03, rtol=0)
+
+
 def test_the_risk_is_not_too_small_after_choosing():
     """Many moments of equal quality: the least mean is optimistic, the estimate is not."""
     generator = torch.Generator().manual_seed(0)

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from poprisk import Estimate, KeepBest, Problem, RiskMeter, TailAverage, hold_back, train
 from poprisk.errors import HyperparameterError, StateDictError
+from readme_code import blocks
 
 
 def noisy(count=240, noise=0.3, seed=0):
@@ -53,6 +56,18 @@ def test_the_loop_of_the_guide():
     kept = keeper.curve.best
     assert_close(kept.losses, functional.cross_entropy(outputs, y[held.indices], reduction="none").detach())
     assert abs(risk.value - float(kept.losses.mean())) < 3 * risk.standard_error
+
+
+def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x, y, _ = noisy()
+    page = (Path(__file__).parents[2] / "docs/averaging.md").read_text(encoding="utf-8")
+    found = {"dataset": TensorDataset(x, y), "model": network(), "make_model": network, "epochs": 4, "path": "state.pt"}
+    for code in blocks(page):
+        exec(code, found)
+        save_file(found["model"].state_dict(), "kept.safetensors")
+    assert found["keeper"].steps == found["risk"].step  # the second training has the chosen length
+    assert found["risk"].valid
 
 
 def make(kind, model):

@@ -14,8 +14,9 @@ Metric = Literal["accuracy", "loss", "probability"]
 _RESAMPLES = 400
 _FEWEST = 10
 """Held-back examples below which their spread says too little."""
-_CLEAR = 1.0
-"""Standard errors of a paired difference from which one measurement is taken to score better than another."""
+_CLEAR = 1.01
+"""Standard errors of a paired difference from which one measurement is taken to score better than another. A single
+example that is got right makes a difference of exactly 1, and does not decide."""
 
 
 @dataclass(frozen=True)
