@@ -265,7 +265,7 @@ def test_examples_held_back_choose_the_weights_that_are_kept(folder, capsys):
     kept = run.kept
     lines = out.splitlines()
     assert "batches of 4 from 27 of 36 examples" in lines[0]
-    mean = "averaged over about the last 50% of its steps"
+    mean = "averaged over about the last 50% of the steps up to it"
     assert lines[1].startswith(f"Kept the weights of step {kept.risk.step} of 30, {mean}: held-back risk ")
     assert "on 9 examples that no step trained on" in lines[1]
     assert re.fullmatch(r"Test accuracy: \S+% with the kept weights, \S+% with those of the last step\.", lines[2])

@@ -63,7 +63,8 @@ def train(
         resume: Continue the run in ``path``; a finished run is only opened.
         hold_back: Share of the examples, e.g. 0.05, that no step trains on: averaged weights are measured on them along
             the run, and the best are stored beside it as ``run.kept``, with an estimate of their risk. See
-            :class:`~poprisk.KeepBest`.
+            :class:`~poprisk.KeepBest`. They remain examples of the problem: analyses of the run treat them as training
+            examples without influence.
         tail: With ``hold_back``, the share of the steps that the averaged weights cover, or several of them to choose
             among; None measures the weights themselves.
         progress: Whether to show progress on stderr, or a function called with (steps so far, loss) after each step.
