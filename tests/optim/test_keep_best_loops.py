@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from poprisk import Estimate, KeepBest, Problem, RiskMeter, TailAverage, hold_back, train
+from poprisk import Estimate, KeepBest, PopRiskAdamW, Problem, RiskMeter, TailAverage, hold_back, train
 from poprisk.errors import HyperparameterError, StateDictError
 from readme_code import blocks
 
@@ -76,15 +76,17 @@ def make(kind, model):
     if kind == "groups":
         groups = [{"params": parameters[:2], "lr": 1e-2}, {"params": parameters[2:], "lr": 1e-3}]
         return torch.optim.AdamW(groups)
+    if kind == "gated":
+        return PopRiskAdamW(parameters)
     if kind == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if kind == "sgd" else torch.optim.AdamW(parameters)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["plain", "sgd", "groups", "schedule", "accumulation", "scaler", "autocast", "lbfgs", "batch norm", "frozen"],
-)
+KINDS = ["plain", "gated", "sgd", "groups", "schedule", "accumulation", "scaler", "autocast", "lbfgs", "frozen"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "batch norm"])
 def test_every_loop_is_left_alone_and_ends_with_what_was_measured(kind):
     x, y, _ = noisy()
     weights, kept = [], []
