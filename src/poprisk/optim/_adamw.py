@@ -93,7 +93,9 @@ class PopRiskAdamW(Optimizer):
         capturable: Keep counters on the device, so that a step can be captured in a CUDA graph.
         differentiable: Let autograd run through the step.
         fused: Update in one pass over memory: a C kernel on the CPU, a Triton kernel on CUDA. Where that is not
-            possible, a slower path with the same result is used, with one warning.
+            possible, a slower path with the same result is used, with one warning. None, the default, uses the C
+            kernel wherever it is possible (it is compiled once and kept in the user's cache) and torch's choice
+            elsewhere, without a warning.
         **gate_options: Deprecated: the fields of :class:`poprisk.Gate` one by one, ``strength=…`` for instance.
 
     Raises:

@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from poprisk.errors import BackendWarning
 from poprisk.optim._shards import PLAIN
 from poprisk.optim._updates import SCALE, GroupUpdate, ParamUpdate
-from poprisk.optim._validation import FUSED_DEVICES
 from poprisk.optim.backends import _foreach as foreach
 from poprisk.optim.backends import _forloop as forloop
 from poprisk.optim.backends import _torch_adamw as torch_adamw
@@ -40,13 +40,14 @@ def run(update: GroupUpdate) -> None:
 
 
 def _may_fuse(update: GroupUpdate) -> bool:
-    """Whether a single-pass kernel is wanted: if the user says so, and by default where the tensors allow it."""
+    """Whether a single-pass kernel is wanted: if the user says so, and by default on the CPU for plain tensors."""
     group = update.group
     if group["differentiable"] or group["fused"] is not None or group["foreach"] is not None:
         return bool(group["fused"]) and not group["differentiable"]
     devices = {p.local.device for p in update.params}
     plain = all(type(p.local) in PLAIN and type(p.grad) in PLAIN for p in update.params)
-    return plain and len(devices) == 1 and next(iter(devices)).type in FUSED_DEVICES
+    # on CUDA only with fused=True, until the kernels of normalized gates and averages have been tested on a GPU
+    return plain and devices == {torch.device("cpu")}
 
 
 def _run_unfused(update: GroupUpdate) -> None:
