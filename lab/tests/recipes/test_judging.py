@@ -148,7 +148,8 @@ def test_the_page_has_every_verdict(results, tmp_path):
     assert slots["winner"] == "AdamW, mean of the last 20%, least error on the block"
     assert slots["qualified"]
     assert "met: at or above tuned AdamW's best checkpoint on 1 of 1 noisy tasks" in slots["bars"]
-    assert "**missed**: swap test: 1 of 1" in slots["bars"].replace("\n ", "")
+    assert slots["swap_words"].startswith("1 of 1 pairs of a task and a learning rate are more than 5 points")
+    assert "**no**" in slots["swap"]
     assert slots["control_counts"] == {"tasks": 1, "above": 0, "below": 0}
     assert slots["waves"] == {}
     text = (results / "recipes.json").read_bytes()

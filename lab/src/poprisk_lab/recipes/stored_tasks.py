@@ -34,6 +34,7 @@ _NEAR = 0.5
 """Standard errors within which errors count as equal for KeepBest's choice; chosen on tasks of the study."""
 SEARCHES = ("labels", "teacher", "lorenz", "inr", "char_language", "cifar")
 """Stored results with a search for AdamW's settings."""
+_FAMILIES = ("digits", "fashion", "cifar10", "teacher", "char", "lorenz", "inr")
 _LABELS = {"worse_label": "worst", "random_label1": "random 1", "aggre_label": "aggregate", "clean_label": "clean"}
 _NETS = {"small": "small ResNet", "resnet18": "ResNet-18"}
 _ARMS = {
@@ -264,7 +265,8 @@ def _studied(results: Path) -> Iterator[StoredTask]:
     if stored is None:
         return
     searches = _searches(results)
-    for name, task in stored["tasks"].items():
+    for name in sorted(stored["tasks"], key=_family):
+        task = stored["tasks"][name]
         higher, metric = task["higher_is_better"], task["metric"]
         rows = tuple(_row(row, metric, higher, examples_of(task)) for row in task["rows"])
         search = searches.get(name)
@@ -274,6 +276,11 @@ def _studied(results: Path) -> Iterator[StoredTask]:
         else:
             last, top = _rated(rows, higher)
             yield StoredTask(name, metric, higher, task["clean"], rows, last, top, searched=False)
+
+
+def _family(name: str) -> tuple[int, str]:
+    places = [place for place, family in enumerate(_FAMILIES) if name.startswith(family)]
+    return min(places, default=len(_FAMILIES)), name
 
 
 def _row(row: Mapping[str, Any], metric: str, higher: bool, examples: int) -> StoredRow:
