@@ -57,7 +57,7 @@ def results(tmp_path):
 
 
 def test_a_recipe_reads_the_training_it_needs(results):
-    noisy, _ = stored_tasks(results)
+    _, noisy = stored_tasks(results)
     assert Recipe("adamw").values(noisy) == pytest.approx({0: 0.6, 1: 0.601, 2: 0.602})  # of all examples
     assert Recipe("adamw", "tail 0.2").values(noisy)[0] == pytest.approx(0.71)
     assert Recipe("adamw", "tail 0.2", "error").values(noisy)[0] == pytest.approx(0.8)  # held back, second moment
@@ -69,7 +69,7 @@ def test_a_recipe_reads_the_training_it_needs(results):
 
 
 def test_without_a_search_the_oracle_is_the_best_rate_and_schedule(results):
-    noisy, clean = stored_tasks(results)
+    clean, noisy = stored_tasks(results)
     assert not noisy.searched
     assert noisy.tuned_best[0] == pytest.approx(0.72)
     assert noisy.tuned_last[0] == pytest.approx(0.68)
@@ -83,14 +83,14 @@ def test_the_stored_search_is_the_oracle(results):
     rows = [searched(0.74, 0.75, ["last"]), searched(0.3, 0.77, ["best"])]
     study = {"task": {"config": {"noise": 0.4, "evaluations": 30}}, "rows": rows}
     (results / "labels.json").write_text(json.dumps({"result": {"studies": {"digits-40": study}}}))
-    noisy, clean = stored_tasks(results)
+    clean, noisy = stored_tasks(results)
     assert (noisy.searched, clean.searched) == (True, False)
     assert noisy.tuned_last == dict.fromkeys(SEEDS, 0.74)
     assert noisy.tuned_best == dict.fromkeys(SEEDS, 0.77)
     stored = json.loads((results / "recipes.json").read_text())
     stored["tasks"]["digits-40"]["task"] = {"config": {"noise": 0.6, "evaluations": 40}}
     (results / "recipes.json").write_text(json.dumps(stored))
-    assert not stored_tasks(results)[0].searched  # of another task
+    assert not stored_tasks(results)[1].searched  # of another task
 
 
 def test_the_winner_has_the_least_regret_among_those_that_lose_nothing(results):
@@ -170,7 +170,7 @@ def test_a_training_that_diverged_is_shown(results):
     (results / "recipes.json").write_text(json.dumps(stored))
     tasks = stored_tasks(results)
     assert judge(Recipe("sam"), tasks).regret == 100
-    assert Recipe("sam", "weights", "loss").values(tasks[0])[0] == 0.5  # the moments before
+    assert Recipe("sam", "weights", "loss").values(tasks[1])[0] == 0.5  # the moments before
     page_slots(results)
 
 

@@ -52,9 +52,8 @@ SOURCES = {
     "magma": "Magma (arXiv 2602.15322)",
     "rm3": "RM3, the median of three micro-batch gradients (arXiv 2003.07422)",
     "sam": "SAM with ρ = 0.05 (arXiv 2010.01412)",
-    "shuffled_gate": "the gate's openings shuffled over all weights, in lockstep with the gate",
 }
-"""Arms that the engine has from other papers, and the last control."""
+"""Arms that the engine has from other papers."""
 NOISY_BAR, RESNET_BAR, SWAP_BAR = 0.8, 83.0, 5.0
 
 
