@@ -48,6 +48,10 @@ class BackendWarning(PopRiskWarning):
     """The requested fast path is not available; a slower one with the same result is used."""
 
 
+class LiteralGateWarning(PopRiskWarning):
+    """A loaded optimizer state has a gate that is not normalized, so its learning rate is not in AdamW's units."""
+
+
 class RunError(PopRiskError, RuntimeError):
     """A training run cannot be recorded, resumed, opened or replayed as requested."""
 

@@ -27,8 +27,10 @@ class OptimizerInput:
     two_pass: bool = False
 
 
-ALGORITHM1 = {"lr": 1e-2, "weight_decay": 1e-2, "strength": 1.0}
-"""Numbers at which every gate passes enough to be compared; the defaults, a strong gate, are a row of their own."""
+ALGORITHM1 = {"lr": 1e-2, "weight_decay": 1e-2, "strength": 1.0, "normalize_gate": False}
+"""Numbers at which every gate passes enough to be compared; the defaults, a strong gate in AdamW's units, are a row of
+their own."""
+NORMALIZED = {**ALGORITHM1, "normalize_gate": True}
 INPUTS = (
     OptimizerInput("defaults"),
     OptimizerInput("Algorithm 1", ALGORITHM1),
@@ -50,7 +52,11 @@ INPUTS = (
     OptimizerInput("batch signal", {**ALGORITHM1, "signal": "batch", "alpha": 0.5}),
     OptimizerInput("maximize", {**ALGORITHM1, "maximize": True}),
     OptimizerInput("let non-finite through", {**ALGORITHM1, "skip_nonfinite": False}),
-    OptimizerInput("normalized", {**ALGORITHM1, "normalize_gate": True}, two_pass=True),
+    OptimizerInput("normalized", NORMALIZED),
+    OptimizerInput("normalized, calibrated", {**NORMALIZED, "alpha": "calibrated"}),
+    OptimizerInput("normalized, warm-up", {**NORMALIZED, "warmup_steps": 7}),
+    OptimizerInput("normalized, gated decay", {**NORMALIZED, "gated_decay": True, "weight_decay": 0.3}),
+    OptimizerInput("normalized, row", {**NORMALIZED, "granularity": "row"}, two_pass=True),
     OptimizerInput("row", {**ALGORITHM1, "granularity": "row"}, two_pass=True),
     OptimizerInput("tensor", {**ALGORITHM1, "granularity": "tensor"}, two_pass=True),
 )

@@ -26,10 +26,11 @@ def give(params, row):
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("gate", GATES)
-def test_mean_gate_and_active_fraction_are_the_last_step_s(gate, backend):
+@pytest.mark.parametrize("normalize", [False, True], ids=["literal", "AdamW's units"])
+def test_mean_gate_and_active_fraction_are_the_last_step_s(normalize, gate, backend):
     """From the state and the formulas of the gates, not from the library's own reading of it."""
     params = start()
-    optimizer = PopRiskAdamW(params, gate=Gate(gate, alpha=0.3, strength=2.0), **backend)
+    optimizer = PopRiskAdamW(params, gate=Gate(gate, alpha=0.3, strength=2.0, normalize=normalize), **backend)
     train(optimizer, params, stream(25))
     q = []
     for p in params:
@@ -41,6 +42,9 @@ def test_mean_gate_and_active_fraction_are_the_last_step_s(gate, backend):
             "snr": lambda m=m_hat, s=s_hat: snr_gate(m, s, 2.0),
         }
         q.append(gates[gate]().flatten())
+        if normalize:
+            *_, reference, kappa = state["gate_scale"]
+            q[-1] = kappa * ((q[-1] / reference).clamp(max=1) if reference else (q[-1] > 0).double())
     q = torch.cat(q)
     meters = optimizer.diagnostics()[0]
     assert 0.1 < q.mean() < 0.9
@@ -188,7 +192,13 @@ def test_looking_changes_nothing(backend):
 
 def test_a_group_without_a_gate_and_one_without_gradients():
     params = start()
-    optimizer = PopRiskAdamW([{"params": params[:1], "gate": None}, {"params": params[1:2]}, {"params": params[2:]}])
+    optimizer = PopRiskAdamW(
+        [
+            {"params": params[:1], "gate": None},
+            {"params": params[1:2], "gate": Gate(normalize=False)},
+            {"params": params[2:]},
+        ]
+    )
     train(optimizer, params, [[row[0], row[1], None] for row in stream(5)])
     open_, gated, idle = (m.to_floats() for m in optimizer.diagnostics())
     assert (open_["active_fraction"], open_["mean_gate"]) == (1.0, 1.0)

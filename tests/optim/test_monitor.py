@@ -67,10 +67,19 @@ def test_what_counts_as_closed_follows_the_strength():
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.3, 3.0])
-def test_the_default_gate_is_not_reported_at_its_work(mean):
-    """Its mean is far under 1% even on pure noise, which it passes in part: that is how strong it is."""
+def test_the_default_gate_moves_at_half_of_adamw_s_step_or_more(mean):
     params = parameters()
     optimizer = PopRiskAdamW(params, fused=True)
+    steps, _ = warned_at(optimizer, params, [mean] * 230)
+    assert steps == []
+    assert 0.45 < optimizer.overall_diagnostics().mean_gate <= 1.0
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 3.0])
+def test_the_literal_gate_is_not_reported_at_its_work(mean):
+    """Its mean is far under 1% even on pure noise, which it passes in part: that is how strong it is."""
+    params = parameters()
+    optimizer = PopRiskAdamW(params, gate=Gate(normalize=False), fused=True)
     steps, _ = warned_at(optimizer, params, [mean] * 230)
     assert steps == []
     assert optimizer.overall_diagnostics().mean_gate < (0.1 if mean else 0.01)
@@ -86,14 +95,18 @@ def test_groups_of_different_strength_are_judged_together():
     assert f"under {100 * sum(limits) / 2:.2g}% " in messages[0]
 
 
-def test_the_reported_value_is_the_measured_one():
-    """A few coordinates in a thousand with signal: the message says how many, as the meter does."""
+@pytest.mark.parametrize(("normalize", "low", "high"), [(False, 0.6, 0.9), (True, 1.8, 2.7)])
+def test_the_reported_value_is_the_measured_one(normalize, low, high):
+    """A few coordinates in a thousand with signal: the message says how many, as the meter does.
+
+    In AdamW's units each of them takes three times AdamW's step.
+    """
     p = nn.Parameter(torch.zeros(2000))
-    optimizer = PopRiskAdamW([p], gate="hard", fused=True)
+    optimizer = PopRiskAdamW([p], gate=Gate("hard", normalize=normalize), fused=True)
     mean = torch.where(torch.arange(2000) < 14, 5.0, 0.0)
     _, messages = warned_at(optimizer, [p], [mean] * 200)
     assert shown(messages[0]) == pytest.approx(100 * optimizer.diagnostics()[0].mean_gate.item(), abs=0.006)
-    assert 0.6 < shown(messages[0]) < 0.9
+    assert low < shown(messages[0]) < high
 
 
 @pytest.mark.parametrize("options", [{}, {"kind": "snr"}, {"granularity": "row"}, {"normalize": True}], ids=str)

@@ -1,5 +1,6 @@
 """State dicts: checks before loading, conversion from AdamW's, and conversion to AdamW's."""
 
+import warnings
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.errors import StateDictError
+from poprisk.errors import LiteralGateWarning, StateDictError
+from poprisk.optim._learning_rate import conversion
 from poprisk.optim._shards import is_sharded
-from poprisk.optim._updates import COUNTERS, MOMENTS, counts_on_device, state_dtype_of
+from poprisk.optim._updates import COUNTERS, MOMENTS, SCALE, counts_on_device, state_dtype_of
 from poprisk.optim._validation import check_group
+from poprisk.optim.rules._relative import first_scale
 
 REQUIRED = {"step", "exp_avg", "exp_avg_sq"}
-KNOWN = {*COUNTERS, *MOMENTS}
+KNOWN = {*COUNTERS, *MOMENTS, SCALE}
 ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused")
 Groups = list[dict[str, Any]]
 
@@ -30,11 +33,42 @@ def adopt(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     new_groups = []
     for saved, group in zip(saved_groups, groups, strict=True):
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        own |= {"normalize_gate": False} if ours else {}  # what a state dict without this entry means
         names = {k: saved[k] for k in ("params", "param_names") if k in saved}
         checked = {**own, **(saved if ours else names), "params": group["params"]}
         check_group(checked)  # and brings dtypes back from their names
         new_groups.append({**checked, "params": saved["params"]})
     return {**state_dict, "param_groups": new_groups}
+
+
+def warn_of_units(state_dict: Mapping[str, Any], groups: Groups) -> None:
+    """Warns if this optimizer's gate was normalized and the saved one, which replaces it, was not.
+
+    Version 0.1 had literal gates only; what it called ``normalize_gate`` divided by the mean of the same step.
+    """
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        if saved["gate"] is None or group["gate"] is None:
+            continue
+        if group["normalize_gate"] and not saved.get("normalize_gate", False):
+            warnings.warn(
+                f"this state was saved with a gate that is not normalized, as in version 0.1, and lr={saved['lr']}: "
+                "the run continues exactly as it was, so its learning rate is not in AdamW's units. To continue in "
+                "them, set normalize_gate=True and the new lr in each of optimizer.param_groups after loading; "
+                f"{conversion()}. To keep the gate as it was without this warning, create the optimizer with "
+                "gate=Gate(…, normalize=False)",
+                LiteralGateWarning,
+                stacklevel=3,
+            )
+            return
+        states = [state_dict["state"].get(index) or {} for index in saved["params"]]
+        if saved.get("normalize_gate") and any("step" in s and SCALE not in s for s in states):
+            warnings.warn(
+                "this state was saved with normalize_gate=True in version 0.1, where it divided the gate by its "
+                "mean in the same step: the run continues with the present rule (see poprisk.Gate)",
+                LiteralGateWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def _check_meaning(saved_groups: Groups, groups: Groups, _: Any) -> None:
@@ -59,7 +93,7 @@ def _check_complete(saved_groups: Groups, groups: Groups, states: Mapping[Any, A
             "optimizer the state_dict() of that"
         )
     for saved, group in zip(saved_groups, groups, strict=True):
-        for name, entry in (("gate", "var_step"), ("alpha", "var_gain")):
+        for name, entry in (("gate", "var_step"), ("alpha", "var_gain"), ("normalize_gate", SCALE)):
             known = [states.get(index) or {} for index in saved["params"]]
             lost = any("step" in s and entry not in s for s in known)
             if lost and _keeps(entry, saved) and not _keeps(entry, group):
@@ -70,9 +104,13 @@ def _check_complete(saved_groups: Groups, groups: Groups, states: Mapping[Any, A
 
 
 def _keeps(entry: str, group: Mapping[str, Any]) -> bool:
-    """Whether the states of a group have this counter."""
-    own = group.get("state") != "shared" if entry == "var_step" else group.get("alpha") == "calibrated"
-    return group["gate"] is not None and own
+    """Whether the states of a group have this entry."""
+    own = {
+        "var_step": group.get("state") != "shared",
+        "var_gain": group.get("alpha") == "calibrated",
+        SCALE: group.get("normalize_gate", False),
+    }
+    return group["gate"] is not None and own[entry]
 
 
 def is_ours(state_dict: Mapping[str, Any]) -> bool:
@@ -136,6 +174,8 @@ def _check_entry(index: Any, entry: Mapping[str, Any] | None, param: Tensor) -> 
         )
     if ("exp_var" in entry) != ("var_step" in entry):
         raise StateDictError(f"the state of parameter {index} has one of exp_var and var_step without the other")
+    if SCALE in entry and entry[SCALE].shape != (4,):
+        raise StateDictError(f"{SCALE} of parameter {index} must have 4 entries, got shape {tuple(entry[SCALE].shape)}")
     for name in MOMENTS:
         value = entry.get(name, param)
         if not isinstance(value, Tensor) or value.shape != param.shape:
@@ -161,6 +201,8 @@ def restore_dtypes(state: dict[Tensor, dict[str, Any]], saved: Mapping[str, Any]
             if name in COUNTERS:
                 counter = torch.as_tensor(value, dtype=torch.float64 if name == "var_gain" else torch.float32)
                 state[param][name] = counter.to(param.device if counts_on_device(group) else "cpu", copy=True)
+            elif name == SCALE:
+                state[param][name] = value.to(param.device, dtype=first_scale(param).dtype, copy=True)
             else:
                 dtype = value.dtype if ours else state_dtype_of(param, group, name)
                 copy = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)

@@ -15,13 +15,13 @@ RULE_OPTIONS = tuple(f.name for f in fields(Hyper) if f.name != "shared_state")
 class Defaults(Hyper):
     """Default of every entry of a parameter group of :class:`poprisk.PopRiskAdamW`: Algorithm 1's unless listed here.
 
-    Gate, strength, learning rate and weight decay are those that the lab's study ``default_choice`` ranks first.
+    Learning rate, betas, eps and weight decay are those of :class:`torch.optim.AdamW`.
     """
 
-    lr: float = 0.06
-    weight_decay: float = 5e-3
+    lr: float = 1e-3
     gate: GateName | None = Gate().kind
     strength: float = Gate().strength
+    normalize_gate: bool = Gate().normalize
     state: Literal["full", "shared"] = "full"
     state_dtype: Any = None
     maximize: bool = False

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from poprisk.errors import ClosedGateWarning, NonFiniteGradientWarning
-from poprisk.optim._learning_rate import FACTOR
-from poprisk.optim._updates import GroupUpdate, ParamUpdate, real, rule_state
+from poprisk.optim._learning_rate import FACTOR, WEAK_FACTOR
+from poprisk.optim._updates import SCALE, GroupUpdate, ParamUpdate, real, rule_state
 from poprisk.optim.rules._coefficients import Hyper
 from poprisk.optim.rules._population import PopulationState, current_gate
+from poprisk.optim.rules._relative import MOST
 
 CLOSED_BELOW = 0.02  # of a gate's value where signal equals noise
 PATIENCE = 200
@@ -85,11 +86,11 @@ class Monitor:
         if self.steps - self.closed_since >= PATIENCE and "closed" not in self.said:
             self.said.add("closed")
             warnings.warn(
-                f"the mean gate has been under {100 * limit:.2g}% for {PATIENCE} steps (now {100 * gate:.3g}%), a "
-                f"{1 / CLOSED_BELOW:.0f}th of 1/(1 + strength), its value where signal equals noise, so few "
-                "coordinates move. On noisy data this can be right. If the loss falls too slowly, raise lr (the "
-                f"default gate starts at {FACTOR} times AdamW's lr, see suggest_lr), lower Gate.strength with lr in "
-                "proportion, lower Gate.alpha (Gate(alpha='calibrated') is the break-even test), or use gate='snr'",
+                f"the mean gate has been under {100 * limit:.2g}% for {PATIENCE} steps (now {100 * gate:.3g}%), so few "
+                "coordinates move. On noisy data this can be right. If the loss falls too slowly, lower Gate.alpha "
+                "(Gate(alpha='calibrated') is the break-even test) or use gate='snr'. A gate with normalize=False also "
+                f"needs a larger lr than AdamW ({WEAK_FACTOR} times for a strength of 1, {FACTOR} times for 100); "
+                "normalize=True takes AdamW's",
                 ClosedGateWarning,
                 stacklevel=3,
             )
@@ -108,18 +109,23 @@ class Monitor:
 
 
 def closed_below(hyper: Hyper) -> float:
-    r"""The mean gate under which a group counts as closed: a fiftieth of its value where signal equals noise.
+    r"""The mean gate under which a group counts as closed.
 
     .. math:: \frac{0.02}{1 + \lambda}
 
-    A strong gate passes little, and a larger learning rate makes up for it: the limit is 1% at strength 1 and 0.02% at
-    100. The hard gate has no strength and counts as one of strength 1.
+    This is a fiftieth of the gate's value where signal equals noise. A strong gate passes little, and a larger learning
+    rate makes up for it: the limit is 1% at strength 1 and 0.02% at 100. The hard gate has no strength and counts as
+    one of strength 1. In AdamW's units the limit is 3%: 1% of the coordinates are open, with the largest κ.
 
+    >>> closed_below(Hyper(gate="snr", strength=100.0, normalize_gate=True))
+    0.03
     >>> closed_below(Hyper()), closed_below(Hyper(gate="hard", strength=100.0))
     (0.01, 0.01)
     >>> round(closed_below(Hyper(gate="snr", strength=100.0)), 6)
     0.000198
     """
+    if hyper.normalize_gate:
+        return MOST * CLOSED_BELOW / 2
     return CLOSED_BELOW / (1 + (1.0 if hyper.gate == "hard" else hyper.strength))
 
 
@@ -134,7 +140,10 @@ def sampled_gate(update: GroupUpdate) -> Tensor | None:
         return None
     params = sorted(params, key=lambda w: -w.local.numel())[:SAMPLE_TENSORS]
     params = [w for w in params if w.local.device == params[0].local.device]
-    if hyper.granularity != "element" or hyper.normalize_gate:
+    if hyper.normalize_gate:
+        scales = torch.stack([w.state[SCALE] for w in params])
+        return (scales[:, 1] * scales[:, 3]).mean().float()
+    if hyper.granularity != "element":
         states = [replace(rule_state(w, hyper), whole=None) for w in params]
         return torch.stack([current_gate(state, hyper).float().mean() for state in states]).mean()
     return current_gate(_sample(params, hyper), hyper).float().mean()

@@ -17,6 +17,7 @@ from poprisk.optim._step_average import StepAverage
 from poprisk.optim._validation import check_group
 from poprisk.optim.rules._coefficients import Hyper
 from poprisk.optim.rules._population import PopulationState, math_dtype
+from poprisk.optim.rules._relative import first_scale
 
 COUNTERS = ("step", "var_step", "var_gain")
 SCALE = "gate_scale"
@@ -195,6 +196,8 @@ def ensure_state(state: dict[str, Tensor], param: Tensor, group: dict[str, Any],
         state["exp_avg_sq"] = _zeros(param, group, "exp_avg_sq")
     if hyper.gate is None:
         return
+    if hyper.normalize_gate and SCALE not in state:
+        state[SCALE] = first_scale(param)
     if hyper.tracks_variance and "exp_var" not in state:
         state["exp_var"] = _zeros(param, group, "exp_var")
         state["var_step"] = _counter(param, group)
@@ -226,7 +229,8 @@ def rule_state(param: ParamUpdate, hyper: Hyper) -> PopulationState:
     m, v, s = real(state["exp_avg"]), real(state["exp_avg_sq"]), None
     if hyper.tracks_variance:
         s = real(state["exp_var"])
-    return PopulationState(m, v, s, *counts(state, hyper), param.key, param.observed, param.shard)
+    scale = state.get(SCALE) if hyper.in_adamw_units else None
+    return PopulationState(m, v, s, *counts(state, hyper), param.key, param.observed, param.shard, scale)
 
 
 def counts(state: dict[str, Tensor], hyper: Hyper) -> tuple[Scalar, Scalar, Scalar]:

@@ -117,10 +117,9 @@ def _check_modes(group: dict[str, Any]) -> None:
             raise HyperparameterError(f"`{mode}` does not support `differentiable`: use {mode}=None")
     if group["differentiable"] and any(is_sharded(p) for p in group["params"]):
         raise HyperparameterError("`differentiable` does not support sharded parameters (DTensor): gather them first")
-    pools = group["granularity"] != "element" or group["normalize_gate"]
-    if pools and any(getattr(p, "_fsdp_flattened", False) for p in group["params"]):
+    if group["granularity"] != "element" and any(getattr(p, "_fsdp_flattened", False) for p in group["params"]):
         raise HyperparameterError(
-            f"granularity={group['granularity']!r}, normalize_gate={group['normalize_gate']} pool over whole tensors, "
+            f"granularity={group['granularity']!r} pools over whole tensors, "
             "got the flattened parts of FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2), or gates by element"
         )
     if group["fused"]:

@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.optim._updates import GroupUpdate, ParamUpdate, number, real, rule_state, set_counts
+from poprisk.optim._shards import coordinates
+from poprisk.optim._updates import SCALE, GroupUpdate, ParamUpdate, number, real, rule_state, set_counts
 from poprisk.optim.backends import _forloop as forloop
 from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
 from poprisk.optim.rules._population import math_dtype, usable_limit
+from poprisk.optim.rules._relative import factor
 
 Tensors = list[Tensor]
 Scalars = Sequence[Any]
 
 
 def can_serve(update: GroupUpdate, param: ParamUpdate) -> bool:
-    """Gates per element on tensors of one dtype; pooled or normalized gates and low-precision states use the rule."""
-    pooled = update.hyper.granularity != "element" or update.hyper.normalize_gate
-    if pooled or update.found_inf is not None or not param.local.numel():
+    """Gates per element on tensors of one dtype; pooled gates and low-precision states use the rule."""
+    if update.hyper.granularity != "element" or update.found_inf is not None:
         return False
     dtype = real(param.local).dtype
     moments = [param.state[name] for name in ("exp_avg", "exp_avg_sq", "exp_var") if name in param.state]
@@ -30,19 +31,34 @@ def can_serve(update: GroupUpdate, param: ParamUpdate) -> bool:
 def step(update: GroupUpdate) -> None:
     """One step for the group: lists of one device, dtype and step count at a time."""
     batches: dict[Any, list[ParamUpdate]] = defaultdict(list)
+    means = Means()
     for param in update.params:
         if not can_serve(update, param):
             forloop.step_one(update, param)
+            continue
+        if not param.local.numel():
+            _step_empty(update, param, means)
             continue
         counters = [number(param.state[name]) for name in ("step", "var_step") if name in param.state]
         on_device = any(isinstance(c, Tensor) for c in counters)
         kind = (param.local.device, real(param.local).dtype, param.variance is None)
         batches[(*kind, None if on_device else tuple(counters))].append(param)
     for batch in batches.values():
-        _step_batch(update, batch)
+        _step_batch(update, batch, means)
+    means.write()
 
 
-def _step_batch(update: GroupUpdate, params: list[ParamUpdate]) -> None:
+def _step_empty(update: GroupUpdate, param: ParamUpdate, means: "Means") -> None:
+    """A process that holds nothing of a parameter counts along, and takes part in the means over all processes."""
+    state = rule_state(param, update.hyper)
+    c = advance(update.hyper, state.step, state.var_step, state.gain, observed=param.variance is not None)
+    set_counts(param.state, c.step, c.var_step, c.gain)
+    if update.hyper.in_adamw_units:
+        q = [real(param.local).reshape(-1)]
+        means.to_adamw_units(q, [param])
+
+
+def _step_batch(update: GroupUpdate, params: list[ParamUpdate], means: "Means") -> None:
     hyper = update.hyper
     states = [rule_state(w, hyper) for w in params]
     observed = params[0].variance is not None
@@ -58,7 +74,10 @@ def _step_batch(update: GroupUpdate, params: list[ParamUpdate]) -> None:
         _average_(s, deviation, c.s_new, keep)
     _average_(m, g, [1 - hyper.betas[0]] * len(m), keep)
     _average_(v, list(torch._foreach_mul(g, g)), [1 - hyper.betas[1]] * len(v), keep)
-    move = _move(weights, m, v, s, g, c, hyper)
+    q = _gates(m, v, s, g, c, hyper)
+    if hyper.in_adamw_units:
+        means.to_adamw_units(q, params)
+    move = _move(weights, m, v, q, c, hyper)
     if keep is not None:
         torch._foreach_mul_(move, keep)
     torch._foreach_mul_(move, -hyper.lr)
@@ -111,23 +130,19 @@ def _average_(average: Tensors, sample: Tensors, weight: Scalars, keep: Tensors 
     torch._foreach_add_(average, change)
 
 
-def _move(weights: Tensors, m: Tensors, v: Tensors, s: Tensors, g: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
-    """Q m̂ / (√v̂ + ϵ) + λ_wd w (lines 9 and 10 without the learning rate)."""
-    m_hat = torch._foreach_mul(m, c.m_debias)
+def _move(weights: Tensors, m: Tensors, v: Tensors, q: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
+    """Q m̂ / (√v̂ + ϵ) + λ_wd w (lines 9 and 10 without the learning rate); no gates are open ones."""
     move = torch._foreach_mul(v, c.v_debias)
     torch._foreach_sqrt_(move)
     torch._foreach_add_(move, hyper.eps)
     torch._foreach_clamp_min_(move, torch.finfo(move[0].dtype).tiny)  # no 0/0 where eps is 0
     torch._foreach_reciprocal_(move)
-    torch._foreach_mul_(move, m_hat)
-    q = None
-    if hyper.gate is not None:
-        signal = g if hyper.signal == "batch" else m_hat
-        q = _gate(list(signal), _variance(m, v, s, c, hyper), c, hyper)
+    torch._foreach_mul_(move, torch._foreach_mul(m, c.m_debias))
+    if q:
         torch._foreach_mul_(move, q)
     if hyper.weight_decay:
         decay = torch._foreach_mul(weights, hyper.weight_decay)
-        if hyper.gated_decay and q is not None:
+        if hyper.gated_decay and q:
             torch._foreach_mul_(decay, q)
         torch._foreach_add_(move, decay)
     return list(move)
@@ -145,8 +160,12 @@ def _variance(m: Tensors, v: Tensors, s: Tensors, c: "_Lists", hyper: Hyper) -> 
     return list(s_hat)
 
 
-def _gate(signal: Tensors, s_hat: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
-    """Line 9 on lists; s_hat is used up."""
+def _gates(m: Tensors, v: Tensors, s: Tensors, g: Tensors, c: "_Lists", hyper: Hyper) -> Tensors:
+    """Line 9 on lists; none without a gate."""
+    if hyper.gate is None:
+        return []
+    signal = g if hyper.signal == "batch" else torch._foreach_mul(m, c.m_debias)
+    s_hat = _variance(m, v, s, c, hyper)
     q = torch._foreach_mul(signal, signal)
     if hyper.gate in ("hard", "soft"):
         torch._foreach_sub_(q, torch._foreach_mul(s_hat, c.alpha))
@@ -160,6 +179,51 @@ def _gate(signal: Tensors, s_hat: Tensors, c: "_Lists", hyper: Hyper) -> Tensors
         torch._foreach_clamp_min_(s_hat, torch.finfo(q[0].dtype).tiny)
         torch._foreach_div_(q, s_hat)
     return c.decide(list(q))
+
+
+class Means:
+    """Gates in AdamW's units on lists, and the means that the next step needs, over the processes that share a tensor.
+
+    Parameters that are sharded alike add up their sums at once; see :mod:`poprisk.optim.rules._relative`.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[ParamUpdate, Tensor]] = []
+
+    def to_adamw_units(self, q: Tensors, params: list[ParamUpdate]) -> None:
+        """Turns the gates into what multiplies AdamW's step, in place."""
+        scales = torch.stack([p.state[SCALE] for p in params])
+        sums = [torch._foreach_norm(q, 1, scales.dtype)]  # gates are not negative
+        kappa = factor(scales[:, 1])
+        reference = scales[:, 0].clamp(min=torch.finfo(q[0].dtype).tiny)  # any open gate is then above it
+        torch._foreach_div_(q, _numbers(reference, q[0].dtype))
+        torch._foreach_clamp_max_(q, 1.0)
+        sums.append(torch._foreach_norm(q, 1, scales.dtype))
+        torch._foreach_mul_(q, _numbers(kappa, q[0].dtype))
+        after = torch.stack([*(torch.stack(list(each)) for each in sums), scales[:, 0], kappa], -1)
+        self.waiting += zip(params, after.unbind(), strict=True)
+
+    def write(self) -> None:
+        """Adds up over the processes and keeps the means."""
+        shared: dict[Any, list[tuple[ParamUpdate, Tensor]]] = defaultdict(list)
+        for param, after in self.waiting:
+            if param.shard is not None:
+                shared[(param.shard.mesh, param.shard.mesh_axes, after.device)].append((param, after))
+        for entries in shared.values():
+            shard: Any = entries[0][0].shard
+            total = torch.stack([after[:2] for _, after in entries])
+            shard.add_up(total, shard.mesh_axes)
+            for (_, after), sums in zip(entries, total.unbind(), strict=True):
+                after[:2] = sums
+        for param, after in self.waiting:
+            after[:2] /= max(1, coordinates(param.parameter))
+        if self.waiting:
+            torch._foreach_copy_([p.state[SCALE] for p, _ in self.waiting], [after for _, after in self.waiting])
+
+
+def _numbers(x: Tensor, dtype: torch.dtype) -> list[Any]:
+    """The entries of a vector: numbers if it is on the host, otherwise 0-dim tensors, so that nothing waits."""
+    return x.tolist() if x.device.type == "cpu" else list(x.to(dtype).unbind())
 
 
 class _Lists:

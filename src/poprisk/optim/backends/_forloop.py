@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poprisk.optim._updates import GroupUpdate, ParamUpdate, real, rule_state, set_counts
+from poprisk.optim._updates import SCALE, GroupUpdate, ParamUpdate, real, rule_state, set_counts
 from poprisk.optim.rules._population import PopulationState, is_usable, population_step
 
 
@@ -39,7 +39,7 @@ def step_one(update: GroupUpdate, param: ParamUpdate) -> None:
 
 def _write(update: GroupUpdate, param: ParamUpdate, new: PopulationState) -> None:
     """Into the tensors that are there, or beside them where a graph must survive (``differentiable``)."""
-    moments = {"exp_avg": new.m, "exp_avg_sq": new.v, "exp_var": new.s}
+    moments = {"exp_avg": new.m, "exp_avg_sq": new.v, "exp_var": new.s, SCALE: new.scale}
     for name, value in moments.items():
         if value is None:
             continue
@@ -64,6 +64,6 @@ def _unless(
         kept = before.to(like) if isinstance(before, Tensor) else torch.full_like(like, before)
         return torch.where(skip, kept, like)
 
-    names = ("m", "v", "s", "step", "var_step", "gain")
+    names = ("m", "v", "s", "scale", "step", "var_step", "gain")
     fields: dict[str, Any] = {name: pick(getattr(old[1], name), getattr(new[1], name)) for name in names}
     return pick(old[0], new[0]), replace(new[1], **fields)

@@ -22,7 +22,7 @@ Signal = Literal["ema", "batch"]
 class Hyper:
     """Algorithm 1's *Require* line, and the options beside it. Plain numbers; validated by whoever takes user input."""
 
-    lr: Scalar = 1e-2  # ten times AdamW's, as suits Algorithm 1: see docs/learning_rate.md
+    lr: Scalar = 1e-2  # ten times AdamW's, as suits the literal gate of Algorithm 1
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2

@@ -16,6 +16,7 @@ from poprisk._core.types import Linearization, Scalar
 from poprisk.errors import HyperparameterError
 from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance, current, per_member
 from poprisk.optim.rules._gates import evaluate_gate
+from poprisk.optim.rules._relative import first_scale, in_adamw_units, to_adamw_units
 from poprisk.optim.rules._rounding import round_stochastically, rounding_bits, rounding_seed
 
 
@@ -37,7 +38,10 @@ class PopulationState:
     ``s`` is None without a gate and when it follows from m and v (``shared_state``). ``gain`` is what s would be under
     white noise of unit variance; the calibrated threshold divides by it. ``key`` seeds stochastic rounding.
     ``observed`` says whether the last variance was given from outside. ``whole`` is set if the tensor is one
-    process's part of a larger one; pooled and normalized gates then pool over all parts.
+    process's part of a larger one; pooled and normalized gates then pool over all parts. ``scale`` is what a normalized
+    gate remembers, [4], or [members, 4] if the first axis holds several trainings: the means of the gate and of its
+    ratios in the last step, and the reference and the factor κ used in it (:mod:`poprisk.optim.rules._relative`); None
+    without ``normalize_gate``.
     """
 
     m: Float[Tensor, "*shape"]
@@ -49,12 +53,14 @@ class PopulationState:
     key: int = 0
     observed: bool = False
     whole: Whole | None = None
+    scale: Float[Tensor, "*members 4"] | None = None
 
 
 def initial_state(w: Float[Tensor, "*shape"], hyper: Hyper) -> PopulationState:
     """Line 1: m, v, s ← 0, in float32 or better."""
     zeros = torch.zeros_like(w, dtype=math_dtype(w.dtype))
-    return PopulationState(zeros, zeros.clone(), zeros.clone() if hyper.tracks_variance else None)
+    scale = first_scale(zeros) if hyper.in_adamw_units else None
+    return PopulationState(zeros, zeros.clone(), zeros.clone() if hyper.tracks_variance else None, scale=scale)
 
 
 def population_step(
@@ -103,7 +109,8 @@ def population_step(
 class Direction:
     r"""What one gradient does to the state, before learning rate and decay are applied.
 
-    ``update`` is :math:`q \odot \hat m/(\sqrt{\hat v}+\epsilon)`, ``gate`` q, ``usable`` marks the coordinates that
+    ``update`` is :math:`q \odot \hat m/(\sqrt{\hat v}+\epsilon)`, ``gate`` q (if normalized, in AdamW's units),
+    ``usable`` marks the coordinates that
     move (None: all of them).
     """
 
@@ -144,11 +151,14 @@ def population_direction(
     if usable is not None:  # before the gate, which may pool coordinates
         m, v = torch.where(usable, m, m_prev), torch.where(usable, v, v_prev)
         s = s if s is None or state.s is None else torch.where(usable, s, state.s.to(work))
-    q = _gate(m, v, s, g_t, c, h, state.whole)  # lines 8 and 9
+    q, scale = _gate(m, v, s, g_t, c, h, state.whole), None  # lines 8 and 9
+    if hyper.in_adamw_units:
+        q, scale = to_adamw_units(q, first_scale(m) if state.scale is None else state.scale, state.whole)
     update = q * (m * c.m_debias) / _denominator(v * c.v_debias, h)
     v_out, s_out = _round(v, s, state, c)
     moments = (m.to(state.m.dtype), v_out, s_out)
-    new_state = PopulationState(*moments, c.step, c.var_step, c.gain, state.key, variance is not None, state.whole)
+    counters = (c.step, c.var_step, c.gain)
+    new_state = PopulationState(*moments, *counters, state.key, variance is not None, state.whole, scale)
     return Direction(update, q, usable, new_state)
 
 
@@ -162,16 +172,19 @@ def linearize(state: PopulationState, hyper: Hyper) -> Linearization:
             'linearize needs signal="ema", got "batch": that gate was decided on a gradient that is gone after the step'
         )
     m, v, s, c = _stored(state, hyper)
-    q = _gate(m, v, s, m, c, hyper, state.whole)
+    q = _last_gate(state, m, v, s, c, hyper)
     M = hyper.lr * q * c.m_debias / _denominator(v * c.v_debias, hyper)
     decay = hyper.lr * hyper.weight_decay
     return Linearization(M, hyper.betas[0], decay * q if hyper.gated_decay else decay, 0.0)
 
 
 def current_gate(state: PopulationState, hyper: Hyper) -> Float[Tensor, "*shape"]:
-    """The gate q of the step just taken (with ``signal="batch"``: the one of the averaged signal)."""
+    """What multiplied AdamW's step in the step just taken (with ``signal="batch"``: for the averaged signal).
+
+    This is the gate q, with ``normalize_gate`` in AdamW's units.
+    """
     m, v, s, c = _stored(state, hyper)
-    return _gate(m, v, s, None, c, replace(hyper, signal="ema"), state.whole)
+    return _last_gate(state, m, v, s, c, replace(hyper, signal="ema"))
 
 
 def debiased_variance(state: PopulationState, hyper: Hyper) -> Float[Tensor, "*shape"]:
@@ -230,10 +243,15 @@ def _gate(
         q = torch.where(c.open_gate.isnan(), q, c.open_gate.to(q.dtype))
     elif c.open_gate == c.open_gate:
         q = torch.full_like(m, c.open_gate)
-    if hyper.normalize_gate:
-        mean = q.mean() if whole is None else whole.means((q,), tuple(range(q.dim())))[0]
-        q = q / mean.clamp(min=torch.finfo(q.dtype).tiny)
     return q
+
+
+def _last_gate(state: PopulationState, m: Tensor, v: Tensor, s: Tensor | None, c: Coefficients, hyper: Hyper) -> Tensor:
+    """The gate of a stored state's last step, in AdamW's units if it is normalized."""
+    q = _gate(m, v, s, None, c, hyper, state.whole)
+    if not hyper.in_adamw_units:
+        return q
+    return in_adamw_units(q, first_scale(m) if state.scale is None else state.scale)
 
 
 def _means(xs: Sequence[Tensor], dims: tuple[int, ...], whole: Whole | None) -> list[Tensor]:
