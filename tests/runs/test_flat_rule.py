@@ -22,24 +22,30 @@ from poprisk.runs._training import train
 OPTIMIZERS = {
     **{name: make for name, make in LINEARIZED.items() if "amsgrad" not in name},
     "poprisk tensor": partial(
-        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1, granularity="tensor"), weight_decay=0.01, lr=0.05
+        PopRiskAdamW,
+        gate=Gate("soft", strength=1.0, alpha=0.1, granularity="tensor", normalize=False),
+        weight_decay=0.01,
+        lr=0.05,
     ),
     "poprisk calibrated paper": partial(
-        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated"), weight_decay=0.01, lr=0.05
+        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated", normalize=False), weight_decay=0.01, lr=0.05
     ),
     "poprisk hard rows calibrated": partial(
         PopRiskAdamW,
         weight_decay=0.01,
         lr=0.05,
-        gate=Gate("hard", alpha="calibrated", granularity="row", warmup_steps=2),
+        gate=Gate("hard", alpha="calibrated", granularity="row", warmup_steps=2, normalize=False),
     ),
     "poprisk gated decay": partial(
-        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1, gated_decay=True), lr=0.05, weight_decay=0.3
+        PopRiskAdamW,
+        gate=Gate("soft", strength=1.0, alpha=0.1, gated_decay=True, normalize=False),
+        lr=0.05,
+        weight_decay=0.3,
     ),
 }
 POOLED = {
     "poprisk gated decay rows",
-    "poprisk foreach",
+    "poprisk relative decay rows",
     "poprisk tensor",
     "poprisk hard rows calibrated",
 }
@@ -143,7 +149,7 @@ def test_options_that_begin_late():
         (partial(AdamW, lr=0.05), ["exp_avg", "exp_avg_sq"]),
         (
             partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha="calibrated"), weight_decay=0.01, lr=0.05),
-            ["exp_avg", "exp_avg_sq", "exp_var"],
+            ["exp_avg", "exp_avg_sq", "exp_var", "q", "r"],
         ),
     ],
 )
@@ -170,11 +176,19 @@ def test_a_recording_that_starts_in_the_middle(make, saved):
     weights, state = run_again(problem, run)
     assert_recorded(weights, run)
     for vector, key in zip(state, saved, strict=True):  # the states too, not only what they make of the weights
-        expected = torch.cat([optimizer.state[p][key].reshape(-1) for p in model.parameters()])
+        place = {"q": 0, "r": 1}.get(key)
+        states = [optimizer.state[p] for p in model.parameters()]
+        if place is not None:
+            sizes = [p.numel() for p in model.parameters()]
+            expected = torch.cat([s["gate_scale"][place].expand(n) for s, n in zip(states, sizes, strict=True)])
+        else:
+            expected = torch.cat([s[key].reshape(-1) for s in states])
         torch.testing.assert_close(vector, expected, rtol=1e-11, atol=1e-16)
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd nesterov", "adam decay", "poprisk snr", *sorted(POOLED)])
+@pytest.mark.parametrize(
+    "name", ["sgd", "sgd nesterov", "adam decay", "poprisk snr", "poprisk default", *sorted(POOLED)]
+)
 def test_members_in_front_and_vmap(name):
     """A row for each member, with or without vmap, is each member by itself; so are frozen gates."""
     problem = classification()
@@ -219,7 +233,9 @@ def test_derivatives_are_those_of_differences(name):
 
 
 @forward_mode
-@pytest.mark.parametrize("name", ["poprisk soft", "poprisk gated decay", "poprisk gated decay rows", "poprisk hard"])
+@pytest.mark.parametrize("name", [
+    "poprisk soft", "poprisk gated decay", "poprisk gated decay rows", "poprisk hard", "poprisk default"
+])  # fmt: skip
 def test_the_gate_of_the_step_gives_the_step(name):
     problem = classification()
     run, _ = record(problem, OPTIMIZERS[name], steps=6)
@@ -229,7 +245,7 @@ def test_the_gate_of_the_step_gives_the_step(name):
     for k in range(6):
         g = batch_gradient(problem, run, k, w)
         q = rule.gate(k, w, g, state)
-        assert bool(((q >= 0) & (q <= 1)).all())
+        assert bool(((q >= 0) & (q <= (3 if name == "poprisk default" else 1))).all())
         opened = max(opened, q.mean().item())
         expected, _ = rule.step(k, w, g, state)
         frozen, _ = rule.step(k, w, g, state, gate=q)
@@ -248,6 +264,7 @@ def test_state_names():
     problem = classification()
     expected = {"sgd": (), "sgd momentum": ("momentum",), "adam": ("m", "v"), "poprisk no gate": ("m", "v")}
     expected |= {"poprisk soft": ("m", "v", "s"), "poprisk shared": ("m", "v")}
+    expected |= {"poprisk default": ("m", "v", "s", "q", "r"), "poprisk relative shared": ("m", "v", "q", "r")}
     for name, names in expected.items():
         run, _ = record(problem, OPTIMIZERS[name], steps=1)
         assert flat_rule(run).state_names == names

@@ -35,28 +35,38 @@ OPTIMIZERS = {
     "adamw loop": partial(AdamW, lr=0.05, weight_decay=0.2, foreach=False),
     "adamw foreach": partial(AdamW, lr=0.05, weight_decay=0.2, foreach=True),
     "adamw fused": partial(AdamW, lr=0.05, weight_decay=0.2, fused=True),
-    "poprisk soft": partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1), weight_decay=0.01, lr=0.05),
-    "poprisk hard": partial(PopRiskAdamW, weight_decay=0.01, lr=0.05, gate=Gate("hard", alpha=0.1)),
-    "poprisk snr": partial(PopRiskAdamW, gate=Gate("snr", strength=1.0), weight_decay=0.01, lr=0.05),
+    "poprisk soft": partial(
+        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1, normalize=False), weight_decay=0.01, lr=0.05
+    ),
+    "poprisk hard": partial(PopRiskAdamW, weight_decay=0.01, lr=0.05, gate=Gate("hard", alpha=0.1, normalize=False)),
+    "poprisk snr": partial(PopRiskAdamW, gate=Gate("snr", strength=1.0, normalize=False), weight_decay=0.01, lr=0.05),
     "poprisk calibrated": partial(
         PopRiskAdamW,
-        gate=Gate("soft", strength=1.0, alpha="calibrated", centering="corrected"),
+        gate=Gate("soft", strength=1.0, alpha="calibrated", centering="corrected", normalize=False),
         weight_decay=0.01,
         lr=0.05,
     ),
     "poprisk gated decay rows": partial(
         PopRiskAdamW,
-        gate=Gate("soft", strength=1.0, alpha=0.1, gated_decay=True, granularity="row"),
+        gate=Gate("soft", strength=1.0, alpha=0.1, gated_decay=True, granularity="row", normalize=False),
         weight_decay=0.01,
         lr=0.05,
     ),
     "poprisk shared": partial(
         PopRiskAdamW,
-        gate=Gate("soft", strength=1.0, alpha=0.1, rho=0.9),
+        gate=Gate("soft", strength=1.0, alpha=0.1, rho=0.9, normalize=False),
         weight_decay=0.01,
         lr=0.05,
         state="shared",
         betas=(0.9, 0.9),
+    ),
+    "poprisk default": partial(PopRiskAdamW, lr=0.05),
+    "poprisk relative hard": partial(PopRiskAdamW, gate=Gate("hard", alpha=0.1), lr=0.05),
+    "poprisk relative decay rows": partial(
+        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1, gated_decay=True, granularity="row"), lr=0.05
+    ),
+    "poprisk relative shared": partial(
+        PopRiskAdamW, gate=Gate("snr", rho=0.9, warmup_steps=2), lr=0.05, state="shared", betas=(0.9, 0.9)
     ),
     "poprisk no gate": partial(PopRiskAdamW, weight_decay=0.01, lr=0.05, gate=None),
     "poprisk foreach": partial(

@@ -27,6 +27,7 @@ from poprisk.optim.rules._population import (
     linearize,
     population_step,
 )
+from poprisk.optim.rules._relative import first_scale
 from poprisk.optim.rules._sgd import linearize_sgd, sgd_options, sgd_step
 from poprisk.optim.rules._threshold import Centering
 

@@ -3,6 +3,7 @@ r"""The optimizer of a run as a pure function of flat vectors, for derivatives, 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from poprisk.optim import (
     adam_step,
     advance,
     current_gate,
+    first_scale,
     hyper_of,
     is_usable,
     linearize,
@@ -56,9 +58,13 @@ class FlatRule(ABC):
     """
 
     state_names: tuple[str, ...]
-    """The state vectors by name: ``()``, ``("momentum",)``, ``("m", "v")`` or ``("m", "v", "s")``."""
+    """The state vectors by name: ``()``, ``("momentum",)``, ``("m", "v")`` or ``("m", "v", "s")``; a gate in AdamW's
+    units adds ``"q"`` and ``"r"``, the means of the gate and of its ratios over each tensor."""
     elementwise: bool
-    """Whether each weight's step depends on that weight alone (false if a gate is pooled over rows or tensors)."""
+    """Whether each weight's step depends on that weight alone, apart from the means in :attr:`averaged` (false if a
+    gate is pooled over rows or tensors)."""
+    averaged: tuple[str, ...] = ()
+    """The state vectors that :meth:`average` averages over each tensor at the end of a step."""
     _saved: ClassVar[dict[str, str]]
     """The optimizer's name for each state vector."""
 
@@ -67,6 +73,7 @@ class FlatRule(ABC):
         self._options = options_by_step(run)
         every_option = distinct(self._options)
         self.state_names = self._names_of(every_option)
+        self.averaged = tuple(name for name in ("q", "r") if name in self.state_names)
         self.elementwise = all(self._is_elementwise(options) for options in every_option)
         start = run.checkpoint(0)
         self._start = {name: checkpoint._state_of(start, name) for name in self._layout.names}
@@ -88,6 +95,7 @@ class FlatRule(ABC):
         state: State,
         *,
         gate: Float[Tensor, "*members d"] | None = None,
+        averages: bool = True,
     ) -> tuple[Float[Tensor, "*members d"], State]:
         """Step k of the run, with these weights, this gradient and this state in place of the recorded ones.
 
@@ -98,6 +106,7 @@ class FlatRule(ABC):
             state: State vectors before the step, in the order of :attr:`state_names`.
             gate: Gate to use instead of the one computed from the state, e.g. :meth:`gate` of the recorded step. Rules
                 without a gate ignore it.
+            averages: Whether to apply :meth:`average` to the state; False leaves what is averaged, weight by weight.
 
         Returns:
             Weights and state after the step.
@@ -109,15 +118,28 @@ class FlatRule(ABC):
         self._check(k, w, g, state)
         if not self.elementwise and w.dim() > 1:
             axes = (0, 0, None if gate is None else 0, *[0] * len(state))
-            return vmap(lambda w, g, q, *state: self.step(k, w, g, state, gate=q), axes)(w, g, gate, *state)
+            one = partial(self.step, k, averages=averages)
+            return vmap(lambda w, g, q, *state: one(w, g, state, gate=q), axes)(w, g, gate, *state)
         moved = []
         for piece, past in zip(self._pieces, self._past(k), strict=True):
             given = None if gate is None else self._shaped(piece, gate)
             parts = [self._shaped(piece, x) for x in (w, g, *state)]
             new_w, new_state = self._move(self._options[k][piece.group], past, parts[0], parts[1], parts[2:], given)
             moved.append([x.reshape(piece.of(w).shape) for x in (new_w, *new_state)])
-        joined = [x[0] if len(x) == 1 else torch.cat(x, -1) for x in zip(*moved, strict=True)]
-        return joined[0], tuple(joined[1:])
+        new_w, *after = (x[0] if len(x) == 1 else torch.cat(x, -1) for x in zip(*moved, strict=True))
+        return new_w, self.average(after) if averages else tuple(after)
+
+    def average(self, state: Sequence[Tensor]) -> State:
+        """State vectors in which those in :attr:`averaged` are replaced by their means over each tensor.
+
+        The map is linear and symmetric, and mapping twice is mapping once.
+        """
+        named = zip(self.state_names, state, strict=True)
+        return tuple(self._means(x) if name in self.averaged else x for name, x in named)
+
+    def _means(self, x: Float[Tensor, "*members d"]) -> Float[Tensor, "*members d"]:
+        parts = x.split(self._layout.sizes, -1)
+        return torch.cat([part.mean(-1, keepdim=True).expand_as(part) for part in parts], -1)
 
     def gate(
         self, k: int, w: Float[Tensor, "*members d"], g: Float[Tensor, "*members d"], state: State
@@ -170,7 +192,11 @@ class FlatRule(ABC):
 
     def _first_state(self, name: str) -> Tensor:
         layout, key = self._layout, self._saved[name]
-        pairs = zip(layout.names, layout.sizes, strict=True)
+        pairs = list(zip(layout.names, layout.sizes, strict=True))
+        if name in self.averaged:
+            place = self.averaged.index(name)
+            scales = [self._start[owner].get(key, first_scale(torch.zeros(()))) for owner, _ in pairs]
+            return layout.flatten([x[place].expand(size) for x, (_, size) in zip(scales, pairs, strict=True)])
         zero = torch.zeros((), dtype=layout.dtype)
         return layout.flatten([self._start[owner].get(key, zero.expand(size)) for owner, size in pairs])
 
@@ -241,19 +267,19 @@ class _AdamRule(FlatRule):
 class _PopulationRule(FlatRule):
     """PopRiskAdamW, by :func:`poprisk.optim.rules.population_step`."""
 
-    _saved: ClassVar = {"m": "exp_avg", "v": "exp_avg_sq", "s": "exp_var"}
+    _saved: ClassVar = {"m": "exp_avg", "v": "exp_avg_sq", "s": "exp_var", "q": "gate_scale", "r": "gate_scale"}
 
     @staticmethod
     def _names_of(every_option: Sequence[Options]) -> tuple[str, ...]:
         hypers = [hyper_of(dict(options)) for options in every_option]
         if any(options["state_dtype"] for options in every_option):
             raise RunError("a state_dtype, which rounds at random, is not supported here: train with state_dtype=None")
-        return ("m", "v", "s") if any(hyper.tracks_variance for hyper in hypers) else ("m", "v")
+        s = ("s",) if any(hyper.tracks_variance for hyper in hypers) else ()
+        return ("m", "v", *s, *(("q", "r") if any(hyper.in_adamw_units for hyper in hypers) else ()))
 
     @staticmethod
     def _is_elementwise(options: Options) -> bool:
-        pooled = options["granularity"] != "element" or options["normalize_gate"]
-        return options["gate"] is None or not pooled
+        return options["gate"] is None or options["granularity"] == "element"
 
     @staticmethod
     def _advance(past: Past, options: Options) -> Past:
@@ -274,22 +300,26 @@ class _PopulationRule(FlatRule):
         if gate is not None and hyper.gate is not None:
             moved = _with_gate(gate, w, g, after, hyper)
         vectors = [after.m, after.v]
-        if len(state) == 3:
+        if "s" in self.state_names:
             vectors.append(state[2] if after.s is None else after.s)
+        if self.averaged:  # each weight's own gate and ratio: their means follow
+            vectors += state[-2:] if after.scale is None else after.scale[..., :2].unbind(-1)
         return moved, vectors
 
     def _gate_of(self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor]) -> Tensor:
         hyper, before = self._before(options, past, state)
         return current_gate(population_step(w, g, before, hyper)[1], hyper)
 
-    @staticmethod
-    def _before(options: Options, past: Past, state: Sequence[Tensor]) -> tuple[Hyper, PopulationState]:
+    def _before(self, options: Options, past: Past, state: Sequence[Tensor]) -> tuple[Hyper, PopulationState]:
         hyper = hyper_of(dict(options))
         begun = _begin_variance(past, hyper)
         s = state[2] if hyper.tracks_variance else None
         if s is not None and begun != past:  # the optimizer creates s at its first gated step
             s = torch.zeros_like(s)
-        return hyper, PopulationState(state[0], state[1], s, *_counts(begun, hyper))
+        scale = None
+        if hyper.in_adamw_units:  # one scale for each weight
+            scale = torch.stack([*state[-2:], *(torch.zeros_like(state[0]) for _ in range(2))], -1)
+        return hyper, PopulationState(state[0], state[1], s, *_counts(begun, hyper), scale=scale)
 
 
 def flat_rule(run: Run) -> FlatRule:

@@ -19,9 +19,16 @@ OPTIMIZERS = {
     "adam": partial(torch.optim.Adam, lr=0.02),
     "coupled adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.1),
     "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
-    "soft": partial(PopRiskAdamW, gate=Gate("soft", alpha=0.2, strength=0.5), weight_decay=0.01, lr=0.05),
-    "snr": partial(PopRiskAdamW, gate=Gate("snr", strength=1.0), weight_decay=0.01, lr=0.05),
-    "row": partial(PopRiskAdamW, gate=Gate("snr", strength=1.0, granularity="row"), weight_decay=0.01, lr=0.05),
+    "soft": partial(
+        PopRiskAdamW, gate=Gate("soft", alpha=0.2, strength=0.5, normalize=False), weight_decay=0.01, lr=0.05
+    ),
+    "snr": partial(PopRiskAdamW, gate=Gate("snr", strength=1.0, normalize=False), weight_decay=0.01, lr=0.05),
+    "row": partial(
+        PopRiskAdamW, gate=Gate("snr", strength=1.0, granularity="row", normalize=False), weight_decay=0.01, lr=0.05
+    ),
+    "default": partial(PopRiskAdamW, lr=0.02),
+    "relative soft": partial(PopRiskAdamW, gate=Gate("soft", alpha=0.2, strength=0.5), lr=0.02),
+    "relative row": partial(PopRiskAdamW, gate=Gate("snr", strength=1.0, granularity="row"), lr=0.02),
 }
 LOSSES = {
     "cross_entropy": lambda u, y: F.cross_entropy(u, y, reduction="none"),

@@ -79,7 +79,10 @@ class Recurrent(nn.Module):
 def test_a_dead_unit_changes_nothing_under_a_pooled_gate(granularity):
     """Its zeros add nothing to a row's signal or noise, whose ratio is the gate."""
     optimizer = partial(
-        PopRiskAdamW, gate=Gate("snr", strength=1.0, granularity=granularity), weight_decay=0.01, lr=0.02
+        PopRiskAdamW,
+        gate=Gate("snr", strength=1.0, granularity=granularity, normalize=False),
+        weight_decay=0.01,
+        lr=0.02,
     )
     runs = [record(partial(mlp, dead), "cross_entropy", numbers(N, 4), labels(), optimizer) for dead in (0, 2)]
     without, beside = (influence_matrix(run) for run in runs)

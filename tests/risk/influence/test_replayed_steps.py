@@ -18,6 +18,7 @@ CASES = {
     "momentum, clipped": {"optimizer": "momentum", "clip_norm": 0.3},
     "adam, short last batches": {"optimizer": "adam", "n": 7},
     "scheduled, gated": {"optimizer": "soft", "schedule": lambda k: 1 / (1 + k)},
+    "relative gate": {"optimizer": "default"},
     "pooled gate": {"optimizer": "row"},  # cannot be captured: taken as it is
 }
 

@@ -34,7 +34,8 @@ def differenced_matrix(case):
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [(kind, rule) for kind in ("mlp", "smooth cnn", "transformer") for rule in ("momentum", "adam")]
-    + [("mlp", rule) for rule in ("nesterov", "coupled adam", "adamw", "soft", "snr", "row")],
+    + [("mlp", rule) for rule in ("nesterov", "coupled adam", "adamw", "soft", "snr", "row")]
+    + [("mlp", rule) for rule in ("default", "relative soft", "relative row")],
 )
 def test_entries_are_differences_of_real_trainings(kind, optimizer):
     case = Case(kind, optimizer)
@@ -67,7 +68,9 @@ def test_labels_inputs_and_initial_weights_are_differences_too():
         assert float((found - expected).norm() / expected.norm()) < 1e-6, name
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [("mlp", "soft"), ("smooth cnn", "nesterov"), ("mlp", "row")])
+@pytest.mark.parametrize(("kind", "optimizer"), [
+    ("mlp", "soft"), ("smooth cnn", "nesterov"), ("mlp", "row"), ("mlp", "default")
+])  # fmt: skip
 def test_forward_is_the_adjoints_transpose(kind, optimizer):
     case = Case(kind, optimizer, clip_norm=0.5)
     unrolled = Unrolled(case.run)
@@ -112,7 +115,7 @@ def test_a_frozen_gate_is_held():
     assert float((found - free).norm() / free.norm()) > 1e-3
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "soft", "snr"])
+@pytest.mark.parametrize("optimizer", ["adam", "soft", "snr", "default"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_weight_that_never_had_a_gradient_makes_no_nan(optimizer, dtype):
     case = Case("mlp", optimizer)

@@ -26,7 +26,10 @@ OPTIMIZERS = {
     "nesterov": partial(SGD, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.1),
     "adam": partial(Adam, lr=0.05, weight_decay=0.1),
     "adamw": partial(AdamW, lr=0.05, weight_decay=0.2),
-    "poprisk": partial(PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1), weight_decay=0.01, lr=0.05),
+    "poprisk": partial(
+        PopRiskAdamW, gate=Gate("soft", strength=1.0, alpha=0.1, normalize=False), weight_decay=0.01, lr=0.05
+    ),
+    "poprisk default": partial(PopRiskAdamW, lr=0.05),
     "poprisk rows": partial(
         PopRiskAdamW,
         gate=Gate("soft", strength=1.0, alpha=0.1, granularity="row", gated_decay=True),

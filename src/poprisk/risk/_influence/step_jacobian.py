@@ -2,7 +2,8 @@ r"""The derivative of one step of a run (batch, clipping, optimizer rule) by wei
 
 The derivative of an elementwise rule (SGD, Adam, the population rule with element gates) is a small table of diagonals
 :math:`\partial\,\mathrm{out}/\partial\,\mathrm{in}`, so that carrying many directions takes only multiplications and
-additions. A gate pooled over rows or tensors couples coordinates; such a step is differentiated as a whole.
+additions. A gate in AdamW's units adds means over each tensor at the end of the step, which are a linear map. A gate
+pooled over rows or tensors couples coordinates; such a step is differentiated as a whole.
 """
 
 import copy
@@ -105,23 +106,28 @@ def rule_jacobian(
     held = rule.gate(k, w, g, state).detach() if gate == "frozen" else None
     if rule.elementwise:
         return DiagonalJacobian(rule, k, w, g, _off_the_corner(rule, state), held)
-    never = torch.stack([x.detach() == 0 for x in (g, *state)]).all(0)
+    never = torch.stack([x.detach() == 0 for x in (g, *_moments(rule, state))]).all(0)
     return WholeJacobian(rule, k, w, g, _off_the_ratio(rule, state), held, never)
 
 
 class DiagonalJacobian:
-    """A table of diagonals: ``table[out][in]`` with inputs w, g and the states, outputs w and the states."""
+    """A table of diagonals: ``table[out][in]`` with inputs w, g and the states, outputs w and the states.
+
+    What the rule averages over each tensor is in the table weight by weight; the averaging follows it.
+    """
 
     def __init__(
         self, rule: FlatRule, k: int, w: Tensor, g: Tensor, state: tuple[Tensor, ...], gate: Tensor | None
     ) -> None:
         # Every output depends only on its own coordinate, so that the gradient of its sum is the diagonal. Forward mode
         # gives the same, but handles the zero tangents of numbers like ϵ in Python, which is much slower for small d.
+        self._average = rule.average if rule.averaged else None
         with torch.enable_grad():
             point = [x.detach().requires_grad_() for x in (w, g, *state)]
-            moved, after = rule.step(k, point[0], point[1], tuple(point[2:]), gate=gate)
+            moved, after = rule.step(k, point[0], point[1], tuple(point[2:]), gate=gate, averages=False)
+            moments = [point[1], *_moments(rule, point[2:])]
             self._table: list[list[Entry]] = [
-                [None if entry is None else _cleaned(entry, point[1:], k) for entry in _diagonals(out, point)]
+                [None if entry is None else _cleaned(entry, moments, k) for entry in _diagonals(out, point)]
                 for out in (moved, *after)
             ]
 
@@ -138,10 +144,13 @@ class DiagonalJacobian:
     def push(self, blocks: Blocks, dg: Float[Tensor, "q d"]) -> Blocks:
         """See :class:`RuleJacobian`."""
         ins = [blocks[0], dg, *blocks[1:]]
-        return [_combined(row, ins) for row in self._table]
+        w, *state = (_combined(row, ins) for row in self._table)
+        return [w, *(state if self._average is None else self._average(state))]
 
     def pull(self, blocks: Blocks) -> tuple[Blocks, Float[Tensor, "q d"]]:
         """See :class:`RuleJacobian`."""
+        if self._average is not None:
+            blocks = [blocks[0], *self._average(blocks[1:])]
         w, g, *state = (_combined(list(column), blocks) for column in zip(*self._table, strict=True))
         return [w, *state], g
 
@@ -242,6 +251,11 @@ def _corner(dtype: torch.dtype) -> float:
     return 1e4 * torch.finfo(dtype).tiny
 
 
+def _moments(rule: FlatRule, state: Sequence[Tensor]) -> list[Tensor]:
+    """The states that are 0 for a coordinate that never had a gradient: not the means over its tensor."""
+    return [x for name, x in zip(rule.state_names, state, strict=True) if name not in rule.averaged]
+
+
 def _off_the_corner(rule: FlatRule, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Replace second moments of exactly 0 by a tiny number, so that derivatives are those of the limit."""
     named = zip(rule.state_names, state, strict=True)
@@ -253,4 +267,5 @@ def _off_the_ratio(rule: FlatRule, state: tuple[Tensor, ...]) -> tuple[Tensor, .
     corner = _corner(state[0].dtype)
     noise = corner / torch.finfo(state[0].dtype).eps
     tiny = {"m": corner**0.5, "v": noise, "s": noise}
-    return tuple(torch.where(x == 0, tiny[name], x) for name, x in zip(rule.state_names, state, strict=True))
+    named = zip(rule.state_names, state, strict=True)
+    return tuple(torch.where(x == 0, tiny[name], x) if name in tiny else x for name, x in named)
