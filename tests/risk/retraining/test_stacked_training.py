@@ -9,6 +9,7 @@ from torch.optim import AdamW
 from poprisk.cli._demonstration.networks import MLPShape, StackedMLP, initial_weights, member_losses
 from poprisk.cli._demonstration.training import StackedTraining, epoch_batches, learning_rate_groups
 from poprisk.errors import DataError, HyperparameterError
+from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 
 SHAPE = MLPShape(inputs=5, width=7, depth=2, outputs=3)
@@ -45,7 +46,12 @@ def alone(optimizer_class, options, seed_index, lr):
 
 @pytest.mark.parametrize(
     ("optimizer_class", "options"),
-    [(AdamW, {}), (AdamW, {"fused": True}), (PopRiskAdamW, {}), (PopRiskAdamW, {"fused": True})],
+    [
+        (AdamW, {}),
+        (AdamW, {"fused": True}),
+        (PopRiskAdamW, {"gate": Gate(normalize=False)}),
+        (PopRiskAdamW, {"gate": Gate(normalize=False), "fused": True}),
+    ],
     ids=["AdamW", "AdamW fused", "PopRiskAdamW", "PopRiskAdamW fused"],
 )
 def test_stack_equals_members_alone(optimizer_class, options):
