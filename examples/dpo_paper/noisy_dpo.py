@@ -29,7 +29,6 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer
 
-from poprisk import suggest_lr
 from poprisk.integrations.huggingface import use_poprisk
 
 
@@ -201,7 +200,7 @@ def prepare(config: Configuration, rule: str, seed: int, folder: str) -> tuple[D
     if rule == "paper's rule":  # Algorithm 1, everything else shared with AdamW
         use_poprisk(trainer, gate="soft", alpha=1.0, strength=1.0, rho=0.99)
     elif rule == "PopRiskAdamW":  # as the library recommends it
-        use_poprisk(trainer, lr=suggest_lr(config.lr))
+        use_poprisk(trainer, lr=config.lr)
     return trainer, measured
 
 

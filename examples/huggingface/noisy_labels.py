@@ -6,7 +6,6 @@ import tempfile
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, Trainer, TrainingArguments
 
-from poprisk import suggest_lr
 from poprisk.integrations.huggingface import use_poprisk
 
 LENGTH, WORDS, CLASSES = 24, 60, 4
@@ -83,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.output or temporary
         rows = {}
-        for name, lr in (("AdamW", options.adamw_lr), ("PopRiskAdamW", suggest_lr(options.adamw_lr))):
+        for name, lr in (("AdamW", options.adamw_lr), ("PopRiskAdamW", options.adamw_lr)):
             history = train(name, lr, options.steps, folder).state.log_history
             rows[name] = [100 * line["eval_accuracy"] for line in history if "eval_accuracy" in line]
             gates = [line["poprisk/mean_gate"] for line in history if "poprisk/mean_gate" in line]

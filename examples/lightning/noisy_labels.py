@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from poprisk import PopRiskAdamW, suggest_lr
+from poprisk import PopRiskAdamW
 from poprisk.integrations.lightning import METERS_FILE, PopRiskCallback
 
 SEGMENTS = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg")
@@ -93,14 +93,14 @@ def main() -> None:
     warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data is small and in memory
     warnings.filterwarnings("ignore", ".*LeafSpec.*")  # Lightning's own use of torch
     usual = options.adamw_lr
-    runs = ((torch.optim.AdamW, usual), (torch.optim.AdamW, usual / 10), (PopRiskAdamW, suggest_lr(usual)))
+    runs = ((torch.optim.AdamW, usual), (torch.optim.AdamW, usual / 10), (PopRiskAdamW, usual))
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.output or Path(temporary)
         print("clean test accuracy, % (40% of the training labels are wrong)")
         for optimizer, lr in runs:
             values = [100 * value for value in fit(optimizer, lr, options.steps, folder).accuracies]
             print(f"{optimizer.__name__:<13} lr {lr:<7g} last {values[-1]:.1f}   best {max(values):.1f}")
-        run = folder / PopRiskAdamW.__name__ / f"lr_{suggest_lr(usual):g}"
+        run = folder / PopRiskAdamW.__name__ / f"lr_{usual:g}"
         last = json.loads((run / METERS_FILE).read_text())["readings"][-1]
         print("meters of the last log line:", {name: float(f"{value:.3g}") for name, value in last.items()})
         if options.output:

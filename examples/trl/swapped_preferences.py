@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from poprisk import suggest_lr
 from poprisk.integrations.huggingface import use_poprisk
 
 NOUNS = [f"noun{i}" for i in range(60)]
@@ -117,7 +116,7 @@ def main() -> None:
         weights = base_model(2 * options.steps // 3, folder)
         rows = {
             name: preference_training(name, lr, options.steps, weights, folder)
-            for name, lr in (("AdamW", options.adamw_lr), ("PopRiskAdamW", suggest_lr(options.adamw_lr)))
+            for name, lr in (("AdamW", options.adamw_lr), ("PopRiskAdamW", options.adamw_lr))
         }
     print("\nreward accuracy on held-out pairs, % (30% of the training pairs are swapped)")
     for name, values in rows.items():

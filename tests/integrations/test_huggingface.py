@@ -26,7 +26,6 @@ from poprisk.integrations.huggingface import (
 )
 from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
-from poprisk.optim._learning_rate import suggest_lr
 
 HERE = Path(__file__).parent
 METERS = {"active_fraction", "mean_gate", "noise_scale", "population_rate", "training_rate", "self_fit"}
@@ -283,7 +282,7 @@ def test_names_opt_out_of_the_gate(tmp_path):
     assert groups[2]["params"][0] is run.model.get_input_embeddings().weight
     sizes = sum(p.numel() for g in groups for p in g["params"])
     assert sizes == sum(p.numel() for p in run.model.parameters())
-    assert PopRiskFactory()(model(), ungated=["embed"], lr=0.5).param_groups[2]["lr"] == 0.5 / suggest_lr(1.0)
+    assert PopRiskFactory()(model(), ungated=["embed"], lr=0.5).param_groups[2]["lr"] == 0.5
 
 
 def test_going_on_from_an_adamw_checkpoint_keeps_the_new_lr(tmp_path):
@@ -333,8 +332,8 @@ def test_other_bad_input(tmp_path):
         poprisk_optimizer(ungated_lr=1e-3)
     with pytest.raises(HyperparameterError, match="every must be an integer"):
         PopRiskCallback(every=0)
-    with pytest.warns(PopRiskWarning, match="default of TrainingArguments, which suits AdamW"):
-        poprisk_optimizer(arguments(tmp_path, learning_rate=5e-5))
+    _, kwargs = poprisk_optimizer(arguments(tmp_path, learning_rate=5e-5))  # AdamW's units: nothing to warn of
+    assert kwargs["lr"] == 5e-5
     with pytest.warns(PopRiskWarning, match="needs PopRiskAdamW, found AdamW"):
         trainer(tmp_path, callbacks=[PopRiskCallback()], max_steps=1).train()
 

@@ -167,7 +167,7 @@ def assert_same_meters(readings, theirs, rtol, message=""):
 
 # --- equal to the torch class ---------------------------------------------------------------------------------------
 
-SOFT = {"gate": "soft", "strength": 1.0}
+SOFT = {"gate": "soft", "strength": 1.0, "normalize_gate": False}
 ALGORITHM1 = {**SOFT, "weight_decay": 1e-2}
 COMBINATIONS = [
     {"strength": 1.0, "alpha": alpha, "centering": centering, "granularity": granularity}
@@ -252,7 +252,7 @@ def test_non_finite_gradients_can_be_let_through():
 @pytest.mark.parametrize("gate", ["soft", None])
 def test_a_coordinate_without_a_gradient_stays_where_it_is_at_eps_0(gate):
     """0/0 twice, in the gate and in Adam's denominator."""
-    optimizer = jitted(population_risk_gate(eps=0.0, gate=gate, centering="corrected"))
+    optimizer = jitted(population_risk_gate(eps=0.0, gate=gate, centering="corrected", normalize_gate=False))
     state, g = optimizer.init(jnp.zeros(2)), jnp.array([0.0, 1.0])
     for _ in range(2):
         updates, state = optimizer.update(g, state)
@@ -331,7 +331,9 @@ def test_around_nothing_it_is_the_gated_gradient():
     gradients = stream({"g": (50,)}, steps=20, spoiled=False)["g"]
     gradients[-1, 0] = np.nan
     remember = optax.GradientTransformation(lambda params: params, lambda updates, state, params: (updates, updates))
-    gate, reference = (jitted(population_risk_gate(gate="hard", inner=inner)) for inner in (remember, None))
+    gate, reference = (
+        jitted(population_risk_gate(gate="hard", inner=inner, normalize_gate=False)) for inner in (remember, None)
+    )
     state, other = gate.init(jnp.zeros(50)), reference.init(jnp.zeros(50))
     for row in gradients:
         updates, state = gate.update(row, state)
@@ -799,11 +801,11 @@ def test_the_code_on_the_page_runs(capsys):
     for block in blocks:
         exec(block, names)
     gate, active, _ = map(float, capsys.readouterr().out.split())
-    assert (gate, active) == (pytest.approx(1 / 101), 1.0)  # m̂² = ŝ at the first step: 1/(1 + strength)
+    assert (gate, active) == (1.0, 1.0)  # the first step is AdamW's: there is no mean to compare with
     params = {"w": jnp.ones(2)}
-    for name, rate in {"clipped": 0.06, "gated_lion": 6e-3, "gated_descent": 1.0}.items():
+    for name, rate in {"clipped": 1e-3, "gated_lion": 1e-4, "gated_descent": 1.0}.items():
         updates, _ = jitted(names[name]).update(params, names[name].init(params))
-        assert_allclose(updates["w"], -rate / 101, rtol=1e-5)
+        assert_allclose(updates["w"], -rate, rtol=1e-5)
 
 
 def test_a_whole_gate_with_a_scheduled_learning_rate():

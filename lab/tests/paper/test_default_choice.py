@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from poprisk.optim._defaults import DEFAULTS
 from poprisk_lab.paper.default_choice import numbers as page
 from poprisk_lab.paper.default_choice import study as default_choice
 from poprisk_lab.paper.default_choice.figure import draw as draw_default_choice
@@ -107,10 +106,10 @@ def library_is(monkeypatch, name):
 
 def test_the_library_is_found_among_the_candidates(monkeypatch):
     library = page.ARMS["defaults"]
-    alike = [name for name in page.GATE_WORDS if page.ARMS[name].rule == DEFAULTS.gate]
-    (arm,) = [name for name in alike if page.ARMS[name].calibrated == (DEFAULTS.alpha == "calibrated")]
+    alike = [name for name in page.GATE_WORDS if page.ARMS[name].rule == library.rule]
+    (arm,) = [name for name in alike if page.ARMS[name].calibrated == library.calibrated]
     itself = Candidate("as it comes", arm, library.hyper({}), {}, {}, frozenset())
-    other = replace(itself, hyper={"lr": 2 * DEFAULTS.lr})
+    other = replace(itself, hyper={"lr": 2 * library.fixed["lr"]})
     assert page.library_default([other, itself]) is itself
     assert page.library_default([other]) is None
     for name, label in LABELS.items():

@@ -11,7 +11,6 @@ import torch
 
 from poprisk._core.store.envelope import load_result
 from poprisk.errors import MissingExtraError
-from poprisk.optim._defaults import DEFAULTS
 from poprisk_lab.data.char_lm import help_topics
 from poprisk_lab.paper.learning_rate import study as guide
 from poprisk_lab.paper.learning_rate.factors import cells_of, reference_lr, tasks_of
@@ -128,11 +127,12 @@ def test_the_default_is_trained_as_it_comes_and_the_others_are_spelt_out():
         for name in guide.SETTINGS:
             guide.train(task, guide.SMOKE.trainer, name, 1e-2, 0)
     chosen = {name: (g["gate"], g["strength"], g["alpha"], g["weight_decay"]) for name, g in made.items()}
+    assert not any(g["normalize_gate"] for g in made.values())
     assert chosen == {
         "soft": ("soft", 1.0, 1.0, 0.01),
         "calibrated": ("soft", 1.0, "calibrated", 0.01),
         "snr": ("snr", 1.0, 1.0, 0.01),
-        "default": (DEFAULTS.gate, DEFAULTS.strength, DEFAULTS.alpha, DEFAULTS.weight_decay),
+        "default": ("snr", 100.0, 1.0, 5e-3),
     }
 
 

@@ -39,6 +39,8 @@ class PopulationRiskState(NamedTuple):
     gain: jax.Array
     """The value of s for white noise of unit variance; ``alpha="calibrated"`` divides by it."""
     inner_state: Tree = ()
+    gate_scale: Tree = None
+    """Scale of a normalized gate for each leaf, [4] (see ``poprisk.optim.rules._relative``); None without one."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Options:
     centering: "Centering" = "paper"
     signal: "Signal" = "ema"
     warmup_steps: Number = 0
-    normalize_gate: bool = False
+    normalize_gate: bool = True
     granularity: "Granularity" = "element"
     skip_nonfinite: bool = True
     mu_dtype: Any = None
@@ -75,11 +77,12 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 class Moments(NamedTuple):
-    """m, v, s of one leaf; None if the state does not have it."""
+    """m, v, s and the gate's scale of one leaf; None if the state does not have it."""
 
     m: Any
     v: Any
     s: Any
+    scale: Any = None
 
 
 class Coefficients(NamedTuple):
@@ -178,7 +181,8 @@ def leaf_step(g: Any, direction: Any, stored: Moments, c: Coefficients, o: Optio
     """Lines 4 to 9 for one leaf: the gated direction and the new moments, in the dtypes of the inputs."""
     dtype, work = jnp.result_type(g), _work_dtype(stored.s if stored.v is None else stored.v)
     c = jax.tree.map(lambda x: x if x.dtype == jnp.bool_ else x.astype(work), c)
-    (g, direction), old = jax.tree.map(lambda x: _parts(x).astype(work), ((g, direction), stored))
+    moments, scale = stored._replace(scale=None), stored.scale
+    (g, direction), old = jax.tree.map(lambda x: _parts(x).astype(work), ((g, direction), moments))
     usable = _is_usable(g) if o.skip_nonfinite and o.gate is not None else None
     g = g if usable is None else jnp.where(usable, g, 0)
     new = Moments(
@@ -189,12 +193,35 @@ def leaf_step(g: Any, direction: Any, stored: Moments, c: Coefficients, o: Optio
     if usable is not None:  # before the gate, which may average over coordinates
         new = jax.tree.map(partial(jnp.where, usable), new, old)
     q = _gate(new.m, new.s, g, c, o)
+    if scale is not None:
+        q, scale = _to_adamw_units(jnp.broadcast_to(q, new.m.shape), scale)
     if new.v is None:
         out = q * direction
     else:  # with eps = 0, a coordinate may never have had a gradient
         out = q * (new.m * c.m_debias) / jnp.maximum(jnp.sqrt(new.v * c.v_debias) + c.eps, jnp.finfo(work).tiny)
     out = out if usable is None else jnp.where(usable, out, 0)
-    return _whole(out, dtype), jax.tree.map(lambda x, y: _whole(x, y.dtype), new, stored)
+    new = jax.tree.map(lambda x, y: _whole(x, y.dtype), new, moments)
+    return _whole(out, dtype), new._replace(scale=scale)
+
+
+def first_scale(_: Any) -> jax.Array:
+    """The scale of a leaf before its first step; see ``poprisk.optim.rules._relative``."""
+    return jnp.asarray([0.0, 1.0, 0.0, 1.0], dtype=jnp.result_type(float))
+
+
+def _to_adamw_units(q: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What multiplies Adam's direction, from the gate and the means of the previous step; and the scale after it."""
+    kappa = 0.5 / jnp.clip(scale[1], 0.5 / 3, 0.5)
+    r = _ratio(q, scale[0])
+    means = [as_float(x) for x in ((q.mean(), r.mean()) if q.size else (0.0, 1.0))]
+    return kappa.astype(q.dtype) * r, jnp.stack([*means, scale[0], kappa]).astype(scale.dtype)
+
+
+def _ratio(q: jax.Array, reference: jax.Array) -> jax.Array:
+    """min(1, q/reference); for a reference of 0, whether q > 0."""
+    reference = reference.astype(q.dtype)
+    shares = jnp.minimum(q / jnp.where(reference > 0, reference, 1), 1)
+    return jnp.where(reference > 0, shares, (q > 0).astype(q.dtype))
 
 
 def _gate(m: jax.Array, s: jax.Array | None, g: jax.Array | None, c: Coefficients, o: Options) -> Any:
@@ -210,8 +237,7 @@ def _gate(m: jax.Array, s: jax.Array | None, g: jax.Array | None, c: Coefficient
         signal = jnp.sqrt(jnp.square(signal).mean(axes, keepdims=True))
         s_hat = s_hat.mean(axes, keepdims=True)
     q = _evaluate_gate(signal * signal, s_hat, c, o)
-    q = jnp.where(c.opened, 1.0, jnp.where(c.closed, 0.0, q))
-    return q / jnp.maximum(q.mean(), jnp.finfo(q.dtype).tiny) if o.normalize_gate else q
+    return jnp.where(c.opened, 1.0, jnp.where(c.closed, 0.0, q))
 
 
 def _evaluate_gate(power: jax.Array, s_hat: jax.Array, c: Coefficients, o: Options) -> jax.Array:
@@ -228,9 +254,12 @@ def leaf_sums(state: PopulationRiskState, o: Options) -> tuple[jax.Array, int]:
     c, settled = _current(o, state.count, state.var_count, state.gain), jnp.maximum(as_float(state.count), 2)
     total, coordinates = jnp.zeros(4, c.eps.dtype), 0
     means, structure = jax.tree.flatten(state.mu)
-    for mean, variance in zip(means, column(state.s, structure), strict=True):
+    scales = column(state.gate_scale, structure)
+    for mean, variance, scale in zip(means, column(state.s, structure), scales, strict=True):
         m, s = jax.tree.map(lambda x: _parts(x).astype(c.eps.dtype), (mean, variance))
         q = jnp.broadcast_to(_gate(m, s, None, c, o), m.shape)
+        if scale is not None:
+            q = scale[3].astype(q.dtype) * _ratio(q, scale[2])
         noise = signal = as_float(0.0)
         if s is not None:
             noise = (s * c.s_debias).sum() / _deviation_noise(o, settled)
@@ -348,11 +377,7 @@ def _is_real_dtype(dtype: Any) -> bool:
 
 
 def check_dtype(leaf: Any) -> None:
-    """Check that a parameter can have a gradient.
-
-    Raises:
-        GradientError: The parameter is an integer or boolean array.
-    """
+    """Raise a GradientError if a parameter, an integer or boolean array, cannot have a gradient."""
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise GradientError(
@@ -362,11 +387,7 @@ def check_dtype(leaf: Any) -> None:
 
 
 def check_structure(updates: Tree, state: PopulationRiskState) -> None:
-    """Check that the gradients have the structure of the state.
-
-    Raises:
-        GradientError: The structures differ.
-    """
+    """Raise a GradientError if the gradients do not have the structure of the state."""
     got, expected = jax.tree.structure(updates), jax.tree.structure(state.mu)
     if got != expected:
         raise GradientError(

@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from torch import nn
@@ -19,7 +18,7 @@ from poprisk.integrations._readings import (
 )
 from poprisk.integrations._schedules import keep_own_lr
 from poprisk.integrations.huggingface_keep import KeepBestCallback, keep_best  # noqa: F401
-from poprisk.optim import DEFAULTS, Gate, PopRiskAdamW, parse_options, read_options, suggest_lr
+from poprisk.optim import DEFAULTS, Gate, PopRiskAdamW, parse_options, read_options
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -42,11 +41,11 @@ def poprisk_optimizer(
     Trainer's unless it is given here; which parameters are not decayed (biases, norms) is up to the Trainer.
 
     Args:
-        args: The Trainer's arguments. Their ``learning_rate`` is used unchanged: set it to ``suggest_lr(…)`` of the one
-            you would use with AdamW. Without ``args``, the library's defaults are used.
+        args: The Trainer's arguments. Their ``learning_rate`` is AdamW's. Without ``args``, the library's defaults are
+            used.
         ungated: Parameters whose name matches one of these patterns (``re.search``) are trained as by AdamW. In this
             case the pair contains a factory.
-        ungated_lr: Learning rate of these parameters, as for AdamW; by default, the one whose ``suggest_lr`` is ``lr``.
+        ungated_lr: Learning rate of these parameters; by default that of the others.
         options: Options of :class:`poprisk.PopRiskAdamW`, with ``gate=Gate(...)`` or the fields of the gate one by one
             under their names in a parameter group; values may be text.
 
@@ -63,8 +62,6 @@ def poprisk_optimizer(
         text = {name: value for name, value in text.items() if name not in Gate().options()}
     given = text | read_options(options)
     if args is not None:
-        if "lr" not in given:
-            _warn_of_untouched_lr(args)
         given = {
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),
@@ -89,9 +86,9 @@ class PopRiskFactory:
 
     Example:
         >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)})
-        >>> optimizer = PopRiskFactory()(model, ungated=("embed",), lr=0.06)
+        >>> optimizer = PopRiskFactory()(model, ungated=("embed",), ungated_lr=5e-4)
         >>> [(g["gate"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
-        [('snr', 0.06, 0.005), ('snr', 0.06, 0.0), (None, 0.001, 0.005)]
+        [('snr', 0.001, 0.01), ('snr', 0.001, 0.0), (None, 0.0005, 0.01)]
     """
 
     def __call__(
@@ -100,7 +97,7 @@ class PopRiskFactory:
         """Make the optimizer of a model; frozen parameters are left out."""
         ungated, variance = _patterns(ungated), options.pop("variance", None)
         options = {"lr": DEFAULTS.lr, "weight_decay": DEFAULTS.weight_decay, **parse_options(options)}
-        adamw = {"gate": None, "lr": options["lr"] / suggest_lr(1.0) if ungated_lr is None else ungated_lr}
+        adamw = {"gate": None, "lr": options["lr"] if ungated_lr is None else ungated_lr}
         decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # it needs no trainer
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         plain = {name for name, _ in named if any(re.search(pattern, name) for pattern in ungated)}
@@ -264,17 +261,6 @@ def _line_length(args: TrainingArguments, state: TrainerState) -> int:
     if args.logging_strategy == "no":
         return max(1, state.max_steps // 10)
     return int(state.logging_steps or 1)
-
-
-def _warn_of_untouched_lr(args: TrainingArguments) -> None:
-    default: Any = next((f.default for f in fields(args) if f.name == "learning_rate"), None)
-    if args.learning_rate == default:
-        warnings.warn(
-            f"learning_rate is {default:g}, the default of {type(args).__name__}, which suits AdamW and is too small "
-            f"here: set learning_rate=poprisk.suggest_lr({default:g}), that is {suggest_lr(default):g}",
-            PopRiskWarning,
-            stacklevel=3,
-        )
 
 
 def _unscale(wrapper: Any, optimizer: PopRiskAdamW) -> None:

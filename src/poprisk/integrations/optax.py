@@ -35,6 +35,7 @@ from poprisk.integrations._optax_rule import (
     checked_number,
     checked_options,
     column,
+    first_scale,
     leaf_step,
     leaf_sums,
     where_usable,
@@ -104,7 +105,8 @@ def population_risk_gate(
         centering: ``"paper"`` centers s on the raw previous mean, ``"corrected"`` on the debiased mean.
         signal: What is compared with the noise: the averaged gradient (``"ema"``) or this batch's (``"batch"``).
         warmup_steps: Number of initial steps without gating.
-        normalize_gate: Divide the gate by its mean over each leaf.
+        normalize_gate: Whether the gate is relative to its mean over each leaf, so that the learning rate is AdamW's
+            (see :class:`poprisk.Gate`); False is Algorithm 1's gate, which needs a larger one.
         granularity: One gate per ``"element"``, per ``"row"`` (first axis) or per ``"tensor"`` (leaf).
         skip_nonfinite: Whether to keep a coordinate's m, v, s, and return 0 for it, in a step in which its gradient is
             NaN, infinite, or too large to square.
@@ -137,6 +139,8 @@ def population_risk_gate(
     if wrapped is not None and o.gate is None:
         return wrapped
 
+    normalizes = o.gate is not None and o.normalize_gate
+
     def init(params: Tree) -> PopulationRiskState:
         for leaf in jax.tree.leaves(params):
             check_dtype(leaf)
@@ -148,6 +152,7 @@ def population_risk_gate(
             var_count=jnp.zeros((), jnp.int32),
             gain=as_float(0.0),
             inner_state=() if wrapped is None else wrapped.init(params),
+            gate_scale=jax.tree.map(first_scale, params) if normalizes else None,
         )
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, PopulationRiskState]:
@@ -158,24 +163,27 @@ def population_risk_gate(
             usable = jax.tree.map(where_usable, updates, updates, state.s) if o.skip_nonfinite else updates
             directions, inner_state = wrapped.update(usable, state.inner_state, params, **extra)
         gradients, structure = jax.tree.flatten(updates)
-        columns = [column(x, structure) for x in (directions, state.mu, state.nu, state.s)]
+        old_scale = state.gate_scale if normalizes else None
+        if normalizes and old_scale is None:  # the state of a gate that was literal
+            old_scale = jax.tree.map(first_scale, state.mu)
+        columns = [column(x, structure) for x in (directions, state.mu, state.nu, state.s, old_scale)]
         steps = [leaf_step(g, u, Moments(*x), c, o) for g, u, *x in zip(gradients, *columns, strict=True)]
         out = structure.unflatten([direction for direction, _ in steps])
-        mu, nu, s = (
+        mu, nu, s, scale = (
             None if old is None else structure.unflatten([moments[i] for _, moments in steps])
-            for i, old in enumerate((state.mu, state.nu, state.s))
+            for i, old in enumerate((state.mu, state.nu, state.s, old_scale))
         )
-        return out, PopulationRiskState(mu=mu, nu=nu, s=s, inner_state=inner_state, **counters)
+        return out, PopulationRiskState(mu=mu, nu=nu, s=s, inner_state=inner_state, gate_scale=scale, **counters)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def poprisk_adamw(
-    learning_rate: optax.ScalarOrSchedule = 0.06,
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: Number = DEFAULTS.b1,
     b2: Number = DEFAULTS.b2,
     eps: Number = DEFAULTS.eps,
-    weight_decay: Number = 5e-3,
+    weight_decay: Number = 1e-2,
     mask: Tree | Callable[[Tree], Tree] | None = None,
     mu_dtype: Any = DEFAULTS.mu_dtype,
     *,
@@ -199,16 +207,16 @@ def poprisk_adamw(
     decay is not gated: weights decay even if the gate is closed. A coordinate whose gradient is not finite skips the
     whole step.
 
-    The gate makes most steps smaller, the default gate by a large factor: start with **60 times the learning rate of
-    AdamW** (the default is 0.06), or proportionally less with a smaller ``strength``. The docstring of
-    :class:`poprisk.PopRiskAdamW` says what the defaults gain and cost; ``gate="soft", strength=1.0`` is Algorithm 1.
+    Pass **the learning rate and schedule that you would give AdamW**: the gate q is relative to its mean over each leaf
+    (:class:`poprisk.Gate` has the formula). ``gate="soft", strength=1.0, normalize_gate=False`` is Algorithm 1, which
+    multiplies by the gate itself and needs about ten times AdamW's learning rate.
 
     Args:
-        learning_rate: η, a number or an optax schedule.
+        learning_rate: AdamW's η, a number or an optax schedule.
         b1: Decay of the average of the gradient.
         b2: Decay of the average of its square.
         eps: Constant added to Adam's denominator.
-        weight_decay: Decoupled weight decay λ_wd; the default is that of :class:`poprisk.PopRiskAdamW`, not of optax.
+        weight_decay: Decoupled weight decay λ_wd; the default is that of :class:`torch.optim.AdamW`, not of optax.
         mask: Which leaves are decayed, as in ``optax.adamw``.
         mu_dtype: Data type of m; this and all options below are as in :func:`population_risk_gate`.
         gate: ``"snr"``, ``"soft"``, ``"hard"``, a :class:`poprisk.Gate`, or None for AdamW.
@@ -219,7 +227,8 @@ def poprisk_adamw(
         centering: ``"paper"`` or ``"corrected"``.
         signal: ``"ema"`` or ``"batch"``.
         warmup_steps: Number of initial steps without gating.
-        normalize_gate: Divide the gate by its mean over each leaf.
+        normalize_gate: Whether the gate is relative to its mean over each leaf, so that the learning rate is AdamW's
+            (see :class:`poprisk.Gate`); False is Algorithm 1's gate, which needs a larger one.
         granularity: ``"element"``, ``"row"`` or ``"tensor"``.
         skip_nonfinite: Whether a coordinate skips the step, including its decay, if its gradient is not finite.
 
@@ -230,7 +239,7 @@ def poprisk_adamw(
         HyperparameterError: an option is out of range.
 
     Example:
-        >>> optimizer = poprisk_adamw(0.1, weight_decay=0.0, gate="soft", strength=1.0)
+        >>> optimizer = poprisk_adamw(0.1, weight_decay=0.0, gate="soft", strength=1.0, normalize_gate=False)
         >>> w = jnp.array([1.0])
         >>> state, update = optimizer.init(w), jax.jit(optimizer.update)
         >>> for g in (2.0, 2.0):
@@ -268,7 +277,7 @@ def gate_diagnostics(state: Tree, **options: Any) -> GateDiagnostics:
         StateDictError: The state does not contain a gate.
 
     Example:
-        >>> options = {"gate": "snr", "centering": "corrected"}
+        >>> options = {"gate": "snr", "centering": "corrected", "normalize_gate": False}
         >>> optimizer = poprisk_adamw(**options)
         >>> w = jnp.zeros(4)
         >>> state, update = optimizer.init(w), jax.jit(optimizer.update)

@@ -60,7 +60,7 @@ def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
     """AdamW or PopRiskAdamW with one of :data:`GATES`."""
     if name == "AdamW":
         return AdamW(model.parameters(), lr=lr, fused=True)
-    return PopRiskAdamW(model.parameters(), lr=lr, fused=True, **join_gate(GATES[name]))
+    return PopRiskAdamW(model.parameters(), lr=lr, fused=True, **join_gate({"normalize_gate": False, **GATES[name]}))
 
 
 @torch.no_grad()

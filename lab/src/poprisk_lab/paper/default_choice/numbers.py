@@ -74,7 +74,7 @@ def front(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def library_default(found: Sequence[Candidate]) -> Candidate | None:
-    """The candidate that is what ``PopRiskAdamW(params)`` does now; None where it was no candidate."""
+    """The candidate that was ``PopRiskAdamW(params)`` in version 0.1; None where it was no candidate."""
     library = ARMS["defaults"]
     wanted = library.hyper({})
     for candidate in found:

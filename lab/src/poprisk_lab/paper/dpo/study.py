@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from poprisk.errors import HyperparameterError
-from poprisk.optim import suggest_lr
+from poprisk.optim._learning_rate import FACTOR
 from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
@@ -108,7 +108,7 @@ def settings(config: DpoConfig, noise: float) -> tuple[Setting, ...]:
         Setting(SNR, "snr", {**shared, "strength": 1.0, "rho": 0.99}),
         *package_settings(shared, " at the shared lr"),
         Setting(CALIBRATED, "soft_calibrated", {**shared, "strength": 1.0, "rho": 0.99}),
-        Setting(SUGGESTED, "defaults", {"lr": suggest_lr(config.lr)}),
+        Setting(SUGGESTED, "defaults", {"lr": FACTOR * config.lr}),
         Setting(DEFAULTS, "defaults"),
     )
     return tuple(each for each in given if noise or each.label in _CLEAN)

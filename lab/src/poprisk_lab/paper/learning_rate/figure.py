@@ -5,7 +5,7 @@ from typing import Any
 
 from poprisk.cli._demonstration.summary import format_lr
 from poprisk.errors import MissingExtraError
-from poprisk.optim import suggest_lr
+from poprisk.optim._learning_rate import FACTOR
 from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, STYLE
 from poprisk_lab.paper.learning_rate.factors import ADAMW, Rows, cells_of, reference_lr, tasks_of
 
@@ -72,7 +72,7 @@ def _draw_task(axes: Axes, rows: Rows, task: str) -> None:
 
 def _mark_factors(axes: Axes) -> None:
     """Where an unchanged learning rate lies, and the one suggested for the defaults."""
-    for factor, name in ((1.0, "unchanged"), (suggest_lr(1.0), "suggested")):
+    for factor, name in ((1.0, "unchanged"), (FACTOR, "suggested")):
         axes.axvline(factor, color=FAINT, linewidth=1, linestyle=":", zorder=0)
         place: Any = {"xy": (factor, 1.0), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
         axes.annotate(name, xytext=(0, 3), ha="center", va="bottom", fontsize=9, color=FAINT, **place)

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from poprisk._core.statistics import mean_over_seeds
-from poprisk.optim._defaults import DEFAULTS
 from poprisk.optim._learning_rate import FACTOR
 from poprisk.runs._digits import NUM_CLASSES
 from poprisk_lab.engine import reading
+from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.pages.comparison import DEFAULTS_LABEL
 from poprisk_lab.pages.wording import power_of_ten, scaled
 from poprisk_lab.paper.learning_rate import factors
 from poprisk_lab.paper.learning_rate.study import GuideConfig
 
+LITERAL = ARMS["defaults"].fixed
+"""The literal SNR gate of strength 100 and its learning rate, which were the library's defaults in version 0.1."""
 GATES = {
     "default": "the defaults",
     "soft": "Algorithm 1 (soft, α = 1)",
@@ -63,7 +65,7 @@ def trainer_tasks(rows: Rows) -> list[str]:
 
 
 def suggested(rows: Rows, name: str) -> int:
-    """The factor for AdamW's learning rate: that of ``suggest_lr``, or what the guide found for gates of strength 1."""
+    """The factor for AdamW's learning rate: 60 for a strength of 100, or what was found for a strength of 1."""
     return FACTOR if name == "default" else factors.recommended_factor(rows, name)
 
 
@@ -112,7 +114,7 @@ def _default(rows: Rows, results: Path) -> dict[str, Any]:
     """What the guide, and the studies that trained the defaults at the suggested rate too, say about the factor."""
     noisy = trainer_tasks(rows)[0]
     at, grid = _cell(rows, noisy, "default", FACTOR), factors.cells_of(rows, noisy, "default")
-    own, reference = grid[DEFAULTS.lr], factors.reference_lr(rows, noisy)
+    own, reference = grid[LITERAL["lr"]], factors.reference_lr(rows, noisy)
     elsewhere = (("dpo", "dpo_30_swapped", "reward accuracy"), ("sft", "sft_0_replaced", "nats"))
     return {
         "tried": list(factors.mean_regrets(rows, "default")),
@@ -122,9 +124,9 @@ def _default(rows: Rows, results: Path) -> dict[str, Any]:
         "at_factor": 100 * at["last"]["value"],
         "reference": power_of_ten(reference),
         "own": 100 * own["last"]["value"],
-        "lr": DEFAULTS.lr,
+        "lr": LITERAL["lr"],
         "ratio": round(own["lr"] / reference),
-        "weight_decay": DEFAULTS.weight_decay,
+        "weight_decay": LITERAL["weight_decay"],
         "elsewhere": [_elsewhere(results, *each) for each in elsewhere],
     }
 

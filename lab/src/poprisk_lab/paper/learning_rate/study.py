@@ -21,8 +21,8 @@ from poprisk._core.progress import write_line
 from poprisk._core.statistics import mean_over_seeds
 from poprisk.errors import ClosedGateWarning, MissingExtraError
 from poprisk.optim import PopRiskAdamW, join_gate
-from poprisk.optim._defaults import DEFAULTS
 from poprisk_lab.data.char_lm import CharText, help_topics
+from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.run_ledger import Ledger
 from poprisk_lab.paper.learning_rate.task import (
     DigitsConfig,
@@ -43,8 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "snr": {"gate": "snr", "strength": 1.0},
     DEFAULT: {},
 }
-"""PopRiskAdamW's options beside its learning rate. ``soft`` is Algorithm 1; ``default`` has the default weight decay as
-well, every other setting that of the Trainer."""
+"""Options of PopRiskAdamW beside its learning rate, for literal gates (``normalize=False``). ``soft`` is Algorithm 1;
+``default``, of strength 100, has the weight decay 5e-3, every other setting that of the Trainer."""
 STRICT = "soft"
 LANGUAGE_MODEL = "clean text"
 _DEFAULT_LRS = (
@@ -217,10 +217,10 @@ def train(task: Task, config: TrainerConfig, optimizer: str, lr: float, seed: in
         observer = _observer(transformers, task, config.gate_every)
         options: dict[str, Any] = {}
         if optimizer != ADAMW:
-            chosen = {"lr": lr, "fused": True, **join_gate(SETTINGS[optimizer])}
+            chosen = {"lr": lr, "fused": True, **join_gate({"normalize_gate": False, **SETTINGS[optimizer]})}
             options["optimizer_cls_and_kwargs"] = (PopRiskAdamW, chosen)
         if optimizer == DEFAULT:  # the Trainer sets its own in every group
-            config = replace(config, weight_decay=DEFAULTS.weight_decay)
+            config = replace(config, weight_decay=ARMS["defaults"].fixed["weight_decay"])
         trainer = transformers.Trainer(
             model=model,
             args=_arguments(transformers, task, config, lr, seed, scratch),

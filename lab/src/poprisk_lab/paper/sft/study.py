@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from poprisk.errors import HyperparameterError
-from poprisk.optim import suggest_lr
+from poprisk.optim._learning_rate import FACTOR
 from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.package_setting import package_settings
 from poprisk_lab.engine.run import ComparisonResult, Progress, run_comparison
@@ -82,7 +82,7 @@ def settings(config: SftConfig) -> tuple[Setting, ...]:
         Setting(CALIBRATED, "soft_calibrated", gate),
         Setting(SNR, "snr", gate),
         *package_settings(shared, " at the shared lr"),
-        Setting(SUGGESTED, "defaults", {"lr": suggest_lr(config.lr)}),
+        Setting(SUGGESTED, "defaults", {"lr": FACTOR * config.lr}),
         Setting(DEFAULTS, "defaults"),
     )
 
