@@ -22,12 +22,13 @@ import optax
 
 from poprisk.integrations.optax import poprisk_adamw
 
+LITERAL = partial(poprisk_adamw, weight_decay=5e-3, normalize_gate=False)
 OPTIMIZERS: dict[str, tuple[Callable, tuple[float, ...]]] = {
     "optax.adamw": (partial(optax.adamw, weight_decay=1e-2), (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)),
-    "poprisk_adamw": (poprisk_adamw, (1e-2, 3e-2, 6e-2, 1e-1, 3e-1)),
+    "poprisk_adamw": (LITERAL, (1e-2, 3e-2, 6e-2, 1e-1, 3e-1)),
 }
 CUSTOMARY = {"optax.adamw": 1e-3, "poprisk_adamw": 6e-2}
-"""The learning rate one would try first: AdamW's usual one, and the default of ``poprisk_adamw``."""
+"""The learning rate one would try first: AdamW's usual one, and 60 times it for the literal gate of strength 100."""
 
 
 class Task(NamedTuple):

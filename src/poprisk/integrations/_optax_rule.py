@@ -213,8 +213,8 @@ def _to_adamw_units(q: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Arra
     """What multiplies Adam's direction, from the gate and the means of the previous step; and the scale after it."""
     kappa = 0.5 / jnp.clip(scale[1], 0.5 / 3, 0.5)
     r = _ratio(q, scale[0])
-    means = [as_float(x) for x in ((q.mean(), r.mean()) if q.size else (0.0, 1.0))]
-    return kappa.astype(q.dtype) * r, jnp.stack([*means, scale[0], kappa]).astype(scale.dtype)
+    means = [jnp.asarray(x, scale.dtype) for x in ((q.mean(), r.mean()) if q.size else (0.0, 1.0))]
+    return kappa.astype(q.dtype) * r, jnp.stack([*means, scale[0], kappa])
 
 
 def _ratio(q: jax.Array, reference: jax.Array) -> jax.Array:
