@@ -84,6 +84,11 @@ SCRIPTS: dict[str, Script] = {
         data="fashion",
         device="GPU",
     ),
+    "label_wave": Script(
+        "Label Wave, a stopping rule without held-back examples, on digits and the teacher",
+        ("-m", "poprisk_lab.recipes.label_wave", "{output}"),
+        smoke="",
+    ),
     "recipe_cifar": Script(
         "means of the weights and held-back blocks on CIFAR-10N, by the rule of recipes/RULE.md",
         ("-m", "poprisk_lab.recipes.cifar_run", "{data}/cifar10", "{output}"),

@@ -159,7 +159,9 @@ def test_the_page_has_every_verdict(results, tmp_path):
     curves = {"changed": [[0, 5, 2, 4]] * 3, "test accuracy": [[0.1, 0.2, 0.7, 0.3]] * 3}
     wave = {"window": 1, "tasks": {"digits-40": {"seeds": SEEDS, **curves}}}
     (results / "label_wave.json").write_text(json.dumps(wave))
-    assert page_slots(results)["waves"]["regret"] == "+2.10"  # 0.70 against 0.72, 0.721 and 0.722
+    waves = page_slots(results)["waves"]
+    assert waves["regret"] == "+2.10"  # 0.70 against 0.72, 0.721 and 0.722
+    assert waves["own"] == "−8.00"
     draw(results)
 
 

@@ -62,7 +62,7 @@ def page_slots(results: Path) -> dict[str, Any]:
     tasks = stored_tasks(results)
     ranked, others = judge_all(tasks)
     winner = ranked[0]
-    waves = _wave(results, tasks, winner)
+    waves = _wave(results, tasks)
     least = min(ranked, key=lambda each: each.regret)
     arms = {row.arm for task in tasks for row in task.rows}
     return {
@@ -314,24 +314,25 @@ def cifar_control_table(results: Path) -> str:
     return table(["", "last step", "best on test", "mean of the last 10%"], rows) if rows else ""
 
 
-def _wave(results: Path, tasks: Sequence[StoredTask], winner: Judged) -> dict[str, Any]:
-    """Label Wave's stopping on AdamW's run, beside the recipe on the same tasks; empty if it is not stored."""
+def _wave(results: Path, tasks: Sequence[StoredTask]) -> dict[str, Any]:
+    """Label Wave's stopping on AdamW's run, beside KeepBest on the same tasks; empty if it is not stored."""
+    keeper = judge(KEEPER, tasks)
     waves = read(results / "label_wave.json")
     by_name = {task.name: task for task in tasks}
     rows, regrets = [], []
     for name, one in (waves or {"tasks": {}})["tasks"].items():
         task = by_name.get(name)
-        if task is None or name not in winner.gains:
+        if task is None or name not in keeper.gains:
             continue
         values = outcome(one)
         gain = gain_over(task, values, task.tuned_best)
-        own = winner.gains[name].oracle
+        own = keeper.gains[name].oracle
         rows.append([task_words(task), value_words(task, mean(values.values())), gain_words(gain), gain_words(own)])
         if not task.clean:
             regrets.append((-gain.value, -own.value))
     if not rows or waves is None:
         return {}
-    head = ["task", "Label Wave", "gain over tuned AdamW's best", "the recipe's gain"]
+    head = ["task", "Label Wave", "gain over tuned AdamW's best", "KeepBest's gain"]
     means = [_regret(mean(column)) for column in zip(*regrets, strict=True)] if regrets else ["–", "–"]
     return {"table": table(head, rows), "regret": means[0], "own": means[1], "window": waves["window"]}
 
