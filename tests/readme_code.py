@@ -17,12 +17,23 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
 
 
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.router = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router(self.body(x))
+
+
 def run_block(code: str) -> dict[str, object]:
-    """The names after the block. A model and its optimizer are there before it, as the page takes for granted."""
-    model = torch.nn.Module()
-    model.body, model.router = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    """The names after the block. A model, its optimizer and a dataset are there before it, as pages take for granted."""
+    model = Model()
     optimizer = poprisk.PopRiskAdamW(model.parameters())
-    names: dict[str, object] = {"model": model, "optimizer": optimizer, "PopRiskAdamW": poprisk.PopRiskAdamW}
+    inputs = torch.randn(80, 4)
+    dataset = torch.utils.data.TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    given = {"model": model, "optimizer": optimizer, "dataset": dataset, "PopRiskAdamW": poprisk.PopRiskAdamW}
+    names: dict[str, object] = dict(given)
     exec(code, names)
     return names
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 OPTIMIZERS = ("poprisk", "adamw", "sgd")
-OPTIMIZER, HOLD_BACK = "poprisk", 0.0
+OPTIMIZER, HOLD_BACK = "adamw", 0.05
 """What ``poprisk train`` uses if nothing else is asked for: the optimizer, and the share of examples to hold back."""
 SHARE, TAIL = 0.05, 0.2
 """The share that ``--hold-back`` means without a number, and the share of the steps that weights are averaged over."""
