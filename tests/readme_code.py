@@ -27,7 +27,7 @@ class Model(torch.nn.Module):
 
 
 def run_block(code: str) -> dict[str, object]:
-    """The names after the block. A model, its optimizer and a dataset are there before it, as pages take for granted."""
+    """The names after the block. A model, its optimizer and a dataset are there before it."""
     model = Model()
     optimizer = poprisk.PopRiskAdamW(model.parameters())
     inputs = torch.randn(80, 4)

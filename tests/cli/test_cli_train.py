@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from cli_calls import call
+from torch.optim import AdamW
 
 from poprisk import PopRiskAdamW, Run
 from poprisk.cli._train_plan import read_plan
@@ -20,6 +21,7 @@ from poprisk.runs._training import train
 
 SCRIPT = """
 import torch
+from torch.optim import AdamW
 from torch import nn
 from beside import classes
 
@@ -53,6 +55,7 @@ if __name__ == "__main__":
 """
 BESIDE = """
 import torch
+from torch.optim import AdamW
 
 
 def classes(n, seed=0):
@@ -79,9 +82,11 @@ def test_own_script_is_recorded_and_opens_without_a_flag(folder, capsys):
     assert out.splitlines()[-1] == "Next: poprisk report runs/first"
     assert re.search(r"two kinds: step 9 of 18, loss \S+, about \d+ s left", err)
     run = Run.load("runs/first")
+    assert run.kept is not None
+    assert len(run.kept.held) == 2  # 5% of 36
     assert run.manifest["problem"]["source"]["folder"] == "../.."
     assert str(folder) not in (folder / "runs/first/manifest.json").read_text()
-    by_hand = train(Problem.build("task.py:make_task"), PopRiskAdamW, 18, batch_size=6, progress=False)
+    by_hand = train(Problem.build("task.py:make_task"), AdamW, 18, batch_size=5, hold_back=0.05, progress=False)
     assert torch.equal(run.weights(18), by_hand.weights(18))
     code, out, err = call(capsys, "audit", "runs/first", "--tier", "any", "--json")
     assert code == 0, err
@@ -107,6 +112,7 @@ def test_a_folder_may_be_moved_with_its_runs_but_not_the_run_alone(folder, capsy
 
 def test_interrupted_it_goes_on_to_the_same_bits(folder, capsys, monkeypatch):
     command = ["train", "task.py:make_task", "--steps", 20, "--every", 7, "--seed", 3]
+    command += ["--optimizer", "poprisk", "--hold-back", "0"]
     from poprisk.runs import add_gradients
 
     usual, calls = add_gradients, []
@@ -166,7 +172,7 @@ def test_a_directory_goes_on_only_with_its_own_run(folder, capsys):
         (["nowhere.module:function"], "nowhere.module:function cannot be imported"),
         (["task.py:make_task", "--optimizer", "adam"], "optimizer must be one of poprisk, adamw, sgd, got 'adam'"),
         (["task.py:make_task", "--lr", "fast"], "'--lr': expected a number from"),
-        (["task.py:make_task", "--batch-size", "37"], "between 1 and the 36 training examples, got 37"),
+        (["task.py:make_task", "--batch-size", "37"], "between 1 and the 34 training examples, got 37"),
         (["task.py:make_task", "--steps", "3", "--epochs", "2"], "give steps or epochs"),
         (["task.py:make_task", "--output", "task.py"], "task.py"),
         (["plan.toml"], "plan.toml cannot be read"),
@@ -187,6 +193,7 @@ PLAN = """
 task = "task.py:make_task"
 epochs = 2
 batch_size = 9
+hold_back = 0
 output = "runs/planned"
 
 [arguments]
