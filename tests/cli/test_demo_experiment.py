@@ -10,6 +10,7 @@ from torch.optim import AdamW
 
 from poprisk._core.seeds import stream
 from poprisk._core.statistics import mean_over_seeds, paired_difference
+from poprisk.cli._demonstration.networks import MLPShape, plain_network
 from poprisk.cli._demonstration.recorded import record_demo
 from poprisk.cli._demonstration.study import ADAMW, KEPT, USUAL_LR, DemoConfig, demo_data, run_demo
 from poprisk.cli._demonstration.summary import format_lr, summarize
@@ -63,19 +64,15 @@ def test_members_do_not_depend_on_how_many_seeds_run():
     assert not torch.equal(few.labels[0], few.labels[1])
 
 
-def test_the_recorded_run_is_the_first_seed_s(tiny_result, tmp_path):
-    result, _ = tiny_result
+def test_the_recorded_run_is_of_the_first_seed_s_problem(tmp_path):
     record_demo(TINY, tmp_path / "run")
-    run = Run.load(tmp_path / "run")
-    inputs, labels = run.problem.test
-    module, sweep = run.module(), result.sweeps[ADAMW]
-    seen = sweep.test_accuracy[sweep.learning_rates.index(sweep.default_lr)][0]
-    for step, accuracy in zip(result.evaluation_steps, seen, strict=True):
-        for p, piece in zip(module.parameters(), run.layout.split(run.weights(step)), strict=True):
-            p.data.copy_(piece)
-        right = (module(inputs).argmax(1) == labels).double().mean().item()
-        assert right == pytest.approx(accuracy, abs=3 / len(labels))  # rounding may turn a few over
+    run, data = Run.load(tmp_path / "run"), demo_data(TINY)
+    assert torch.equal(run.problem.targets, data.labels[0])
+    start = plain_network(MLPShape(64, TINY.width, TINY.depth, 10), stream(0, "weights"))
+    assert torch.equal(run.weights(0), torch.cat([p.detach().flatten() for p in start.parameters()]))
     assert run.num_steps == TINY.steps
+    assert run.kept is not None
+    assert len(run.kept.held) == 6  # 5% of 120
     record_demo(TINY, tmp_path / "run")  # writes over its own
     (tmp_path / "other").mkdir()
     with pytest.raises(RunError, match="does not contain a run of the demo"):

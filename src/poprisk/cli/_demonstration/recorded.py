@@ -1,8 +1,9 @@
-"""The demo's first seed, recorded for a report: the same digits, wrong labels, initial weights and batches."""
+"""The demo's first seed, recorded for a report: the same digits, wrong labels and initial weights."""
 
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -10,10 +11,9 @@ from torch.optim import AdamW
 
 from poprisk._core.seeds import stream
 from poprisk.cli._demonstration.networks import MLPShape, plain_network
-from poprisk.cli._demonstration.study import USUAL_LR, DemoConfig, demo_data
-from poprisk.cli._demonstration.training import epoch_batches
+from poprisk.cli._demonstration.study import HELD, USUAL_LR, DemoConfig, demo_data
 from poprisk.errors import RunError
-from poprisk.runs import MANIFEST, NUM_CLASSES, NUM_PIXELS, Problem, Recorder, Run
+from poprisk.runs import MANIFEST, NUM_CLASSES, NUM_PIXELS, Problem, Run, train
 
 NAME = "digits with wrong labels"
 REPORT_TRAININGS = 5
@@ -69,7 +69,7 @@ def check_place(path: Path) -> None:
 
 
 def record_demo(config: DemoConfig, path: Path) -> Run:
-    """Train the first seed with AdamW at its usual rate, and record it; replaces the run of an earlier demo.
+    """Train the first seed's problem with AdamW and KeepBest, and record it; replaces the run of an earlier demo.
 
     Args:
         config: Settings of the demo.
@@ -82,20 +82,9 @@ def record_demo(config: DemoConfig, path: Path) -> Run:
     shutil.rmtree(path, ignore_errors=True)
     arguments = {"noise": config.noise, "train_size": config.train_size, "width": config.width, "depth": config.depth}
     problem = Problem.build(first_problem, **arguments)
-    network = problem.module()
-    optimizer = AdamW(network.parameters(), lr=USUAL_LR)
-    every = math.ceil(config.steps / _CHECKPOINTS)
-    batches = epoch_batches(config.train_size, config.examples_per_step, [stream(0, "batches")])
-    with Recorder(path, network, optimizer, problem=problem, every=every, steps=config.steps) as recorder:
-        for _ in range(config.steps):
-            batch = next(batches)[0]
-            with recorder.step(batch) as step:
-                optimizer.zero_grad()
-                inputs, targets = problem.batch(batch)
-                step.loss = problem.batch_loss(network(inputs), targets)
-                step.loss.backward()
-                optimizer.step()
-    return recorder.run
+    size, every = min(config.examples_per_step, config.train_size - 1), math.ceil(config.steps / _CHECKPOINTS)
+    options = {"batch_size": size, "every": every, "hold_back": HELD, "progress": False}
+    return train(problem, partial(AdamW, lr=USUAL_LR), config.steps, path=path, **options)
 
 
 def _is_demo(path: Path) -> bool:
