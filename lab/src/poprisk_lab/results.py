@@ -89,6 +89,10 @@ SCRIPTS: dict[str, Script] = {
         ("-m", "poprisk_lab.recipes.label_wave", "{output}"),
         smoke="",
     ),
+    "grokking_adamw": Script(
+        "grokking with AdamW at a high learning rate, nothing searched",
+        ("-m", "poprisk_lab.paper.grokking.quick_adamw", "{output}"),
+    ),
     "recipe_cifar": Script(
         "means of the weights and held-back blocks on CIFAR-10N, by the rule of recipes/RULE.md",
         ("-m", "poprisk_lab.recipes.cifar_run", "{data}/cifar10", "{output}"),

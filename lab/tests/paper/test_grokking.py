@@ -381,3 +381,40 @@ def test_the_tuned_claim_takes_the_gate_that_was_best_in_tuning(saved):
     assert "fixed in advance" in claim.equal_tuning
     assert "3.5× " in claim.equal_tuning
     assert "more steps" in claim.equal_tuning
+
+
+def test_the_quick_adamw_stops_at_the_target_and_measures_the_test_pairs():
+    from dataclasses import replace
+
+    from poprisk_lab.paper.grokking import quick_adamw as quick
+
+    (run,) = quick.run(quick.SMOKE)["runs"]
+    assert [step for step, _ in run["curve"]] == [3, 6]
+    assert run["reached"] is None
+    table = quick.division_table(quick.SMOKE.task, 0)
+    network = quick.ModularTransformer(7, 8, 2, 16, 2)
+    right = sum(int(network(row[None, :2]).argmax()) == int(row[2]) for row in table.test)
+    assert quick.accuracy(network, table.test) == pytest.approx(right / len(table.test))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quick, "accuracy", lambda network, rows: 0.96)
+        assert quick.train(replace(quick.SMOKE, every=2), 0)["reached"] == 2
+
+
+def test_the_page_says_what_a_sparse_search_missed(tmp_path):
+    from poprisk._core.store import save_result
+    from poprisk_lab.paper.grokking import numbers
+    from poprisk_lab.paper.grokking import quick_adamw as quick
+
+    arm = {"chosen": {"target": None}, "search": {"lr": [3e-6, 1e-2]}, "trials": [{}] * 8}
+    study = {"arms": {"adamw": arm}, "task": {"metrics": [{"target": 0.95}]}}
+    saved = {"result": {"studies": {numbers.TUNED: study}}}
+    assert numbers.section_note(saved, tmp_path) is None
+    config = {"lr": 0.01, "weight_decay": 1.0, "beta2": 0.98}
+    runs = [{"reached": 1150}, {"reached": None}]
+    save_result(tmp_path / "grokking_adamw.json", quick.KIND, config, {"runs": runs})
+    words = numbers.section_note(saved, tmp_path)
+    assert words is not None
+    assert "none of its 8 trials" in words
+    assert "reaches 95% after 1,150 steps (1 of 2 seeds" in words
+    arm["chosen"]["target"] = 3
+    assert numbers.section_note(saved, tmp_path) is None

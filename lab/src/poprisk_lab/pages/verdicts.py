@@ -115,6 +115,7 @@ def _section(kind: str, found: Sequence[Stored], folder: Path) -> dict[str, Any]
     shown = [
         {
             "claims": claims_table(_claims_of(kind)(stored.saved)),
+            "note": _note(kind, stored.saved, folder),
             "figure": f"{stored.name}.png" if (folder / f"{stored.name}.png").exists() else None,
         }
         for stored in found
@@ -123,7 +124,17 @@ def _section(kind: str, found: Sequence[Stored], folder: Path) -> dict[str, Any]
 
 
 def _claims_of(kind: str) -> Callable[[Saved], list[VerdictRow]]:
-    return import_module(f"poprisk_lab.paper.{kind}.numbers").claims
+    return _numbers_of(kind).claims
+
+
+def _numbers_of(kind: str) -> Any:
+    return import_module(f"poprisk_lab.paper.{kind}.numbers")
+
+
+def _note(kind: str, saved: Saved, folder: Path) -> str | None:
+    """What a reader must know about a stored result beside its claims."""
+    note = getattr(_numbers_of(kind), "section_note", None)
+    return None if note is None else note(saved, folder)
 
 
 def claims_table(claims: Sequence[VerdictRow]) -> str:

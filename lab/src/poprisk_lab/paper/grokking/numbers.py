@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from poprisk._core.store import load_result
 from poprisk_lab.engine.arms import ARMS
 from poprisk_lab.engine.reading import final, find_row, reached, row, steps_to
 from poprisk_lab.pages.claims import VerdictRow, verdict_row
 from poprisk_lab.pages.gate_choice import chosen_gate, fixed_gate, searched_gates, tuned_gates
 from poprisk_lab.pages.paired_ratio import Ratio, steps_ratio
 from poprisk_lab.pages.template import render_block
-from poprisk_lab.paper.grokking.study import ADAMW, PAPER_RULE, RULES, SHARED, TUNED, shared_label
+from poprisk_lab.paper.grokking.quick_adamw import KIND as QUICK
+from poprisk_lab.paper.grokking.study import ADAMW, PAPER_RULE, RULES, SHARED, TUNED, GrokkingConfig, shared_label
 from poprisk_lab.paper.grokking.task import TEST_ACCURACY, TRAIN_ACCURACY
 
 Saved = Mapping[str, Any]
@@ -102,6 +105,35 @@ def claims(saved: Saved) -> list[VerdictRow]:
     }
     slots["equal_tuning"] = render_block(PACKAGE, "equal_tuning", slots)
     return [verdict_row(PACKAGE, slots)]
+
+
+def section_note(saved: Saved, results: Path) -> str | None:
+    """What is wrong with the stored search, from trainings at given settings; None if there is nothing to say.
+
+    Args:
+        saved: The stored study.
+        results: Folder of the stored results.
+    """
+    study, path = saved["result"]["studies"][TUNED], results / f"{QUICK}.json"
+    searched = study["arms"]["adamw"]
+    if searched["chosen"]["target"] is not None or not path.exists():
+        return None
+    quick = load_result(path, QUICK)
+    config, runs = quick["config"], quick["result"]["runs"]
+    low, high = searched["search"]["lr"]
+    slots = {
+        "trials": len(searched["trials"]),
+        "low": low,
+        "high": high,
+        "lr": config["lr"],
+        "decay": config["weight_decay"],
+        "beta2": config["beta2"],
+        "target": target(study),
+        "steps": [f"{run['reached']:,}" for run in runs if run["reached"] is not None],
+        "seeds": len(runs),
+        "planned": GrokkingConfig(),
+    }
+    return render_block(PACKAGE, "sparse_search", slots)
 
 
 def _shared(study: Saved, decay: float) -> dict[str, Any]:
