@@ -8,7 +8,7 @@ are therefore asked:
   weight decays, .2 and 1, the same for AdamW and the gates. Weight decay alone moves the time to generalize by a
   factor of ten, so that one of the two must not decide.
 - *tuned*: every optimizer with the same number of trials over its own learning rate, weight decay and β2. The ranges
-  contain what generalizes quickly with AdamW (lr 1e-2, weight decay 1, β2 .98: 95% after about 1,200 steps), and more:
+  contain what generalizes quickly with AdamW (lr 1e-2, weight decay 1, β2 .98: 95% after about 1,100 steps), and more:
   learning rates up to 3e-2, ten times that for the gates, and weight decays up to 10.
 
 Labels are clean: this is its own clean control. ``noisy`` adds a study with a share of wrong training labels.
