@@ -1,4 +1,4 @@
-"""Numbers of the measured parts of ``README.md`` (``readme.md.jinja``): the demonstration, and KeepBest on all tasks."""
+"""Numbers of the measured parts of ``README.md`` (``readme.md.jinja``): the demo, and KeepBest on all tasks."""
 
 import json
 from pathlib import Path
