@@ -36,7 +36,7 @@ _STYLE: Any = {
 
 
 def draw_demo(saved: Mapping[str, Any]) -> Figure:
-    """Test accuracy over the steps, and accuracy at the last step over the learning rate.
+    """Test accuracy over the steps, and accuracy at the end over the learning rate.
 
     Args:
         saved: The saved result, as loaded by ``load_result(path, "demo")``.
@@ -88,7 +88,8 @@ def _curve_label(row: Mapping[str, Any]) -> str:
 
 def _draw_learning_rates(axes: Axes, result: Mapping[str, Any]) -> None:
     usual, tuned, ours = _COLOURS
-    for (name, sweep), colour in zip(result["sweeps"].items(), (usual, ours), strict=True):
+    places = ((-13, "top"), (13, "bottom"))  # AdamW's label below its curve, the other above
+    for (name, sweep), colour, (away, side) in zip(result["sweeps"].items(), (usual, ours), places, strict=True):
         rates, finals = sweep["learning_rates"], result["summary"]["last_by_lr"][name]
         values = [final["value"] for final in finals]
         errors = [final["standard_error"] or 0.0 for final in finals]
@@ -97,13 +98,13 @@ def _draw_learning_rates(axes: Axes, result: Mapping[str, Any]) -> None:
         axes.plot(rates[default], values[default], "o", markersize=11, mfc="none", mec=colour, mew=1.8)
         end = (rates[-1], values[-1])
         axes.annotate(
-            name, end, (8, -13), textcoords="offset points", color=colour, ha="right", va="top", weight="bold"
+            name, end, (8, away), textcoords="offset points", color=colour, ha="right", va=side, weight="bold"
         )
     best = next(row for row in result["summary"]["rows"] if row["choice"] == "best")
     axes.plot(best["lr"], best["last"]["value"], "o", markersize=7, color=tuned, zorder=5)
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_title("Accuracy at the last step by learning rate")
+    axes.set_title("At the end, by learning rate")
     axes.set_xlabel("learning rate (ring: AdamW's default)")
 
 
