@@ -32,7 +32,7 @@ def test_mean_gate_and_active_fraction_are_the_last_step_s(normalize, gate, back
     params = start()
     optimizer = PopRiskAdamW(params, gate=Gate(gate, alpha=0.3, strength=2.0, normalize=normalize), **backend)
     train(optimizer, params, stream(25))
-    q = []
+    q, literal = [], []
     for p in params:
         state = optimizer.state[p]
         m_hat, s_hat = state["exp_avg"] / (1 - 0.9**25), state["exp_var"] / (1 - 0.99**25)
@@ -42,14 +42,15 @@ def test_mean_gate_and_active_fraction_are_the_last_step_s(normalize, gate, back
             "snr": lambda m=m_hat, s=s_hat: snr_gate(m, s, 2.0),
         }
         q.append(gates[gate]().flatten())
+        literal.append(q[-1])
         if normalize:
-            *_, reference, kappa = state["gate_scale"]
-            q[-1] = kappa * ((q[-1] / reference).clamp(max=1) if reference else (q[-1] > 0).double())
-    q = torch.cat(q)
+            reference = state["gate_scale"][1]
+            q[-1] = (1 + ((q[-1] / reference).clamp(max=1) if reference else (q[-1] > 0).double())) / 2
+    q, literal = torch.cat(q), torch.cat(literal)
     meters = optimizer.diagnostics()[0]
     assert 0.1 < q.mean() < 0.9
     assert_close(meters.mean_gate, q.mean(), rtol=1e-12, atol=1e-12)
-    assert_close(meters.active_fraction, (q > 0).double().mean(), rtol=1e-12, atol=1e-12)
+    assert_close(meters.active_fraction, (literal > 0).double().mean(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

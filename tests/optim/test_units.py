@@ -37,17 +37,17 @@ EVERY_KIND = pytest.mark.parametrize("gate", KINDS.values(), ids=KINDS)
 
 
 @EVERY_KIND
-def test_no_coordinate_moves_more_than_three_times_adamw_s_step_and_the_mean_is_about_half(gate):
+def test_every_coordinate_moves_between_half_of_adamw_s_step_and_adamw_s_step(gate):
     params = start()
     optimizer = PopRiskAdamW(params, gate=gate)
     means = []
     for row in stream(60):
         train(optimizer, params, [row])
         for q in optimizer.gates().values():
-            assert q.max() <= 3.0
-            assert q.min() >= 0.0
+            assert q.max() <= 1.0
+            assert q.min() >= 0.5
         means.append(optimizer.gates()[params[2]].mean())
-    assert 0.4 < torch.stack(means[5:]).mean() < 1.1
+    assert 0.5 <= torch.stack(means[5:]).mean() <= 1.0
 
 
 def test_the_first_step_is_adamw_s_where_the_gate_is_open():
@@ -59,7 +59,7 @@ def test_the_first_step_is_adamw_s_where_the_gate_is_open():
 
 
 def test_strength_does_not_change_the_size_of_the_steps():
-    """The literal gate shrinks a hundredfold from strength 1 to 100; in AdamW's units both keep about half."""
+    """The literal gate shrinks a hundredfold from strength 1 to 100; in AdamW's units both keep more than half."""
     means = {}
     for normalize in (True, False):
         for strength in (1.0, 100.0):
@@ -89,6 +89,13 @@ def test_stacked_trainings_have_means_of_their_own(gate):
     assert_close(linearize(stacked, hyper).preconditioner[0], linearize(states[0], hyper).preconditioner)
 
 
+def literal_gate(state, t):
+    """The soft gate of strength 1 and α = 0.3 after t steps."""
+    m_hat, s_hat = state["exp_avg"] / (1 - 0.9**t), state["exp_var"] / (1 - 0.99**t)
+    signal = (m_hat.square() - 0.3 * s_hat).clamp(min=0)
+    return signal / (signal + s_hat)
+
+
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_the_scale_left_behind_tells_what_the_step_used(backend):
     params = start()
@@ -98,11 +105,12 @@ def test_the_scale_left_behind_tells_what_the_step_used(backend):
     before = [optimizer.state[p]["gate_scale"].clone() for p in params]
     train(optimizer, params, gradients[-1:])
     for p, old in zip(params, before, strict=True):
-        q_mean, r_mean, reference, kappa = optimizer.state[p]["gate_scale"]
+        mean, reference = optimizer.state[p]["gate_scale"]
         assert reference == old[0]
-        assert_close(kappa, (0.5 / old[1]).clamp(1, 3))
-        assert_close(optimizer.gates()[p].mean(), kappa * r_mean, rtol=1e-12, atol=1e-15)
-        assert 0 <= q_mean < 1
+        literal = literal_gate(optimizer.state[p], 12)
+        assert_close(mean, literal.mean(), rtol=1e-12, atol=1e-15)
+        expected = (1 + (literal / reference).clamp(max=1)) / 2 if reference else 0.5 + 0.5 * (literal > 0).double()
+        assert_close(optimizer.gates()[p], expected, rtol=1e-12, atol=1e-15)
 
 
 # --- checkpoints
@@ -152,7 +160,7 @@ def test_the_conversion_in_the_message_works():
         group.update(normalize_gate=True, lr=group["lr"] / 60)
     before = [p.detach().clone() for p in params]
     train(ours, params, stream(16)[8:])
-    assert 0 < max((p - b).abs().max() for p, b in zip(params, before, strict=True)) <= 3.1 * 8 * 1e-3
+    assert 0 < max((p - b).abs().max() for p, b in zip(params, before, strict=True)) <= 1.1 * 8 * 1e-3
     assert "gate_scale" in ours.state[params[0]]
 
 
@@ -200,7 +208,7 @@ def test_a_scale_of_another_shape_is_refused():
     train(optimizer, params, stream(2))
     saved = optimizer.state_dict()
     saved["state"][1]["gate_scale"] = torch.zeros(3)
-    with pytest.raises(StateDictError, match=r"gate_scale of parameter 1 must have 4 entries, got shape \(3,\)"):
+    with pytest.raises(StateDictError, match=r"gate_scale of parameter 1 must have 2 entries, got shape \(3,\)"):
         optimizer.load_state_dict(saved)
 
 

@@ -57,7 +57,7 @@ def algorithm1(
     d = len(weights)
     w, m, v, s = list(weights), [0.0] * d, [0.0] * d, [0.0] * d  # line 1
     samples, trajectory = [], []
-    q_mean, r_mean = 0.0, 1.0
+    q_mean = 0.0
     for t, g in enumerate(gradients, start=1):  # line 2
         m_prev = list(m)  # line 4
         takes = variances is not None or centering == "paper" or t > 1
@@ -82,9 +82,8 @@ def algorithm1(
         ))  # fmt: skip
         if normalize_gate:  # AdamW's units: relative to the mean of the previous step
             r = [min(1.0, x / q_mean) if q_mean > 0 else float(x > 0) for x in q]
-            kappa = min(3.0, max(1.0, 0.5 / r_mean)) if r_mean > 0 else 3.0
-            q_mean, r_mean = sum(q) / d, sum(r) / d
-            q = [kappa * x for x in r]
+            q_mean = sum(q) / d
+            q = [(1 + x) / 2 for x in r]
         for k in range(d):  # line 10
             decay = weight_decay * (q[k] if gated_decay else 1.0)
             w[k] = w[k] - lr * q[k] * m_hat[k] / (math.sqrt(v_hat[k]) + eps) - lr * decay * w[k]

@@ -107,6 +107,10 @@ SCRIPTS: dict[str, Script] = {
         device="GPU",
         smoke="",
     ),
+    "swap": Script(
+        "PopRiskAdamW in AdamW's place at AdamW's learning rates: noisy digits, three gates",
+        ("-m", "poprisk_lab.recipes.swap", "--output", "{output}"),
+    ),
     "cost_models_cpu": Script(
         "time and memory of the library's operations, for the page on scaling",
         ("lab/benchmarks/cost_models.py", "--device", "cpu", "--out", "{output}"),

@@ -209,7 +209,7 @@ def test_the_defaults_are_the_literal_gate_of_the_stored_results():
     assert_equal_weights(found, alone)
 
 
-def test_a_relative_gate_is_divided_by_its_mean_over_each_tensor():
+def test_a_relative_gate_is_taken_relative_to_its_mean_over_each_tensor():
     task = Regression(steps=1, evaluations=1)
     literal = Stack(task, [member("snr", 0, strength=1.0, lr=10.0, weight_decay=0.0)], CPU)
     relative = Stack(task, [member("relative", 0, strength=1.0, lr=10.0, weight_decay=0.0)], CPU)
@@ -228,10 +228,11 @@ def test_a_relative_gate_is_divided_by_its_mean_over_each_tensor():
     )[0].split(literal.layout.segments)
     for gate, plain, found in zip(gates, moved, scaled, strict=True):
         if len(gate):
-            expected = plain / gate * (gate / gate.mean()).clamp(max=1)
+            expected = plain / gate * (1 + (gate / gate.mean()).clamp(max=1)) / 2
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     shown = relative._blocks[0][1].mean_gate(relative.t, relative.layout).item()
-    mean = sum((gate / gate.mean()).clamp(max=1).sum().item() for gate in gates if len(gate)) / literal.layout.size
+    opened = [(1 + (gate / gate.mean()).clamp(max=1)) / 2 for gate in gates if len(gate)]
+    mean = sum(x.sum().item() for x in opened) / literal.layout.size
     assert shown == pytest.approx(mean, rel=1e-5)
 
 

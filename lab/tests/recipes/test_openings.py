@@ -25,9 +25,10 @@ def test_what_the_controls_leave_out():
     assert opened("mean").dim() == 0
 
 
-def test_the_relative_gate_is_between_adamw_and_three_times_it():
+def test_the_relative_gate_is_between_half_of_adamw_and_adamw():
     relative = opened("relative")
-    assert float(relative.max()) <= 3
+    assert float(relative.max()) == 1
+    assert 0.5 <= float(relative.min()) < 0.51
     assert 0.5 <= float(relative.mean()) <= 1
 
 

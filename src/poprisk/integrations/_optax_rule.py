@@ -40,7 +40,7 @@ class PopulationRiskState(NamedTuple):
     """The value of s for white noise of unit variance; ``alpha="calibrated"`` divides by it."""
     inner_state: Tree = ()
     gate_scale: Tree = None
-    """Scale of a normalized gate for each leaf, [4] (see ``poprisk.optim.rules._relative``); None without one."""
+    """Scale of a normalized gate for each leaf, [2] (see ``poprisk.optim.rules._relative``); None without one."""
 
 
 @dataclass(frozen=True)
@@ -206,22 +206,20 @@ def leaf_step(g: Any, direction: Any, stored: Moments, c: Coefficients, o: Optio
 
 def first_scale(_: Any) -> jax.Array:
     """The scale of a leaf before its first step; see ``poprisk.optim.rules._relative``."""
-    return jnp.asarray([0.0, 1.0, 0.0, 1.0], dtype=jnp.result_type(float))
+    return jnp.zeros(2, dtype=jnp.result_type(float))
 
 
 def _to_adamw_units(q: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What multiplies Adam's direction, from the gate and the means of the previous step; and the scale after it."""
-    kappa = 0.5 / jnp.clip(scale[1], 0.5 / 3, 0.5)
-    r = _ratio(q, scale[0])
-    means = [jnp.asarray(x, scale.dtype) for x in ((q.mean(), r.mean()) if q.size else (0.0, 1.0))]
-    return kappa.astype(q.dtype) * r, jnp.stack([*means, scale[0], kappa])
+    """What multiplies Adam's direction, from the gate and its mean in the previous step; and the scale after it."""
+    mean = jnp.asarray(q.mean() if q.size else 0.0, scale.dtype)
+    return _relative(q, scale[0]), jnp.stack([mean, scale[0]])
 
 
-def _ratio(q: jax.Array, reference: jax.Array) -> jax.Array:
-    """min(1, q/reference); for a reference of 0, whether q > 0."""
+def _relative(q: jax.Array, reference: jax.Array) -> jax.Array:
+    """(1 + min(1, q/reference))/2; for a reference of 0, the ratio is whether q > 0."""
     reference = reference.astype(q.dtype)
     shares = jnp.minimum(q / jnp.where(reference > 0, reference, 1), 1)
-    return jnp.where(reference > 0, shares, (q > 0).astype(q.dtype))
+    return 0.5 + 0.5 * jnp.where(reference > 0, shares, (q > 0).astype(q.dtype))
 
 
 def _gate(m: jax.Array, s: jax.Array | None, g: jax.Array | None, c: Coefficients, o: Options) -> Any:
@@ -258,13 +256,12 @@ def leaf_sums(state: PopulationRiskState, o: Options) -> tuple[jax.Array, int]:
     for mean, variance, scale in zip(means, column(state.s, structure), scales, strict=True):
         m, s = jax.tree.map(lambda x: _parts(x).astype(c.eps.dtype), (mean, variance))
         q = jnp.broadcast_to(_gate(m, s, None, c, o), m.shape)
-        if scale is not None:
-            q = scale[3].astype(q.dtype) * _ratio(q, scale[2])
+        active, q = as_float((q > 0).sum()), q if scale is None else _relative(q, scale[1])
         noise = signal = as_float(0.0)
         if s is not None:
             noise = (s * c.s_debias).sum() / _deviation_noise(o, settled)
             signal = jnp.square(m * c.m_debias).sum() - _mean_noise(o, settled) * noise
-        total, coordinates = total + jnp.stack([as_float((q > 0).sum()), q.sum(), noise, signal]), coordinates + m.size
+        total, coordinates = total + jnp.stack([active, q.sum(), noise, signal]), coordinates + m.size
     return total, coordinates
 
 

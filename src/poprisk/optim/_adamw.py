@@ -29,19 +29,19 @@ class PopRiskAdamW(Optimizer):
     .. math::
        s_t &= \rho s_{t-1} + (1-\rho)(g_t - m_{t-1})^2, \quad
        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t, \quad v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2 \\
-       \tilde q_t &= \kappa_t \min(1, q_t / \bar q_{t-1}), \quad q_t = \frac{\hat m_t^2}{\hat m_t^2 + \lambda \hat s_t},
-       \qquad
-       w_t = w_{t-1} - \eta\, \tilde q_t \odot \frac{\hat m_t}{\sqrt{\hat v_t} + \epsilon} - \eta \lambda_{wd} w_{t-1}
+       \tilde q_t &= \tfrac12 \big(1 + \min(1, q_t / \bar q_{t-1})\big), \quad
+       q_t = \frac{\hat m_t^2}{\hat m_t^2 + \lambda \hat s_t} \\
+       w_t &= w_{t-1} - \eta\, \tilde q_t \odot \frac{\hat m_t}{\sqrt{\hat v_t} + \epsilon} - \eta \lambda_{wd} w_{t-1}
 
     *Population risk* is the expected loss on fresh examples. The *gate* q scales the step of each coordinate by how
     clearly the signal of its gradient stands out of the noise. This is the SNR gate of the paper's Algorithm 1
-    (``alg:pop_risk``), relative to its mean :math:`\bar q` over the tensor; :class:`poprisk.Gate` has the other gates,
-    the formula of κ, and everything else that shapes a gate. A drop-in replacement for :class:`torch.optim.AdamW` with
-    one more state vector, s, and four numbers per tensor.
+    (``alg:pop_risk``), relative to its mean :math:`\bar q` over the tensor; :class:`poprisk.Gate` has the other gates
+    and everything else that shapes a gate. A drop-in replacement for :class:`torch.optim.AdamW` with one more state
+    vector, s, and two numbers per tensor.
 
     **Learning rate.** ``lr`` is AdamW's for every gate: pass the one you would give :class:`torch.optim.AdamW`, with
-    the same schedule. A coordinate whose gate is at least average for its tensor gets AdamW's step, the others a part
-    of it; the mean stays at about half of AdamW's or more, and no coordinate moves more than three times AdamW's step.
+    the same schedule. A coordinate whose gate is at least average for its tensor gets AdamW's step, the others less,
+    down to half of it.
     :meth:`PopRiskAdamW.paper` and ``Gate(normalize=False)`` multiply by q itself, as Algorithm 1 does: then AdamW's lr
     is far too small, and about ten times it suits a strength of 1, 60 times a strength of 100.
 
@@ -50,8 +50,8 @@ class PopRiskAdamW(Optimizer):
     AdamW, is averaging the weights along the run and choosing the moment on examples held back: see
     :class:`poprisk.KeepBest`. ``docs/optimizer.md`` has the results.
 
-    If nearly all gates stay closed for 200 steps, a :class:`poprisk.errors.ClosedGateWarning` says so once, with the
-    remedy.
+    If nearly all gates of a literal gate stay closed for 200 steps, a :class:`poprisk.errors.ClosedGateWarning` says so
+    once, with the remedy.
 
     Symbol map: ``lr`` η, ``betas`` (β1, β2), ``eps`` ϵ, ``weight_decay`` λ_wd; of the gate ``alpha`` α, ``strength``
     λ_pop (λ of the SNR gate), ``rho`` ρ, ``eps`` ε.

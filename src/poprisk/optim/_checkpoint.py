@@ -174,8 +174,8 @@ def _check_entry(index: Any, entry: Mapping[str, Any] | None, param: Tensor) -> 
         )
     if ("exp_var" in entry) != ("var_step" in entry):
         raise StateDictError(f"the state of parameter {index} has one of exp_var and var_step without the other")
-    if SCALE in entry and entry[SCALE].shape != (4,):
-        raise StateDictError(f"{SCALE} of parameter {index} must have 4 entries, got shape {tuple(entry[SCALE].shape)}")
+    if SCALE in entry and entry[SCALE].shape != (2,):
+        raise StateDictError(f"{SCALE} of parameter {index} must have 2 entries, got shape {tuple(entry[SCALE].shape)}")
     for name in MOMENTS:
         value = entry.get(name, param)
         if not isinstance(value, Tensor) or value.shape != param.shape:

@@ -1,7 +1,7 @@
 """State of the gate in each parameter group, as device scalars: nothing waits for the device until a number is read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class GateDiagnostics:
     active_fraction: Tensor
     """Share of coordinates whose gate was not closed in the last step."""
     mean_gate: Tensor
-    """Mean of q in the last step."""
+    """Mean of what multiplied AdamW's step in the last step: q, or for a normalized gate q̃ (:class:`poprisk.Gate`)."""
     noise_scale: Tensor
     """Gradient noise scale in batches, ``tr Cov(g_B) / |E g|²``, both debiased; times the batch size it is B_simple in
     examples. Infinite if no signal can be distinguished from the noise."""
@@ -109,8 +109,9 @@ def _sums(param: ParamUpdate, update: GroupUpdate, fresh: bool) -> Tensor:
     hyper = update.hyper
     state = rule_state(param, hyper)
     q = current_gate(state, hyper)
+    literal = current_gate(state, replace(hyper, normalize_gate=False)) if hyper.in_adamw_units else q
     noise, signal = _powers(state, hyper)
-    sums = [(q > 0).sum(), q.sum(), noise, signal]
+    sums = [(literal > 0).sum(), q.sum(), noise, signal]
     if fresh and param.parameter.grad is not None:
         g = real(param.grad) * update.sign
         if update.grad_scale is not None:  # set by GradScaler on an optimizer that unscales in its step

@@ -30,13 +30,11 @@ class Gate:
     AdamW's step is multiplied by q itself in Algorithm 1 (``normalize=False``), and by default by q relative to its
     mean over the tensor, which keeps the meaning of AdamW's learning rate for every gate:
 
-    .. math:: \tilde q = \kappa \min(1, q/\bar q), \qquad \kappa = \mathrm{clip}(0.5/\bar r, 1, 3)
+    .. math:: \tilde q = \tfrac12 \big(1 + \min(1, q/\bar q)\big)
 
-    :math:`\bar q` is the mean of q over the tensor in the previous step, :math:`\bar r` that of
-    :math:`\min(1, q/\bar q)`. A coordinate whose gate is at least average for its tensor gets AdamW's step, the others
-    less; κ keeps the mean at half of AdamW's or more where it can, and no coordinate moves more than three times
-    AdamW's step. Before the first step :math:`\bar q = 0` and :math:`\bar r = 1`; while :math:`\bar q = 0`, the ratio
-    counts as 1 where q > 0 and as 0 where q = 0.
+    :math:`\bar q` is the mean of q over the tensor in the previous step. A coordinate whose gate is at least average
+    for its tensor gets AdamW's step, the others less, down to half of AdamW's step where the gate is closed. Before the
+    first step :math:`\bar q = 0`; while :math:`\bar q = 0`, the ratio counts as 1 where q > 0 and as 0 where q = 0.
 
     Symbol map: ``strength`` λ (the paper's λ_pop), ``alpha`` α, ``rho`` ρ, ``eps`` ε.
 

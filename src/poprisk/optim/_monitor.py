@@ -12,7 +12,6 @@ from poprisk.optim._learning_rate import FACTOR, WEAK_FACTOR
 from poprisk.optim._updates import SCALE, GroupUpdate, ParamUpdate, real, rule_state
 from poprisk.optim.rules._coefficients import Hyper
 from poprisk.optim.rules._population import PopulationState, current_gate
-from poprisk.optim.rules._relative import MOST
 
 CLOSED_BELOW = 0.02  # of a gate's value where signal equals noise
 PATIENCE = 200
@@ -54,6 +53,7 @@ class Monitor:
             return
         device = gates[0][0].device  # one device speaks for all
         gates = [(g, limit) for g, limit in gates if g.device == device]
+        gates = [(g, limit) for g, limit in gates if limit] or gates  # of those that can close, where there are any
         gate = torch.stack([g for g, _ in gates]).mean()
         limit = sum(limit for _, limit in gates) / len(gates)
         left_out = self.counter(device).double()
@@ -76,7 +76,7 @@ class Monitor:
         gate, limit, left_out = reading.tolist()
         if left_out:
             self._say_nonfinite(int(left_out))
-        if gate >= limit:  # all is well: look less and less often
+        if not gate < limit:  # all is well: look less and less often
             self.closed_since = None
             self.interval = min(2 * self.interval, AT_MOST)
             return
@@ -115,17 +115,17 @@ def closed_below(hyper: Hyper) -> float:
 
     This is a fiftieth of the gate's value where signal equals noise. A strong gate passes little, and a larger learning
     rate makes up for it: the limit is 1% at strength 1 and 0.02% at 100. The hard gate has no strength and counts as
-    one of strength 1. In AdamW's units the limit is 3%: 1% of the coordinates are open, with the largest κ.
+    one of strength 1. In AdamW's units the limit is 0: every coordinate moves by half of AdamW's step or more.
 
     >>> closed_below(Hyper(gate="snr", strength=100.0, normalize_gate=True))
-    0.03
+    0.0
     >>> closed_below(Hyper()), closed_below(Hyper(gate="hard", strength=100.0))
     (0.01, 0.01)
     >>> round(closed_below(Hyper(gate="snr", strength=100.0)), 6)
     0.000198
     """
     if hyper.normalize_gate:
-        return MOST * CLOSED_BELOW / 2
+        return 0.0
     return CLOSED_BELOW / (1 + (1.0 if hyper.gate == "hard" else hyper.strength))
 
 
@@ -141,8 +141,7 @@ def sampled_gate(update: GroupUpdate) -> Tensor | None:
     params = sorted(params, key=lambda w: -w.local.numel())[:SAMPLE_TENSORS]
     params = [w for w in params if w.local.device == params[0].local.device]
     if hyper.normalize_gate:
-        scales = torch.stack([w.state[SCALE] for w in params])
-        return (scales[:, 1] * scales[:, 3]).mean().float()
+        return torch.stack([w.state[SCALE][0] for w in params]).mean().float()
     if hyper.granularity != "element":
         states = [replace(rule_state(w, hyper), whole=None) for w in params]
         return torch.stack([current_gate(state, hyper).float().mean() for state in states]).mean()

@@ -59,7 +59,7 @@ class FlatRule(ABC):
 
     state_names: tuple[str, ...]
     """The state vectors by name: ``()``, ``("momentum",)``, ``("m", "v")`` or ``("m", "v", "s")``; a gate in AdamW's
-    units adds ``"q"`` and ``"r"``, the means of the gate and of its ratios over each tensor."""
+    units adds ``"q"``, the mean of the gate over each tensor."""
     elementwise: bool
     """Whether each weight's step depends on that weight alone, apart from the means in :attr:`averaged` (false if a
     gate is pooled over rows or tensors)."""
@@ -73,7 +73,7 @@ class FlatRule(ABC):
         self._options = options_by_step(run)
         every_option = distinct(self._options)
         self.state_names = self._names_of(every_option)
-        self.averaged = tuple(name for name in ("q", "r") if name in self.state_names)
+        self.averaged = tuple(name for name in ("q",) if name in self.state_names)
         self.elementwise = all(self._is_elementwise(options) for options in every_option)
         start = run.checkpoint(0)
         self._start = {name: checkpoint._state_of(start, name) for name in self._layout.names}
@@ -194,9 +194,8 @@ class FlatRule(ABC):
         layout, key = self._layout, self._saved[name]
         pairs = list(zip(layout.names, layout.sizes, strict=True))
         if name in self.averaged:
-            place = self.averaged.index(name)
             scales = [self._start[owner].get(key, first_scale(torch.zeros(()))) for owner, _ in pairs]
-            return layout.flatten([x[place].expand(size) for x, (_, size) in zip(scales, pairs, strict=True)])
+            return layout.flatten([x[0].expand(size) for x, (_, size) in zip(scales, pairs, strict=True)])
         zero = torch.zeros((), dtype=layout.dtype)
         return layout.flatten([self._start[owner].get(key, zero.expand(size)) for owner, size in pairs])
 
@@ -267,7 +266,7 @@ class _AdamRule(FlatRule):
 class _PopulationRule(FlatRule):
     """PopRiskAdamW, by :func:`poprisk.optim.rules.population_step`."""
 
-    _saved: ClassVar = {"m": "exp_avg", "v": "exp_avg_sq", "s": "exp_var", "q": "gate_scale", "r": "gate_scale"}
+    _saved: ClassVar = {"m": "exp_avg", "v": "exp_avg_sq", "s": "exp_var", "q": "gate_scale"}
 
     @staticmethod
     def _names_of(every_option: Sequence[Options]) -> tuple[str, ...]:
@@ -275,7 +274,7 @@ class _PopulationRule(FlatRule):
         if any(options["state_dtype"] for options in every_option):
             raise RunError("a state_dtype, which rounds at random, is not supported here: train with state_dtype=None")
         s = ("s",) if any(hyper.tracks_variance for hyper in hypers) else ()
-        return ("m", "v", *s, *(("q", "r") if any(hyper.in_adamw_units for hyper in hypers) else ()))
+        return ("m", "v", *s, *(("q",) if any(hyper.in_adamw_units for hyper in hypers) else ()))
 
     @staticmethod
     def _is_elementwise(options: Options) -> bool:
@@ -302,8 +301,8 @@ class _PopulationRule(FlatRule):
         vectors = [after.m, after.v]
         if "s" in self.state_names:
             vectors.append(state[2] if after.s is None else after.s)
-        if self.averaged:  # each weight's own gate and ratio: their means follow
-            vectors += state[-2:] if after.scale is None else after.scale[..., :2].unbind(-1)
+        if self.averaged:  # each weight's own gate: the mean follows
+            vectors.append(state[-1] if after.scale is None else after.scale[..., 0])
         return moved, vectors
 
     def _gate_of(self, options: Options, past: Past, w: Tensor, g: Tensor, state: Sequence[Tensor]) -> Tensor:
@@ -318,7 +317,7 @@ class _PopulationRule(FlatRule):
             s = torch.zeros_like(s)
         scale = None
         if hyper.in_adamw_units:  # one scale for each weight
-            scale = torch.stack([*state[-2:], *(torch.zeros_like(state[0]) for _ in range(2))], -1)
+            scale = torch.stack([state[-1], torch.zeros_like(state[-1])], -1)
         return hyper, PopulationState(state[0], state[1], s, *_counts(begun, hyper), scale=scale)
 
 

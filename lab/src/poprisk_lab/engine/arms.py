@@ -48,8 +48,8 @@ class Arm:
         per_tensor: Whether all weights of a tensor share a gate.
         cosine: Whether the learning rate decays to zero along a cosine.
         control: What is copied from the member of the arm ``defaults``.
-        relative: Whether the gate is divided by its mean over each tensor and limited to 1, so that learning rates are
-            those of AdamW. The mean is that of the current step.
+        relative: Whether the gate q is replaced by (1 + min(1, q / its mean over the tensor))/2, so that learning rates
+            are those of AdamW. The mean is that of the current step.
     """
 
     name: str

@@ -163,14 +163,14 @@ def _gated(
 
 
 def _boost(gate: Float[Tensor, "members n"]) -> Float[Tensor, "members n"]:
-    """What turns the gate of one tensor into κ min(1, gate / its mean), as a factor.
+    """What turns the gate of one tensor into (1 + min(1, gate / its mean))/2, as a factor.
 
-    κ, between 1 and 3, brings the mean back to a half. The library's gate takes both means from the step before.
+    The library's gate takes the mean from the step before. A weight whose gate is 0, which for the SNR gate means that
+    its averaged gradient is 0, does not move.
     """
     tiny = torch.finfo(gate.dtype).tiny
-    limited = torch.minimum(1 / gate.mean(1, keepdim=True).clamp(min=tiny), 1 / gate)
-    mean = (gate * limited.nan_to_num(posinf=0.0)).mean(1, keepdim=True)
-    return limited * (0.5 / mean.clamp(min=tiny)).clamp(1, 3)
+    ratio = (gate / gate.mean(1, keepdim=True).clamp(min=tiny)).clamp(max=1)
+    return 0.5 * (1 + ratio) / gate.clamp(min=tiny)
 
 
 def _ungated(

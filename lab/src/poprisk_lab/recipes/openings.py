@@ -20,8 +20,8 @@ class OpenedAdamW(Optimizer):
 
     The gate is that of the run itself, :math:`q = \hat m^2/(\hat m^2 + \lambda \hat s)`. Each control opens as much and
     leaves out one thing: ``mean`` the choice of coordinates, ``shuffled`` which coordinate gets which opening,
-    ``random`` also the sizes of the openings. ``relative`` is the gate in AdamW's units: q divided by its mean over the
-    tensor, at most 1, times a factor of 1 to 3 that brings the mean back to a half.
+    ``random`` also the sizes of the openings. ``relative`` is the gate in AdamW's units, (1 + min(1, q / its mean
+    over the tensor))/2.
 
     Args:
         params: Parameters or groups.
@@ -72,8 +72,7 @@ class OpenedAdamW(Optimizer):
         if opening == "gate":
             return q
         if opening == "relative":
-            ratio = (q / q.mean()).clamp(max=1)
-            return ratio * (0.5 / ratio.mean()).clamp(1, 3)
+            return 0.5 + 0.5 * (q / q.mean()).clamp(max=1)
         if opening == "mean":
             return q.mean()
         if q.device not in self._generators:

@@ -116,7 +116,7 @@ def _over_processes(update: GroupUpdate, params: list[ParamUpdate]) -> None:
     for p in params:
         if p.shard is not None:
             scale = p.state[SCALE].clone()
-            scale[:2] *= p.local.numel() * (2 if p.local.is_complex() else 1)
+            scale[0] *= p.local.numel() * (2 if p.local.is_complex() else 1)
             means.waiting.append((p, scale))
     means.write()
 

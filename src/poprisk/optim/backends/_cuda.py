@@ -20,7 +20,6 @@ from poprisk.optim._updates import COUNTERS, SCALE, GroupUpdate, ParamUpdate, co
 from poprisk.optim.backends._launch import GATES, LaunchCache, address, columns, length, tensors
 from poprisk.optim.rules._coefficients import Hyper, advance
 from poprisk.optim.rules._population import usable_limit
-from poprisk.optim.rules._relative import factor
 from poprisk.optim.rules._rounding import tensor_key
 
 BLOCK, WARPS = 1024, 8  # four elements per thread: more of them cost registers, and with those the loads in flight
@@ -77,8 +76,7 @@ def _step_empty(update: GroupUpdate, param: ParamUpdate) -> None:
     after: dict[str, Any] = dict(zip(COUNTERS, (c.step, c.var_step, c.gain), strict=True))
     if hyper.in_adamw_units:
         old = state[SCALE]
-        zero = torch.zeros_like(old[0])
-        after[SCALE] = torch.stack([zero, zero + 1, old[0], factor(old[1])])
+        after[SCALE] = torch.stack([torch.zeros_like(old[0]), old[0]])
     for name, value in after.items():
         if name in state:
             new = value if isinstance(value, Tensor) else torch.full_like(state[name], value)

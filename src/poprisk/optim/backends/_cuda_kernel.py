@@ -77,14 +77,14 @@ def _raise_flag(flag, condition):
 
 @triton.jit
 def _span(
-    w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out, inverse, kappa,
+    w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, offsets, room, noise_start, left_out, inverse,
     g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha, strength,
     gate_eps, gate_given, gate_value, lr, eps, weight_decay, average,
     GATE: tl.constexpr, HAS_S: tl.constexpr, OBSERVED: tl.constexpr, BATCH_SIGNAL: tl.constexpr,
     PLAIN: tl.constexpr, MAY_BE_GIVEN: tl.constexpr, GATED_DECAY: tl.constexpr, SKIP: tl.constexpr,
     NORMALIZED: tl.constexpr, AVERAGED: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block; returns its gates and their ratios to the reference, for the sums of a normalized gate."""
+    """One block; returns its gates, for the sum of a normalized gate."""
     REAL: tl.constexpr = m_ptr.dtype.element_ty
     mask = offsets < room
     w_in = _load(w_ptr + offsets, mask, MASKED)
@@ -143,8 +143,7 @@ def _span(
             q = tl.where(gate_given != 0.0, gate_value, q)
         gate = q
         if NORMALIZED:
-            ratio = tl.minimum(q * inverse, 1.0)
-            q = kappa * ratio
+            q = 0.5 + 0.5 * tl.minimum(q * inverse, 1.0)
         update = q * update
     decay = weight_decay
     if GATED_DECAY:
@@ -170,37 +169,24 @@ def _span(
         moved = tl.where(average < 0.5, mean + average * away, seen - (1.0 - average) * away)
         _store(x_ptr + offsets, moved, mask, MASKED)
     if NORMALIZED:
-        return tl.where(mask, gate, 0.0), tl.where(mask, ratio, 0.0)
-    return g, g  # not used
+        return tl.where(mask, gate, 0.0)
+    return g  # not used
 
 
 @triton.jit
-def _factor(r_mean):
-    """`factor` of poprisk.optim.rules._relative, with constants that are exact in float32."""
-    return tl.minimum(tl.maximum(0.5 / tl.maximum(r_mean, 0.015625), 1.0), 3.0)
-
-
-@triton.jit
-def _finish(scale, sums, unit, programs, n, q_sum, r_sum):
-    """Adds up the sums of a tensor; the last of its programs writes the means and leaves the sums at zero.
+def _finish(scale, sums, unit, programs, n, q_sum):
+    """Adds up the sums of a tensor; the last of its programs writes the mean and leaves the sums at zero.
 
     Sums are whole numbers of 1/unit, so that they do not depend on the order in which programs finish.
     """
-    tl.atomic_add(sums + 0, (q_sum.to(tl.float64) * unit).to(tl.int64), sem="relaxed")
-    tl.atomic_add(sums + 1, (r_sum.to(tl.float64) * unit).to(tl.int64), sem="relaxed")
-    before = tl.atomic_add(sums + 2, 1, sem="acq_rel")
+    tl.atomic_add(sums, (q_sum.to(tl.float64) * unit).to(tl.int64), sem="relaxed")
+    before = tl.atomic_add(sums + 1, 1, sem="acq_rel")
     if before == programs - 1:
         zero = tl.zeros((), tl.int64)
-        q_all = tl.atomic_xchg(sums + 0, zero, sem="acq_rel")
-        r_all = tl.atomic_xchg(sums + 1, zero, sem="acq_rel")
-        tl.atomic_xchg(sums + 2, zero, sem="acq_rel")
-        reference = tl.load(scale + 0)
-        kappa = _factor(tl.load(scale + 1))
-        whole = unit * n.to(tl.float64)
-        tl.store(scale + 0, q_all.to(tl.float64) / whole)
-        tl.store(scale + 1, r_all.to(tl.float64) / whole)
-        tl.store(scale + 2, reference)
-        tl.store(scale + 3, kappa)
+        total = tl.atomic_xchg(sums, zero, sem="acq_rel")
+        tl.atomic_xchg(sums + 1, zero, sem="acq_rel")
+        tl.store(scale + 1, tl.load(scale))
+        tl.store(scale, total.to(tl.float64) / (unit * n.to(tl.float64)))
 
 
 @triton.jit
@@ -284,27 +270,24 @@ def fused_step_kernel(
     if EVEN:  # sizes are multiples of 16, so that a mask does not cut through a vector load
         room = tl.multiple_of(room, 16)
     inverse = 1.0
-    kappa = 1.0
     if NORMALIZED:
         note = notes + tensor * NOTES_
         scale = tl.load(note).to(tl.pointer_type(tl.float64))
         inverse = 1.0 / tl.maximum(tl.load(scale).to(REAL), TINY)
-        kappa = _factor(tl.load(scale + 1).to(REAL))
         q_sum = tl.zeros((BLOCK,), REAL)
-        r_sum = tl.zeros((BLOCK,), REAL)
     for at in range(0, BLOCK if BLOCKS == 1 else room, BLOCK):
         whole = False if EVEN else at + BLOCK <= room
         if whole:
-            q, ratio = _span(
-                w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, at + offsets, room, noise_start, left_out, inverse, kappa,
+            q = _span(
+                w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, at + offsets, room, noise_start, left_out, inverse,
                 g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
                 strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay, average,
                 GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, NORMALIZED, AVERAGED,
                 TINY, LARGEST, False,
             )  # fmt: skip
         else:
-            q, ratio = _span(
-                w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, at + offsets, room, noise_start, left_out, inverse, kappa,
+            q = _span(
+                w_ptr, g_ptr, m_ptr, v_ptr, s_ptr, x_ptr, at + offsets, room, noise_start, left_out, inverse,
                 g_scale, center, s_new, take_m, take_v, over_beta, m_debias, v_debias, s_debias, alpha,
                 strength, gate_eps, gate_given, gate_value, lr, eps, weight_decay, average,
                 GATE, HAS_S, OBSERVED, BATCH_SIGNAL, PLAIN, MAY_BE_GIVEN, GATED_DECAY, SKIP, NORMALIZED, AVERAGED,
@@ -312,7 +295,6 @@ def fused_step_kernel(
             )  # fmt: skip
         if NORMALIZED:
             q_sum += q
-            r_sum += ratio
     if NORMALIZED:
         unit = (tl.full((), 1, tl.int64) << tl.load(note + 2)).to(tl.float64)
-        _finish(scale, sums + tensor * NOTES_, unit, tl.load(note + 3), tl.load(note + 1), tl.sum(q_sum), tl.sum(r_sum))
+        _finish(scale, sums + tensor * NOTES_, unit, tl.load(note + 3), tl.load(note + 1), tl.sum(q_sum))

@@ -13,7 +13,6 @@ from poprisk.optim._updates import SCALE, GroupUpdate, ParamUpdate, number, real
 from poprisk.optim.backends import _forloop as forloop
 from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
 from poprisk.optim.rules._population import math_dtype, usable_limit
-from poprisk.optim.rules._relative import factor
 
 Tensors = list[Tensor]
 Scalars = Sequence[Any]
@@ -193,15 +192,13 @@ class Means:
     def to_adamw_units(self, q: Tensors, params: list[ParamUpdate]) -> None:
         """Turns the gates into what multiplies AdamW's step, in place."""
         scales = torch.stack([p.state[SCALE] for p in params])
-        sums = [torch._foreach_norm(q, 1, scales.dtype)]  # gates are not negative
-        kappa = factor(scales[:, 1])
+        sums = torch.stack(list(torch._foreach_norm(q, 1, scales.dtype)))  # gates are not negative
         reference = scales[:, 0].clamp(min=torch.finfo(q[0].dtype).tiny)  # any open gate is then above it
         torch._foreach_div_(q, _numbers(reference, q[0].dtype))
         torch._foreach_clamp_max_(q, 1.0)
-        sums.append(torch._foreach_norm(q, 1, scales.dtype))
-        torch._foreach_mul_(q, _numbers(kappa, q[0].dtype))
-        after = torch.stack([*(torch.stack(list(each)) for each in sums), scales[:, 0], kappa], -1)
-        self.waiting += zip(params, after.unbind(), strict=True)
+        torch._foreach_add_(q, 1.0)
+        torch._foreach_mul_(q, 0.5)
+        self.waiting += zip(params, torch.stack([sums, scales[:, 0]], -1).unbind(), strict=True)
 
     def write(self) -> None:
         """Adds up over the processes and keeps the means."""
@@ -211,12 +208,12 @@ class Means:
                 shared[(param.shard.mesh, param.shard.mesh_axes, after.device)].append((param, after))
         for entries in shared.values():
             shard: Any = entries[0][0].shard
-            total = torch.stack([after[:2] for _, after in entries])
+            total = torch.stack([after[:1] for _, after in entries])
             shard.add_up(total, shard.mesh_axes)
             for (_, after), sums in zip(entries, total.unbind(), strict=True):
-                after[:2] = sums
+                after[:1] = sums
         for param, after in self.waiting:
-            after[:2] /= max(1, coordinates(param.parameter))
+            after[:1] /= max(1, coordinates(param.parameter))
         if self.waiting:
             torch._foreach_copy_([p.state[SCALE] for p, _ in self.waiting], [after for _, after in self.waiting])
 

@@ -102,11 +102,6 @@ static inline uint32_t hash32(uint32_t x) {
 #define STORE_S(x) (x)
 #endif
 
-/* 0.5 / clip(mean of the ratios, 1/6, 1/2): `factor` of optim/rules/_relative.py */
-static inline double factor(double r) {
-    return 0.5 / (r < 0.5 / 3 ? 0.5 / 3 : r > 0.5 ? 0.5 : r);
-}
-
 /* ok ? a : b, by bits: as a plain conditional it becomes masked stores, which cost a third of the speed */
 static inline real pick(int ok, real a, real b) {
 #if W_TYPE == 1
@@ -121,7 +116,7 @@ static inline real pick(int ok, real a, real b) {
     return a;
 }
 
-/* Elements lo to hi of a tensor; adds up its gates and their ratios to the reference. */
+/* Elements lo to hi of a tensor; adds up its gates. */
 static int64_t span(const item *it, int64_t gradient, const coefficients *k, int64_t lo, int64_t hi, double *sums) {
     weight *restrict W = (weight *)it->w;
     const weight *restrict G = (const weight *)gradient;
@@ -147,14 +142,14 @@ static int64_t span(const item *it, int64_t gradient, const coefficients *k, int
 #endif
 #if NORMALIZED
     const double *scale = (const double *)it->scale;
-    const real inverse = scale[0] > 1.0 / MOST ? 1.0 / scale[0] : MOST, kappa = factor(scale[1]);
-    real q_sum = 0, r_sum = 0;
+    const real inverse = scale[0] > 1.0 / MOST ? 1.0 / scale[0] : MOST;
+    real q_sum = 0;
 #endif
     (void)center, (void)s_keep, (void)s_new, (void)over_beta, (void)alpha, (void)strength, (void)gate_eps;
     (void)seed, (void)s_debias, (void)gate_value, (void)gate_given, (void)sums;
     int left_out = 0;
 #if NORMALIZED
-#pragma omp simd reduction(+ : left_out, q_sum, r_sum)
+#pragma omp simd reduction(+ : left_out, q_sum)
 #else
 #pragma omp simd reduction(+ : left_out)
 #endif
@@ -207,8 +202,7 @@ static int64_t span(const item *it, int64_t gradient, const coefficients *k, int
 #if NORMALIZED
         const real share = q * inverse, ratio = share < 1 ? share : (real)1;
         q_sum += q;
-        r_sum += ratio;
-        q = kappa * ratio;
+        q = (real)0.5 + (real)0.5 * ratio;
 #endif
 #endif
 #if V_BF16 || S_KIND == 2
@@ -234,8 +228,7 @@ static int64_t span(const item *it, int64_t gradient, const coefficients *k, int
 #endif
     }
 #if NORMALIZED
-    sums[0] += q_sum;
-    sums[1] += r_sum;
+    *sums += q_sum;
 #endif
     return left_out;
 }
@@ -247,7 +240,7 @@ static int64_t stretch(const item *it, int64_t gradient, const coefficients *k, 
 #if NORMALIZED
     int64_t left_out = 0;
     for (int64_t at = lo; at < hi; at += BLOCK)
-        left_out += span(it, gradient, k, at, at + BLOCK < hi ? at + BLOCK : hi, sums + 2 * (at / BLOCK));
+        left_out += span(it, gradient, k, at, at + BLOCK < hi ? at + BLOCK : hi, sums + at / BLOCK);
     return left_out;
 #else
     return span(it, gradient, k, lo, hi, sums);
@@ -267,7 +260,7 @@ int64_t poprisk_step(int64_t count, const item *items, const int64_t *gradients,
                      int64_t threads) {
     int64_t total = 0, left_out = 0, blocks = 0;
     for (int64_t j = 0; j < count; ++j) total += items[j].n, blocks += (items[j].n + BLOCK - 1) / BLOCK;
-    double *sums = NORMALIZED ? calloc(2 * (blocks + 1), sizeof(double)) : NULL;
+    double *sums = NORMALIZED ? calloc(blocks + 1, sizeof(double)) : NULL;
     if (NORMALIZED && !sums) return -1;
     if (threads < 1 || total < 32768) threads = 1;
     const int64_t most = 1 + total / 65536, wanted = 8 * threads;
@@ -280,7 +273,7 @@ int64_t poprisk_step(int64_t count, const item *items, const int64_t *gradients,
             const int64_t n = items[j].n;
             const int64_t lo = cut(begin - offset, n), hi = cut(end - offset, n);
             const coefficients *k = &table[items[j].coefficients];
-            if (lo < hi) left_out += stretch(&items[j], gradients[j], k, lo, hi, NORMALIZED ? sums + 2 * first : NULL);
+            if (lo < hi) left_out += stretch(&items[j], gradients[j], k, lo, hi, NORMALIZED ? sums + first : NULL);
             offset += n;
             first += (n + BLOCK - 1) / BLOCK;
         }
@@ -288,13 +281,10 @@ int64_t poprisk_step(int64_t count, const item *items, const int64_t *gradients,
 #if NORMALIZED
     const double *next = sums;
     for (int64_t j = 0; j < count; ++j) {
-        double *scale = (double *)items[j].scale, q = 0, r = 0;
-        for (int64_t at = 0; at < items[j].n; at += BLOCK, next += 2) q += next[0], r += next[1];
-        const double reference = scale[0], kappa = factor(scale[1]), n = items[j].n;
-        scale[0] = n ? q / n : 0;
-        scale[1] = n ? r / n : 1;
-        scale[2] = reference;
-        scale[3] = kappa;
+        double *scale = (double *)items[j].scale, q = 0;
+        for (int64_t at = 0; at < items[j].n; at += BLOCK) q += *next++;
+        scale[1] = scale[0];
+        scale[0] = items[j].n ? q / items[j].n : 0;
     }
     free(sums);
 #endif

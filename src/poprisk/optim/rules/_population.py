@@ -39,9 +39,8 @@ class PopulationState:
     white noise of unit variance; the calibrated threshold divides by it. ``key`` seeds stochastic rounding.
     ``observed`` says whether the last variance was given from outside. ``whole`` is set if the tensor is one
     process's part of a larger one; pooled and normalized gates then pool over all parts. ``scale`` is what a normalized
-    gate remembers, [4], or [members, 4] if the first axis holds several trainings: the means of the gate and of its
-    ratios in the last step, and the reference and the factor κ used in it (:mod:`poprisk.optim.rules._relative`); None
-    without ``normalize_gate``.
+    gate remembers, [2], or [members, 2] if the first axis holds several trainings: the mean of the gate in the last
+    step, and the reference used in it (:mod:`poprisk.optim.rules._relative`); None without ``normalize_gate``.
     """
 
     m: Float[Tensor, "*shape"]
@@ -53,7 +52,7 @@ class PopulationState:
     key: int = 0
     observed: bool = False
     whole: Whole | None = None
-    scale: Float[Tensor, "*members 4"] | None = None
+    scale: Float[Tensor, "*members 2"] | None = None
 
 
 def initial_state(w: Float[Tensor, "*shape"], hyper: Hyper) -> PopulationState:
@@ -110,8 +109,7 @@ class Direction:
     r"""What one gradient does to the state, before learning rate and decay are applied.
 
     ``update`` is :math:`q \odot \hat m/(\sqrt{\hat v}+\epsilon)`, ``gate`` q (if normalized, in AdamW's units),
-    ``usable`` marks the coordinates that
-    move (None: all of them).
+    ``usable`` marks the coordinates that move (None: all of them).
     """
 
     update: Float[Tensor, "*shape"]
