@@ -217,7 +217,7 @@ def test_a_study_is_stored_and_continues(tmp_path, capsys):
     task = found["tasks"]["teacher_20"]
     assert (task["metric"], task["higher_is_better"], task["clean"]) == ("test accuracy", True, False)
     assert len(task["rows"]) == len(ROWS["all"])
-    assert {"rm3", "sam", "shuffled_gate", "schedule_free", "literal", "relative"} <= {r["arm"] for r in task["rows"]}
+    assert {"rm3", "sam", "shuffled_gate", "schedule_free", "literal", "half_open"} <= {r["arm"] for r in task["rows"]}
     for row in task["rows"]:
         shape = (2, len(row["averages"]), len(task["evaluation_steps"]))
         held = ("held_loss", "held_error", "half_held_loss", "half_held_error")

@@ -9,7 +9,7 @@ from poprisk._core.statistics import Difference, paired_difference
 from poprisk_lab.recipes.stored_tasks import ANY, MOMENTS, SeedValues, StoredRow, StoredTask
 
 RELATIVE = ("relative", "relative_3")
-"""Gates at AdamW's learning rate."""
+"""Gates at AdamW's learning rate, in earlier forms; trainings with the present form are stored as ``half_open``."""
 CONTROLS = {"mean opening": "gate_schedule", "shuffled": "shuffled_gate", "random mask": "random_mask"}
 _TIE = 0.1
 _MOST = 100.0

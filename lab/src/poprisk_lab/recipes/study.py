@@ -77,8 +77,12 @@ def _stored(row: StudyRow, seeds: Sequence[int], curves: Curves, first: int, met
     return found
 
 
+_FORMS = {"relative": "half_open"}
+"""Names in stored results of arms whose rule has changed: ``relative`` there is an earlier form."""
+
+
 def _key(row: StudyRow, seeds: Sequence[int]) -> dict[str, Any]:
-    return {"arm": row.name, "hyper": row.shown, "share": row.share, "seeds": list(seeds)}
+    return {"arm": _FORMS.get(row.name, row.name), "hyper": row.shown, "share": row.share, "seeds": list(seeds)}
 
 
 def _rounded(values: Tensor) -> Any:

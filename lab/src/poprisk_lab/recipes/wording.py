@@ -9,8 +9,9 @@ from poprisk_lab.recipes.stored_tasks import ANY, StoredTask
 
 _ARM_WORDS = {
     "literal": "SNR gate, literal defaults",
-    "relative": "SNR gate relative to its mean",
-    "relative_3": "SNR gate relative to its mean, up to 3",
+    "half_open": "SNR gate relative to its mean",
+    "relative": "SNR gate relative to its mean, an earlier form",
+    "relative_3": "SNR gate relative to its mean, up to 3, an earlier form",
     "soft": "soft gate",
     "hard": "hard gate",
     "snr": "SNR gate, strength 1",
