@@ -521,7 +521,7 @@ from poprisk.integrations.optax import gate_diagnostics, poprisk_adamw
 
 assert "torch" not in sys.modules and jax.device_count() == 2
 options = {"gate": "soft", "strength": 1.0, "centering": "corrected", "granularity": "tensor", "alpha": "calibrated"}
-optimizer = poprisk_adamw(**options)
+optimizer = poprisk_adamw(1e-2, **options)
 gradient = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32) + 1
 update = jax.jit(optimizer.update)
 meters = jax.jit(lambda x: gate_diagnostics(x, **options))

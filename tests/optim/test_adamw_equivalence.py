@@ -134,6 +134,6 @@ def test_each_group_follows_its_own_gate(path):
 def test_the_gated_run_is_another_one():
     """Against tests that compare AdamW with itself: the gate matters on this stream."""
     gated, plain = start(shapes=SHAPES), start(shapes=SHAPES)
-    train(PopRiskAdamW(gated, lr=1e-2), gated, stream(20))
-    train(PopRiskAdamW(plain, lr=1e-2, gate=None), plain, stream(20))
+    train(PopRiskAdamW(gated, lr=1e-2), gated, stream(40))
+    train(PopRiskAdamW(plain, lr=1e-2, gate=None), plain, stream(40))
     assert relative_error(gated, plain) > 0.01

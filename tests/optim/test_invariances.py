@@ -67,7 +67,9 @@ def test_zero_gradients_for_ever_are_decay_and_nothing_else(backend, gate, row):
     factor = (1 - group["lr"] * group["weight_decay"]) ** steps
     for p, q in zip(params, start(dtype=torch.float32), strict=True):
         assert_close(p.detach(), q.detach() * factor, rtol=1e-5, atol=1e-6)
-    assert meters["mean_gate"] == (1.0 if gate is None else 0.0)
+    least = 0.5 if group["normalize_gate"] else 0.0
+    assert meters["mean_gate"] == (1.0 if gate is None else least)
+    assert meters["active_fraction"] == (1.0 if gate is None else 0.0)
 
 
 @EVERY_BACKEND

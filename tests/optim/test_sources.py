@@ -48,7 +48,7 @@ def test_the_corollary_s_one_batch_test(backend):
     source = PerExampleVariance(model, "squared")
     optimizer = PopRiskAdamW(
         model.parameters(),
-        gate=Gate("hard", rho=0.0, signal="batch", alpha=1.0),
+        gate=Gate("hard", rho=0.0, signal="batch", alpha=1.0, normalize=False),
         weight_decay=0.0,
         variance=source,
         **backend,

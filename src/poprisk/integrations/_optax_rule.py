@@ -256,7 +256,10 @@ def leaf_sums(state: PopulationRiskState, o: Options) -> tuple[jax.Array, int]:
     for mean, variance, scale in zip(means, column(state.s, structure), scales, strict=True):
         m, s = jax.tree.map(lambda x: _parts(x).astype(c.eps.dtype), (mean, variance))
         q = jnp.broadcast_to(_gate(m, s, None, c, o), m.shape)
-        active, q = as_float((q > 0).sum()), q if scale is None else _relative(q, scale[1])
+        active, q = (
+            as_float((q > 0).sum()),
+            q if scale is None else jnp.where(state.count > 0, _relative(q, scale[1]), 0),
+        )
         noise = signal = as_float(0.0)
         if s is not None:
             noise = (s * c.s_debias).sum() / _deviation_noise(o, settled)

@@ -61,7 +61,7 @@ class Gate:
         normalize: Whether the gate is relative to its mean over each tensor (the formula above), so that ``lr`` is
             AdamW's. False multiplies the step by q as in Algorithm 1, which needs a larger ``lr``: about ten times
             AdamW's for a strength of 1, 60 times for 100.
-        gated_decay: Apply the gate to the weight decay too, so that a closed gate leaves a weight unchanged.
+        gated_decay: Apply the gate to the weight decay too, so that a closed literal gate leaves a weight unchanged.
         granularity: One gate per ``"element"``, per ``"row"`` (first axis) or per ``"tensor"``, from the pooled m̂²
             and ŝ.
 
