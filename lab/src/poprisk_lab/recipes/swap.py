@@ -81,7 +81,7 @@ def run(config: SwapConfig) -> dict[str, Any]:
     began, rows = time.perf_counter(), []
     for share in config.shares:
         for lr in config.rates:
-            options = {"lr": lr, "weight_decay": config.weight_decay}
+            options: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
             makers: dict[str, Callable[[Any], Optimizer]] = {"adamw": lambda p, o=options: AdamW(p, **o)}
             makers |= {name: lambda p, o=options, g=gate: PopRiskAdamW(p, gate=g, **o) for name, gate in GATES.items()}
             values = {
