@@ -41,18 +41,6 @@ def test_the_stored_demo_is_the_one_the_command_runs():
     assert stored == json.loads(json.dumps(asdict(DemoConfig())))
 
 
-def test_the_docstring_has_the_measured_losses():
-    from poprisk import PopRiskAdamW
-
-    rows = json.loads((ROOT / "lab/results/clean_lm.json").read_text())["result"]["summary"]
-    loss = {(r["optimizer"], r["lr"]): f"{r['loss']['value']:.2f}" for r in rows}
-    said = " ".join((PopRiskAdamW.__doc__ or "").split())
-    assert f"AdamW at lr 1e-3 ends at {loss['AdamW', 1e-3]}" in said
-    assert f"at that lr, {loss['soft', 1e-3]}; at ten times the lr, {loss['soft', 1e-2]}" in said
-    assert f'``Gate.paper(alpha="calibrated")`` {loss["calibrated", 1e-2]}' in said
-    assert f'``Gate("snr", strength=1.0)`` {loss["snr", 1e-2]}' in said
-
-
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_snippet_runs(snippet, capsys):
     assert run_block(snippet)["optimizer"].step() is None

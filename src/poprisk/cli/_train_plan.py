@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,7 @@ def with_share(arguments: Sequence[str]) -> list[str]:
     ['train', '--hold-back', '0.05', 'task.py:make', '--hold-back', '0.1']
     """
     out: list[str] = []
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         out.append(word)
         if word == "--hold-back" and not _is_number(following):
             out.append(str(SHARE))
