@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from poprisk._core.seeds import stream
-from poprisk.cli._demonstration.networks import MLPShape, initial_weights
+from poprisk.cli._demonstration.networks import MLPShape, plain_network
 from poprisk.cli._demonstration.study import DemoConfig, demo_data
 from poprisk.cli._demonstration.training import epoch_batches
 from poprisk.optim import PopRiskAdamW
@@ -26,7 +26,7 @@ class ClippingConfig:
     """The usual learning rate of AdamW, and ten times as much for Algorithm 1, which also trains the language model."""
     lm: clean_lm.ModelConfig = field(default_factory=clean_lm.ModelConfig)
     lm_seeds: int = 2
-    digits: DemoConfig = field(default_factory=lambda: DemoConfig(poprisk_lrs=(1e-3, 3e-3, 1e-2, 3e-2)))
+    digits: DemoConfig = field(default_factory=DemoConfig)
     """The demo's network and data; its learning rates are not used."""
 
 
@@ -68,11 +68,4 @@ def train_digits(config: DemoConfig, name: str, lr: float, seed: int, max_norm: 
 
 def mlp(config: DemoConfig, seed: int) -> nn.Sequential:
     """The network of the demo with its initial weights there."""
-    shape = MLPShape(NUM_PIXELS, config.width, config.depth, NUM_CLASSES)
-    weights = initial_weights(shape, stream(seed, "weights"))
-    layers: list[nn.Module] = []
-    for index, (fan_in, fan_out) in enumerate(shape.layers):
-        linear = nn.Linear(fan_in, fan_out)
-        linear.weight.data, linear.bias.data = weights[2 * index], weights[2 * index + 1].flatten()
-        layers += [linear, nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    return plain_network(MLPShape(NUM_PIXELS, config.width, config.depth, NUM_CLASSES), stream(seed, "weights"))
