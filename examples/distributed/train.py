@@ -67,7 +67,7 @@ def train(kind: str, output: Path, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = distribute(nn.Sequential(nn.Linear(INPUTS, 64), nn.Tanh(), nn.Linear(64, 2)), kind)
     with RankVariance(model) as variance:  # each rank's micro-batches are samples of the gradient
-        optimizer = PopRiskAdamW(model.parameters(), variance=variance)
+        optimizer = PopRiskAdamW(model.parameters(), lr=1e-2, variance=variance)
         if (output / ".metadata").exists():
             load(model, optimizer, output)
         begin = int(optimizer.state[next(model.parameters())]["step"]) if optimizer.state else 0

@@ -11,7 +11,6 @@ from tiny_text import COMMON, dpo, lora, network, tokenizer
 from torch.testing import assert_close
 from trl import SFTConfig, SFTTrainer
 
-from poprisk.errors import PopRiskWarning
 from poprisk.integrations._readings import find_poprisk
 from poprisk.integrations.huggingface import PopRiskCallback, poprisk_optimizer, use_poprisk
 
@@ -91,8 +90,3 @@ def test_sft_with_adapters_made_inside(tmp_path, way):
     losses = [line["loss"] for line in run.state.log_history if "loss" in line]
     assert losses[-1] < losses[0]
     assert "poprisk/mean_gate" in run.state.log_history[-2]
-
-
-def test_dpo_s_own_default_lr_is_pointed_out(tmp_path):
-    with pytest.warns(PopRiskWarning, match="learning_rate is 1e-06, the default of DPOConfig"):
-        use_poprisk(dpo(tmp_path, learning_rate=1e-6))
