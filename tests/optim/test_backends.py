@@ -9,7 +9,7 @@ import torch
 from optimizer_table import BACKENDS, GATES, INPUTS
 from streams import SHAPES, relative_error, start, stream, train
 
-from poprisk.errors import BackendWarning
+from poprisk.errors import BackendWarning, GradientError, StateDictError
 from poprisk.optim import Gate, join_gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._updates import hyper_of
@@ -312,6 +312,44 @@ def test_a_step_sees_what_changed_since_the_last_one():
                 tensors[step % 2].grad = None
             optimizer.step()
     assert relative_error(params, plain) <= 2e-6
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("rows", [2, 64], ids=["smaller", "larger"])
+@pytest.mark.parametrize("grad", [False, True], ids=["old gradient", "new gradient"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_data_of_another_shape_is_refused_before_anything_is_written(backend, grad, rows, cached):
+    p = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = PopRiskAdamW([p], **BACKENDS[backend])
+    for _ in range(3 if cached else 1):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    old, whole = p.data, torch.ones(100, 3)
+    p.data = whole[:rows] if rows == 64 else old[:rows]  # the smaller one lies at the same address
+    if grad:
+        p.grad = torch.ones(rows, 3)
+    state = {name: value.clone() for name, value in optimizer.state[p].items()}
+    before = old.clone()
+    with pytest.raises((StateDictError, GradientError), match=rf"a parameter of shape \({rows}, 3\) has a"):
+        optimizer.step()
+    assert torch.equal(old, before)
+    assert torch.equal(whole, torch.ones(100, 3))
+    assert all(torch.equal(value, optimizer.state[p][name]) for name, value in state.items())
+
+
+def test_a_transposed_parameter_at_the_same_address_is_noticed():
+    results = []
+    for options in ({}, {"foreach": False}):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+        optimizer = PopRiskAdamW([p], lr=0.1, **options)
+        for step in range(8):
+            p.grad = torch.randn(4, 4, dtype=torch.float64)
+            if step == 5:
+                p.data = p.data.t()
+            optimizer.step()
+        results.append(p.detach())
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 def test_a_step_keeps_no_gradient_alive():

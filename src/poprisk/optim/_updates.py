@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from poprisk._core.types import Scalar, VarianceSource
-from poprisk.errors import GradientError, HyperparameterError
+from poprisk.errors import GradientError, HyperparameterError, StateDictError
 from poprisk.optim._defaults import DEFAULTS, RULE_OPTIONS
 from poprisk.optim._shards import Shard, as_part_of, is_sharded, local_part
 from poprisk.optim._step_average import StepAverage
@@ -136,6 +136,8 @@ class GroupUpdate:
             if create:
                 ensure_state(state, p.parameter, self.group, self.hyper)
             p.state = state if p.shard is None else {name: local_part(value) for name, value in state.items()}
+            if create:
+                _check_shapes(p)
             if self.average is not None and create:
                 p.mean = self.average.mean_of(p.local)
 
@@ -272,6 +274,22 @@ def _usable(param: Tensor, grad: Tensor) -> Tensor:
         )
     lazy = grad.is_neg() or grad.is_conj()  # a sign that torch has noted and not yet written to memory
     return grad.resolve_conj().resolve_neg() if lazy else grad
+
+
+def _check_shapes(p: ParamUpdate) -> None:
+    """Refuses what no longer fits a parameter whose data was replaced: a kernel goes by addresses and one length."""
+    shape = p.local.shape
+    if p.grad.shape != shape:
+        raise GradientError(
+            f"a parameter of shape {tuple(shape)} has a gradient of shape {tuple(p.grad.shape)}: call zero_grad() and "
+            "backward() again after replacing its data"
+        )
+    for name in MOMENTS:
+        if name in p.state and p.state[name].shape != shape:
+            raise StateDictError(
+                f"a parameter of shape {tuple(shape)} has a state {name!r} of shape {tuple(p.state[name].shape)}: "
+                "after replacing its data, delete its state (del optimizer.state[parameter]) or build a new optimizer"
+            )
 
 
 def _mark(grad: Tensor | None) -> tuple[weakref.ref[Tensor], int] | None:

@@ -68,7 +68,7 @@ class LaunchCache:
         self.options = _options(update)
         self.tensors = [x for x in chain.from_iterable(tensors(p, update.hyper) for p in params) if x is not None]
         self.addresses = list(map(Tensor.data_ptr, self.tensors))
-        self.layouts = [(x.dtype, x.stride()) for x in (p.grad for p in params)]
+        self.layouts, self.grad_layouts = _layouts(self.tensors), _layouts([p.grad for p in params])
         self.sharded = any(p.shard is not None for p in params)
         self.averaged = {id(p.local) for p in params if p.mean is not None}
         self.versions = self._versions()
@@ -147,7 +147,8 @@ class LaunchCache:
                 return False
         except (IndexError, KeyError):
             return False
-        return self.addresses == list(map(Tensor.data_ptr, self.tensors)) and self.versions == self._versions()
+        same = self.addresses == list(map(Tensor.data_ptr, self.tensors)) and self.versions == self._versions()
+        return same and self.layouts == _layouts(self.tensors)  # another shape may lie at the same address
 
     def _same_layouts(self, grads: list[Tensor]) -> bool:
         """Whether the gradients lie in memory as those of the last step did."""
@@ -155,10 +156,15 @@ class LaunchCache:
             return False
         if any(map(Tensor.is_neg, grads)) or any(map(Tensor.is_conj, grads)):
             return False
-        return list(zip(map(attrgetter("dtype"), grads), map(Tensor.stride, grads), strict=True)) == self.layouts
+        return _layouts(grads) == self.grad_layouts
 
     def _versions(self) -> list[int]:
         return [vector._version for vector in self.counters.values()]
+
+
+def _layouts(xs: list[Tensor]) -> tuple[list[Any], ...]:
+    """Dtypes, shapes and strides."""
+    return list(map(attrgetter("dtype"), xs)), list(map(Tensor.size, xs)), list(map(Tensor.stride, xs))
 
 
 def _options(update: GroupUpdate) -> tuple[Any, ...]:
@@ -186,7 +192,8 @@ def one_pass(update: GroupUpdate, p: ParamUpdate, weights: Container[torch.dtype
     given = [] if p.variance is None else [p.variance]
     if any(real(x).dtype != math for x in given):
         return False
-    return all(x.stride() == p.local.stride() for x in (p.grad, *moments, *given))
+    layout = p.local.shape, p.local.stride()
+    return all((x.shape, x.stride()) == layout for x in (p.grad, *moments, *given))
 
 
 def mean_fits(p: ParamUpdate) -> bool:
