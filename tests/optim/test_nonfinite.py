@@ -165,3 +165,21 @@ def test_the_largest_usable_gradient_is_used():
             assert torch.isfinite(params[0]).all()
             with pytest.warns(NonFiniteGradientWarning):
                 train(optimizer, params, [[torch.full_like(p, limit) for p in params]])
+
+
+def test_let_through_it_stays_in_its_coordinate():
+    """A mean of the gates that is NaN is as unknown as one of 0, in every backend."""
+    weights = []
+    for options in BACKENDS.values():
+        p = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        optimizer = PopRiskAdamW([p], skip_nonfinite=False, **options)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(4):
+            p.grad = torch.randn(4, generator=generator, dtype=torch.float64)
+            if step == 1:
+                p.grad[0] = torch.nan
+            optimizer.step()
+        assert torch.isfinite(p[1:]).all()
+        weights.append(p.detach()[1:])
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0], rtol=1e-12, atol=0)

@@ -215,7 +215,7 @@ class PopRiskAdamW(Optimizer):
     def gates(self) -> dict[Tensor, Tensor]:
         """What multiplied AdamW's step in each parameter's last step, in the parameter's shape.
 
-        This is the gate in AdamW's units, at most 3; with ``Gate(normalize=False)`` it is q itself, at most 1.
+        This is the gate in AdamW's units, between 0.5 and 1; with ``Gate(normalize=False)`` it is q itself, at most 1.
         Parameters that have not been stepped are left out. Complex parameters have pairs of real numbers, sharded ones
         DTensors (call this in every process).
         """
@@ -358,8 +358,8 @@ class PopRiskAdamW(Optimizer):
     def average_in_step(self, average: StepAverage) -> bool:
         """Move means of the weights along with each step, in the same pass over memory where a kernel supports it.
 
-        :class:`poprisk.TailAverage` calls this, and moves what no kernel has moved. With ``gate=None`` the kernel then
-        replaces torch's function, so the step is AdamW's up to rounding and not bit for bit.
+        :class:`poprisk.TailAverage` calls this, and moves what no kernel has moved. With ``gate=None`` and
+        ``fused=True`` the kernel then replaces torch's function: the step is AdamW's up to rounding, not bit for bit.
 
         Returns:
             Whether the means were taken; not if this optimizer moves others already.

@@ -214,14 +214,21 @@ class TailAverage:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if begun := self._tensors.begun():
             self._begin(begun)
-        if self._in_step is None and isinstance(optimizer, PopRiskAdamW):
+        if self._in_step is None and isinstance(optimizer, PopRiskAdamW) and self._sees_weights_first(optimizer):
             count = self._tensors.trained
             weights, means = self._tensors.current()[:count], self._means[0][:count]
             self._in_step = StepAverage(weights, means, lambda: self._weight(self.tails[0]))
             optimizer.average_in_step(self._in_step)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._update(set() if self._in_step is None else self._in_step.take_moved())
+        moved: set[int] = set() if self._in_step is None else self._in_step.take_moved()
+        overflow = getattr(optimizer, "found_inf", None)  # set by GradScaler for fused steps
+        if overflow is None or not bool(overflow):  # otherwise the step was skipped
+            self._update(moved)
+
+    def _sees_weights_first(self, optimizer: Optimizer) -> bool:
+        """Whether no earlier hook can change the weights between the step and this average."""
+        return next(iter(optimizer._optimizer_step_post_hooks), None) == self._hooks[1].id
 
     def _leave_step(self) -> None:
         """Let no step move these averages any more; the next one is asked again."""

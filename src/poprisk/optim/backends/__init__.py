@@ -29,11 +29,12 @@ def run(update: GroupUpdate) -> None:
         return
     update.memory.launch = None
     adamw = torch_adamw.can_serve(update)
-    if adamw and not any(p.mean is not None for p in update.params):
+    in_pass = bool(update.group["fused"]) and any(p.mean is not None for p in update.params)
+    if adamw and not in_pass:  # AdamW bit for bit; whoever keeps the means moves them after the step
         torch_adamw.step(update)
     elif _may_fuse(update):
         _run_fused(update, torch_adamw.step if adamw else _run_unfused)
-    elif adamw:
+    elif adamw:  # fused=True, and differentiable
         torch_adamw.step(update)
     else:
         _run_unfused(update)

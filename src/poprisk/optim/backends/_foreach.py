@@ -193,7 +193,8 @@ class Means:
         """Turns the gates into what multiplies AdamW's step, in place."""
         scales = torch.stack([p.state[SCALE] for p in params])
         sums = torch.stack(list(torch._foreach_norm(q, 1, scales.dtype)))  # gates are not negative
-        reference = scales[:, 0].clamp(min=torch.finfo(q[0].dtype).tiny)  # any open gate is then above it
+        tiny = torch.finfo(q[0].dtype).tiny  # any open gate is above it
+        reference = torch.where(scales[:, 0] > tiny, scales[:, 0], tiny)  # also for NaN, as in the rule
         torch._foreach_div_(q, _numbers(reference, q[0].dtype))
         torch._foreach_clamp_max_(q, 1.0)
         torch._foreach_add_(q, 1.0)
