@@ -78,6 +78,28 @@ def test_a_loss_written_otherwise_deviates_unless_the_problem_says_how():
     assert replay(Run(run._storage, problem=exact)).exact
 
 
+def test_a_run_of_popriskadamw_is_replayed_by_whichever_kernel_there_is(monkeypatch):
+    """Earlier recordings, which had no C kernel by default, are exact; another kernel deviates by rounding only."""
+    problem = classification()
+    sparse = partial(quiet, problem, steps=12, every=4, batch_size=5)
+    run = sparse(partial(PopRiskAdamW, lr=1e-2))
+    assert replay(run).exact
+    slow = sparse(partial(PopRiskAdamW, lr=1e-2, fused=False))
+    for k in range(13):
+        for group in slow.options(k):
+            assert group["fused"] is False
+    options = type(run).options
+    monkeypatch.setattr(Run, "options", lambda self, k: [{**group, "fused": None} for group in options(self, k)])
+    found = replay(slow)  # by the C kernel
+    assert not found.exact
+    assert max(found.deviations.values()) < 1e-6
+    del slow._manifest["numerics"]["fused_by_default"]  # as an earlier version recorded it
+    assert replay(slow).exact
+    run._storage.read(run.manifest["segments"][1]["file"])[0]["checkpoint.weights"][0] += 1e-3
+    with pytest.raises(RunError, match="deviate"):
+        replay(run)
+
+
 def written_otherwise(outputs, targets):
     """Half the squared distances, in an order of operations that rounds differently."""
     return (1.5 * ((outputs - targets) ** 2 / 3).sum(1)).mean()

@@ -139,6 +139,7 @@ def numerics(device: torch.device) -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "torch_seed": torch.initial_seed(),
+        "fused_by_default": True,  # PopRiskAdamW on the CPU; earlier recordings do not have this entry
     }
 
 
