@@ -24,7 +24,13 @@ import jax.numpy as jnp  # noqa: E402
 from numpy.testing import assert_allclose, assert_array_equal  # noqa: E402
 
 import poprisk.integrations.optax as integration  # noqa: E402
-from poprisk.errors import GradientError, HyperparameterError, MissingExtraError, StateDictError  # noqa: E402
+from poprisk.errors import (  # noqa: E402
+    GradientError,
+    HyperparameterError,
+    LiteralGateWarning,
+    MissingExtraError,
+    StateDictError,
+)
 from poprisk.integrations._optax_rule import PopulationRiskState  # noqa: E402
 from poprisk.integrations.optax import gate_diagnostics, poprisk_adamw, population_risk_gate  # noqa: E402
 from poprisk.optim import Gate, join_gate  # noqa: E402
@@ -824,3 +830,16 @@ def test_a_whole_gate_with_a_scheduled_learning_rate():
     assert_allclose(*updates, rtol=1e-6)
     with pytest.raises(HyperparameterError, match="was given beside"):
         poprisk_adamw(0.01, gate=Gate("soft"), strength=3.0)
+
+
+def test_a_state_of_a_literal_gate_goes_on_and_warns():
+    params, gradient = jnp.ones(4), jnp.array([1.0, -2.0, 0.5, 3.0])
+    literal, default = population_risk_gate(normalize_gate=False), population_risk_gate()
+    state = literal.init(params)
+    for _ in range(3):
+        _, state = literal.update(gradient, state, params)
+    expected, _ = literal.update(0.5 * gradient, state, params)
+    with pytest.warns(LiteralGateWarning, match="normalize_gate=False"):
+        found, after = default.update(0.5 * gradient, state, params)
+    assert_array_equal(found, expected)
+    assert after.gate_scale is None

@@ -4,10 +4,11 @@ It follows optax's conventions and does not import torch, so that a JAX program 
 compare it with :class:`poprisk.PopRiskAdamW` step by step.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from poprisk.errors import HyperparameterError, MissingExtraError, StateDictError
+from poprisk.errors import HyperparameterError, LiteralGateWarning, MissingExtraError, StateDictError
 
 try:
     import jax
@@ -164,8 +165,13 @@ def population_risk_gate(
             directions, inner_state = wrapped.update(usable, state.inner_state, params, **extra)
         gradients, structure = jax.tree.flatten(updates)
         old_scale = state.gate_scale if normalizes else None
-        if normalizes and old_scale is None:  # the state of a gate that was literal
-            old_scale = jax.tree.map(first_scale, state.mu)
+        if normalizes and old_scale is None:  # the state of version 0.1: its learning rate suits a literal gate
+            warnings.warn(
+                "this state was saved with a gate that is not normalized, which goes on; pass normalize_gate=False to "
+                "keep it, or start from init(params) with AdamW's learning rate",
+                LiteralGateWarning,
+                stacklevel=2,
+            )
         columns = [column(x, structure) for x in (directions, state.mu, state.nu, state.s, old_scale)]
         steps = [leaf_step(g, u, Moments(*x), c, o) for g, u, *x in zip(gradients, *columns, strict=True)]
         out = structure.unflatten([direction for direction, _ in steps])

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from oracles.influence import central_difference
 from poprisk.errors import HyperparameterError
 from poprisk.risk._exclusion import exclusion, exclusion_risk
-from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
+from poprisk.risk._influence.exclusion_sweep import ExcludedOutputs, ExclusionSweep
 from poprisk.risk._influence.label_sensitivity import label_sensitivities
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.runs._problem import Problem
@@ -134,3 +134,13 @@ def test_a_sample_of_examples_and_bad_methods():
     assert not exclusion_risk(run, 1).valid
     with pytest.raises(HyperparameterError, match="linearized"):
         exclusion(run, method="guess")
+
+
+def test_rounding_errors_are_no_bend():
+    """Displacements of an example that no batch used are rounding errors of its outputs."""
+    outputs = torch.tensor([[1.0, 2.0], [1.0, 2.0], [0.0, 0.0], [1.0, 2.0]])
+    tangent = torch.tensor([[1e-9, 0.0], [0.5, 0.0], [1e-8, 0.0], [1e-9, 0.0]])
+    displaced = torch.tensor([[1e-7, 1e-7], [0.6, 0.0], [0.0, 1e-7], [0.1, 0.0]])
+    bend = ExcludedOutputs(torch.arange(4), outputs, tangent, displaced, (2,)).bend
+    assert_close(bend[:3], torch.tensor([0.0, 0.2, 0.0]))
+    assert bend[3] > 1e7

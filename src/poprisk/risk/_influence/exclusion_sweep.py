@@ -22,6 +22,9 @@ from poprisk.errors import DataError
 from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.step_jacobian import StepJacobian
 
+_ROUNDINGS = 100.0
+"""Displacements of an output of up to this many rounding errors say nothing about the model."""
+
 
 @dataclass(frozen=True, eq=False)
 class ExcludedOutputs:
@@ -43,9 +46,12 @@ class ExcludedOutputs:
 
     @property
     def bend(self) -> Float[Tensor, "m"]:
-        """Relative difference of the two displacements; 0 for a linear model."""
-        size = self.tangent.norm(dim=1).clamp(min=torch.finfo(self.tangent.dtype).tiny)
-        return (self.displaced - self.tangent).norm(dim=1) / size
+        """Relative difference of the two displacements; 0 for a linear model, and where both are rounding errors."""
+        size, difference = self.tangent.norm(dim=1), (self.displaced - self.tangent).norm(dim=1)
+        own = self.outputs.norm(dim=1)
+        rounding = _ROUNDINGS * torch.finfo(own.dtype).eps * own.clamp(min=own.square().mean().sqrt())
+        bend = difference / size.clamp(min=torch.finfo(size.dtype).tiny)
+        return torch.where((size <= rounding) & (difference <= rounding), 0.0, bend)
 
 
 class ExclusionSweep:
