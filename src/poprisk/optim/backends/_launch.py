@@ -68,7 +68,8 @@ class LaunchCache:
         self.options = _options(update)
         self.tensors = [x for x in chain.from_iterable(tensors(p, update.hyper) for p in params) if x is not None]
         self.addresses = list(map(Tensor.data_ptr, self.tensors))
-        self.layouts, self.grad_layouts = _layouts(self.tensors), _layouts([p.grad for p in params])
+        self.lengths, self.locals = list(map(Tensor.numel, self.tensors)), [p.local for p in params]
+        self.layouts, self.grad_layouts = _layouts(self.locals), _layouts([p.grad for p in params])
         self.sharded = any(p.shard is not None for p in params)
         self.averaged = {id(p.local) for p in params if p.mean is not None}
         self.versions = self._versions()
@@ -148,7 +149,8 @@ class LaunchCache:
         except (IndexError, KeyError):
             return False
         same = self.addresses == list(map(Tensor.data_ptr, self.tensors)) and self.versions == self._versions()
-        return same and self.layouts == _layouts(self.tensors)  # another shape may lie at the same address
+        # another shape may lie at the same address
+        return same and self.lengths == list(map(Tensor.numel, self.tensors)) and self.layouts == _layouts(self.locals)
 
     def _same_layouts(self, grads: list[Tensor]) -> bool:
         """Whether the gradients lie in memory as those of the last step did."""
