@@ -49,7 +49,9 @@ def test_on_its_own_batch_a_gate_flatters_itself():
         x = torch.randn(1000, 12, generator=generator, dtype=torch.float64)
         y = torch.randn(1000, 1, generator=generator, dtype=torch.float64)
         problem = Problem(make_zero, "squared", x, y)
-        rule = partial(PopRiskAdamW, lr=1e-6, gate=Gate("hard", alpha=0.05, normalize=False), betas=(0.0, 0.999), weight_decay=0.0)
+        rule = partial(
+            PopRiskAdamW, lr=1e-6, gate=Gate("hard", alpha=0.05, normalize=False), betas=(0.0, 0.999), weight_decay=0.0
+        )
         run = train(problem, rule, 80, batch_size=10, seed=seed, dtype=torch.float64, progress=False)
         own.append(population_rates(run, range(20, 80), lagged=False))
         lagged.append(population_rates(run, range(20, 80)))
