@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from poprisk._core.estimate import Estimate
 from poprisk.errors import HyperparameterError, StateDictError
 from poprisk.optim._example_losses import Loss
+from poprisk.optim._followed import ForwardHook, check_followed, check_keys, shortened
 from poprisk.optim._held_block import HeldBlock, Measurable
 from poprisk.optim._held_curve import HeldCurve, Metric, Moment
 from poprisk.optim._kept_weights import KeptWeights, Snapshots
@@ -71,8 +73,9 @@ class KeepBest:
         collate: Makes a batch of a list of held-back examples; default: torch's.
 
     Raises:
-        HyperparameterError: an option is out of range, or the loss is missing.
-        DataError: the held-back block is empty.
+        HyperparameterError: an option is out of range, the loss is missing or is not a function, or the optimizer
+            trains another model.
+        DataError: the held-back block is empty, its arrays differ in length, or it is a DataLoader.
 
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
     <torch...>
@@ -107,8 +110,9 @@ class KeepBest:
             raise HyperparameterError(f'metric must be "accuracy", "loss" or "probability", got {metric!r}')
         if not 0 < cost < 1:
             raise HyperparameterError(f"cost must be a share in (0, 1), got {cost!r}: 0.03 is 3% of the training")
-        if every is not None and every < 1:
-            raise HyperparameterError(f"every must be a number of steps, at least 1, got {every!r}")
+        if every is not None and (isinstance(every, bool) or not isinstance(every, Integral) or every < 1):
+            raise HyperparameterError(f"every must be a whole number of steps, at least 1, got {shortened(every)}")
+        check_followed(model, optimizer)
         self._model, self._every = unwrapped(model), every
         self._block: Measurable | None = (
             held if held is None or isinstance(held, Measurable) else HeldBlock(held, loss, metric, collate)
@@ -119,6 +123,7 @@ class KeepBest:
         )
         self.curve = HeldCurve(plain=metric is not None)
         self.steps = 0
+        self._risk: KeptRisk | None = None
         self._autocast: tuple[str, torch.dtype] | None = None
         self._batch_size: int | None = None
         self._counts_calls = True
@@ -128,7 +133,7 @@ class KeepBest:
         self._snapshots = Snapshots(self._model) if held is None else None
         self._hooks: list[Any] = [optimizer.register_step_post_hook(self._after_step)]
         if self._kept is not None:
-            self._hooks.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+            self._hooks.append(model.register_forward_pre_hook(ForwardHook(self._before_forward), with_kwargs=True))
             if self._kept.may_grow:
                 self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
@@ -175,12 +180,15 @@ class KeepBest:
             The population risk of the model as it now is, on data as noisy as the training data. The estimate accounts
             for having chosen the best of several moments. It is not valid where nothing was held back, unless the
             weights themselves are kept (``average=None``) and the meter's reading is valid: ``reason`` says what the
-            model ends with.
+            model ends with. A further call returns the same estimate and leaves the model as it is, unless nothing
+            was held back and it has a run and a meter.
         """
-        risk = self._finish_unmeasured(run, meter) if self._block is None else self._finish_measured()
-        if batch_norm is not None:
-            recompute_batch_norm(self._model, batch_norm)
-        return risk
+        asks_again = self._block is None and run is not None and meter is not None
+        if self._risk is None or asks_again:
+            self._risk = self._finish_unmeasured(run, meter) if self._block is None else self._finish_measured()
+            if batch_norm is not None:
+                recompute_batch_norm(self._model, batch_norm)
+        return self._risk
 
     def _finish_measured(self) -> KeptRisk:
         if not self.curve.moments or self.curve.moments[-1].step != self.steps:
@@ -192,10 +200,15 @@ class KeepBest:
         self._kept.restore()
         value, error, plain = self.curve.chosen_risk()
         count = len(self.curve.moments)
-        moments = f"step {best.step} of {self.steps}, chosen among {count} measurements"
+        moments = f"step {best.step} of {self.steps}, chosen among {count} measurement{'s' if count > 1 else ''}"
         facts = {"step": best.step, "tail": best.tail, "accuracy": _accuracy(best), "measured": count}
         if getattr(self._block, "by_batch", False):
             moments += f"; the model tells only the mean loss of a batch, so {len(best.losses)} batches were compared"
+        if left := self._budget.left_over:
+            moments += (
+                f"; {left} examples were trained on without a step of this optimizer, so another optimizer may have "
+                "replaced it"
+            )
         facts["cost"] = count * self._budget.work
         if not (math.isfinite(value) and math.isfinite(error)):
             few = f"{len(best.losses)} held-back examples are too few for an error; hold at least 10 back"
@@ -267,8 +280,10 @@ class KeepBest:
         """Go on from a :meth:`state_dict`; the rest of the training then keeps the same weights, bit for bit.
 
         Raises:
-            StateDictError: the state belongs to another model, or to a KeepBest with other options.
+            StateDictError: the state is not one of KeepBest, or belongs to another model, to another block, or to a
+                KeepBest with other options.
         """
+        check_keys(state, self.state_dict(), "KeepBest")
         if (state["average"] is None) == (self._owns_average and self.average is not None):
             raise StateDictError("the state was saved with another kind of average: construct KeepBest as it was")
         if (state["snapshots"] is None) == (self._snapshots is not None):
@@ -278,11 +293,12 @@ class KeepBest:
             )
         if self._kept is not None:
             self._kept.load(state["kept"])
+        self._budget.check(state["budget"])
         if self._snapshots is not None:
             self._snapshots.load(state["snapshots"])
         if state["average"] is not None and self.average is not None:
             self.average.load_state_dict(state["average"])
-        self.steps, self._batch_size = int(state["steps"]), state["batch_size"]
+        self.steps, self._batch_size, self._risk = int(state["steps"]), state["batch_size"], None
         autocast = state["autocast"]
         self._autocast = autocast and (autocast[0], getattr(torch, autocast[1].removeprefix("torch.")))
         self._budget.restore(state["budget"])
@@ -308,7 +324,7 @@ class KeepBest:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the examples of a training step, and remember the precision it runs in."""
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()):
             return
         for each in (*args, *kwargs.values()):
             if isinstance(each, Tensor) and each.dim():

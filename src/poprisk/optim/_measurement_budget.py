@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from poprisk.errors import StateDictError
+
 _FORWARD = 1 / 3
 """A forward pass costs about a third of a training step on the same examples."""
 _OVERHEAD = 0.15
@@ -10,6 +12,8 @@ _BANKED = 6.0
 """Measurements that may be saved up for the stretch where the curve bends."""
 _SPACING = 0.01
 """Least distance of two measurements, as a share of the steps so far: closer averages hardly differ."""
+_FAR_MORE = 3
+"""Usual steps that the examples after the last step may make up."""
 _ASSUMED = 32
 """Examples of a step where none were counted."""
 
@@ -29,18 +33,25 @@ class MeasurementBudget:
         self._cost, self._examples, self._averages = cost, examples, averages
         self.batch: float | None = None
         """Mean number of examples of a step, as all processes agreed on it; None before the first step."""
-        self._seen = self._largest = self._steps = self._last = 0
+        self._seen = self._largest = self._steps = self._last = self._since = 0
         self._credit = 0.0
 
     def count(self, examples: int) -> None:
         """Count the examples of one forward pass in training."""
         self._seen += examples
+        self._since += examples
         self._largest = max(self._largest, examples)
 
     @property
     def counted(self) -> float:
         """Mean number of examples of a step in this process, with all passes of gradient accumulation."""
         return self._seen / max(self._steps, 1)
+
+    @property
+    def left_over(self) -> int:
+        """Examples trained on since the last step, where they are far more than a step uses; otherwise 0."""
+        usual = (self._seen - self._since) / max(self._steps, 1)
+        return self._since if self._since > _FAR_MORE * usual else 0
 
     @property
     def batch_size(self) -> int:
@@ -55,6 +66,7 @@ class MeasurementBudget:
     def end_step(self) -> None:
         """One more training step was taken."""
         self._steps += 1
+        self._since = 0
 
     def is_due(self, bending: bool) -> bool:
         """Whether to measure after this step; if so, the price is paid."""
@@ -70,6 +82,7 @@ class MeasurementBudget:
     def state(self) -> dict[str, Any]:
         """Plain numbers."""
         return {
+            "examples": self._examples,
             "batch": self.batch,
             "seen": self._seen,
             "largest": self._largest,
@@ -77,6 +90,15 @@ class MeasurementBudget:
             "last": self._last,
             "credit": self._credit,
         }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse the state of another number of held-back examples."""
+        saved = state.get("examples", self._examples)
+        if saved != self._examples:
+            raise StateDictError(
+                f"this KeepBest has {self._examples} held-back examples, and the state was saved with {saved}: hold "
+                "the same examples back as before (the same data, share and seed)"
+            )
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state`."""

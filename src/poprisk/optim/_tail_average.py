@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from poprisk.errors import HyperparameterError, StateDictError
 from poprisk.optim._adamw import PopRiskAdamW
+from poprisk.optim._followed import check_followed, check_keys
 from poprisk.optim._model_tensors import ModelTensors, reshard, unwrapped
 from poprisk.optim._shards import is_sharded, local_part
 from poprisk.optim._step_average import StepAverage
@@ -44,7 +45,8 @@ class TailAverage:
             loader to :meth:`swapped` or :meth:`copy_to_model`. Other buffers are copied.
 
     Raises:
-        HyperparameterError: ``tail`` is not in (0, 1], or the model has no parameter to train.
+        HyperparameterError: ``tail`` is not in (0, 1], the model has no parameter to train, or the optimizer trains
+            another model.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -77,6 +79,7 @@ class TailAverage:
                 f'buffers must be "average" or "copy", got {buffers!r}: to recompute the statistics of batch '
                 "normalization, pass a loader to swapped or copy_to_model"
             )
+        check_followed(model, optimizer)
         self.steps = 0
         self._model = unwrapped(model)
         self._tensors = ModelTensors(self._model, "floating" if buffers == "average" else "none")
@@ -190,9 +193,10 @@ class TailAverage:
         """Go on from a :meth:`state_dict`.
 
         Raises:
-            StateDictError: the state belongs to another model, to other tails, or to parameters that are not sharded
-                as these are.
+            StateDictError: the state is not one of TailAverage, or belongs to another model, to other tails, or to
+                parameters that are not sharded as these are.
         """
+        check_keys(state, self.state_dict(), "TailAverage")
         unfrozen = [name for name in state["names"] if name not in self._tensors.names]
         if unfrozen and self._tensors.can_include(unfrozen):
             self._begin(unfrozen)
