@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from poprisk import Problem, Run, train
 from poprisk.errors import DataError
@@ -79,6 +79,18 @@ def test_what_cannot_be_split():
         hold_back(Numbered(1))
     with pytest.raises(DataError, match="one entry for each"):
         hold_back(Numbered(10), labels=[0, 1])
+    x, y = torch.zeros(50, 3), torch.zeros(50)
+    for data, message in (
+        ([x, y], "pass a tuple"),
+        ({"x": x, "y": y}, "keys 'x, y'.*pass"),
+        (DataLoader(TensorDataset(x, y)), "pass the dataset"),
+        ({1, 2, 3}, "pass the dataset"),
+    ):
+        with pytest.raises(DataError, match=message):
+            hold_back(data)
+    with pytest.raises(DataError, match=r"got Tensor.*as one tuple"):
+        hold_back(x, y)
+    assert len(hold_back([x[0], x[1], x[2]], 0.4)[1]) == 1  # three examples
 
 
 def problem(count=60, show=None):
@@ -146,3 +158,7 @@ def test_lists_tables_and_parts_of_parts():
     _, (rows, targets) = hold_back((table, table["a"] % 2), 0.2)
     assert (rows["a"] % 2).tolist() == targets.tolist()
     assert targets.sum() == 2
+    rest, held = hold_back(table, 0.2)
+    assert isinstance(held, pandas.DataFrame)
+    assert sorted([*rest.index, *held.index]) == list(range(100, 120))
+    assert len(held) == 4

@@ -263,6 +263,17 @@ def test_the_risk_is_not_too_small_after_choosing():
     assert sum(plain) / 60 < 0.8
 
 
+def test_the_risk_is_the_mean_loss_where_the_choice_never_changes():
+    losses = torch.rand(50, generator=torch.Generator().manual_seed(0))
+    curve = HeldCurve()
+    for step, more in enumerate((2.0, 0.0, 3.0)):
+        curve.add(Moment(step, None, losses + more, losses + more))
+    value, error, plain = curve.chosen_risk()
+    assert value == plain
+    assert_close(value, float(losses.double().mean()))
+    assert error > 0
+
+
 @pytest.mark.parametrize("held", ["arrays", "dataset"])
 @pytest.mark.parametrize(
     "loss", [functional.mse_loss, nn.MSELoss(), lambda outputs, targets: (outputs - targets).square().mean()]

@@ -5,14 +5,17 @@ import gc
 import io
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
 
 from poprisk import KeepBest, TailAverage
-from poprisk.errors import HyperparameterError
+from poprisk.errors import DataError, HyperparameterError, StateDictError
 
 
 def block(count=40):
@@ -101,3 +104,71 @@ def test_a_replaced_optimizer_is_reported():
     step(model, optimizer)
     step(model, other)  # a last batch without a step, as gradient accumulation may leave
     assert keeper.finish().reason == "step 1 of 1, chosen among 1 measurement"
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    x, y = block()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = functional.cross_entropy
+    with pytest.raises(DataError, match=r"one length, got \[40, 30\]"):
+        KeepBest(model, optimizer, (x, y[:30]), loss)
+    for held in (DataLoader(TensorDataset(x, y)), zip(x, y, strict=True), {"train": (x, y)}, [x, y]):
+        with pytest.raises(DataError, match="pass"):
+            KeepBest(model, optimizer, held, loss)
+    for wrong in (nn.CrossEntropyLoss, "cross_entropy"):
+        with pytest.raises(HyperparameterError, match="loss must be a function"):
+            KeepBest(model, optimizer, (x, y), wrong)
+    for make in (KeepBest, TailAverage):
+        with pytest.raises(HyperparameterError, match="in this order, got SGD and Linear"):
+            make(optimizer, model, *([(x, y), loss] if make is KeepBest else []))
+    for every in (2.5, True, x):
+        with pytest.raises(HyperparameterError, match="every must be a whole number") as caught:
+            KeepBest(model, optimizer, (x, y), loss, every=every)
+        assert len(str(caught.value)) < 100
+
+
+def test_a_state_of_something_else_is_refused():
+    model, optimizer, keeper = setting(every=1)
+    for state in (model.state_dict(), None, {}):
+        with pytest.raises(StateDictError, match=r"expected what KeepBest.state_dict\(\) returned"):
+            keeper.load_state_dict(state)
+    with pytest.raises(StateDictError, match="names, steps, tails missing"):
+        TailAverage(model, optimizer).load_state_dict({"means": []})
+    step(model, optimizer)
+    state = keeper.state_dict()
+    smaller = KeepBest(model, optimizer, block(30), functional.cross_entropy, every=1)
+    with pytest.raises(StateDictError, match="has 30 held-back examples, and the state was saved with 40"):
+        smaller.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["entropy", "likelihood", "partial", "smoothed", "ignored"])
+def test_weights_of_classes_keep_the_scale_of_the_loss(kind):
+    weight = torch.tensor([1.0, 7.0])
+    loss = {
+        "entropy": nn.CrossEntropyLoss(weight=weight),
+        "likelihood": nn.NLLLoss(weight=weight),
+        "partial": partial(functional.cross_entropy, weight=weight),
+        "smoothed": nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1),
+        "ignored": nn.CrossEntropyLoss(weight=weight, ignore_index=2),
+    }[kind]
+    x, y = block()
+    if kind == "ignored":
+        y[:5] = 2
+    model = nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keeper = KeepBest(model, optimizer, (x, y), loss, average=None, every=1000)
+    loss(model(x), y).backward()
+    optimizer.step()
+    risk = keeper.finish()
+    assert risk.measured == 1
+    assert_close(risk.value, loss(model(x), y).item(), rtol=1e-5, atol=0)
+
+
+def test_weights_of_classes_of_tokens():
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 7.0]))
+    x, y = torch.randn(12, 2, 4), torch.arange(48).reshape(12, 4) % 2
+    y[3, 1:] = -100
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    keeper = KeepBest(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y), loss, average=None)
+    assert_close(keeper.finish().value, loss(model(x), y).item(), rtol=1e-5, atol=0)

@@ -3,17 +3,18 @@
 import inspect
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from poprisk.errors import DataError
+from poprisk.errors import DataError, HyperparameterError
 
 Loss = Callable[[Any, Any], Tensor]
 Sums = tuple[Tensor, Tensor]
-"""For each example the sum of its losses, and what to divide by: 1, or the number of its tokens."""
+"""For each example the sum of its losses, and what to divide by: 1, the number of its tokens, or their weights."""
 IGNORED = -100
 """Target of a token that has no loss, in torch and in transformers."""
 
@@ -27,8 +28,11 @@ class ExampleLosses:
     """
 
     def __init__(self, loss: Loss | None) -> None:
+        _check(loss)
         self._loss, self._unreduced = loss, None if loss is None else _unreduced(loss)
-        self._ignored = getattr(loss, "ignore_index", IGNORED)
+        given = loss.keywords if isinstance(loss, partial) else {}
+        self._ignored = getattr(loss, "ignore_index", given.get("ignore_index", IGNORED))
+        self._weights = _class_weights(loss)
         self._by_vmap = True
         self._way: Callable[[Tensor, Tensor], Sums] | None = None
         self.by_batch = False
@@ -49,6 +53,10 @@ class ExampleLosses:
                     f"the loss must give one value for each of the {count} examples, got {list(losses.shape)}"
                 )
             losses = losses.float().reshape(count, -1)
+            if self._weights is not None and not targets.is_floating_point():
+                kept = targets != self._ignored
+                weights = self._weights.to(losses)[targets.where(kept, 0)] * kept
+                return losses.sum(1), weights.reshape(count, -1).sum(1)
             return (losses.mean(1), torch.ones_like(losses[:, 0])) if tokens is None else (losses.sum(1), tokens)
         losses = self._one_by_one(outputs, targets).float()
         if tokens is None:
@@ -129,6 +137,24 @@ def _tokens(targets: Tensor, ignored: int) -> Tensor | None:
     if targets.dim() < 2 or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         return None
     return (targets != ignored).reshape(len(targets), -1).sum(1).float()
+
+
+def _check(loss: Any) -> None:
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
+        what = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+        raise HyperparameterError(
+            f"loss must be a function of outputs and targets, got {what}: pass torch.nn.functional.cross_entropy or "
+            "torch.nn.CrossEntropyLoss(), for instance"
+        )
+
+
+def _class_weights(loss: Any) -> Tensor | None:
+    """The weights of classes, by whose sum the mean loss is divided."""
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return loss.weight
+    if isinstance(loss, partial) and loss.func in (functional.cross_entropy, functional.nll_loss):
+        return loss.keywords.get("weight")
+    return None
 
 
 def _unreduced(loss: Loss) -> Callable[[Any, Any], Tensor] | None:

@@ -14,6 +14,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim._evaluation import evaluating
 from poprisk.optim._example_losses import ExampleLosses, Loss, field
 from poprisk.optim._held_curve import Metric
+from poprisk.optim._hold_back import check_examples
 
 _UNITS = 16
 """Batches that the block is cut into where only the mean loss of a batch is known: their spread gives the error."""
@@ -48,6 +49,9 @@ class HeldBlock:
     ) -> None:
         if hasattr(held, "inputs") and hasattr(held, "targets") and not hasattr(held, "__getitem__"):
             loss, held = held.batch_loss if loss is None else loss, (held.inputs, held.targets)
+        check_examples(held)
+        if hasattr(held, "iloc"):
+            raise DataError("a table cannot be measured as it is: pass a tuple of arrays, (inputs, targets)")
         self._is_arrays = isinstance(held, tuple) and len(held) >= 2 and not hasattr(held, "_fields")
         if self._is_arrays and loss is None:
             raise HyperparameterError(
@@ -57,6 +61,13 @@ class HeldBlock:
         self._metric, self._collate = metric, collate or _collated
         self._losses, self._by_loss = ExampleLosses(loss), False
         self.count = len(self._held[-1] if self._is_arrays else self._held)
+        if self._is_arrays:
+            first = held[0] if len(held) == 2 and isinstance(held[0], tuple) else held[:-1]
+            if any(len(each) != self.count for each in first):
+                raise DataError(
+                    "the held-back arrays must have one length, got "
+                    f"{[len(each) for each in (*first, held[-1])]}: take the same rows of each"
+                )
         if not self.count:
             raise DataError("the held-back block is empty: hold at least one example back")
 

@@ -83,7 +83,7 @@ class HeldCurve:
 
         The least of many noisy numbers is too small. The correction repeats the choice (bootstrap bias correction,
         Tsamardinos, Greasidou and Borboudakis, 2018): resample the held-back examples, choose by the resample, and
-        score the choice on the examples that the resample left out.
+        compare that choice with the chosen moment on the examples that the resample left out.
 
         Returns:
             Corrected risk, its standard error, and the uncorrected risk of the chosen moment.
@@ -103,8 +103,9 @@ class HeldCurve:
         chosen = self._chosen_by(weights, losses, scores)
         left_out = (weights == 0).double()
         size = left_out.sum(1).clamp(min=1)
-        fresh = (left_out * losses[chosen]).sum(1) / size
-        value = float(fresh.mean())
+        # Added to the mean over all examples: no random numbers remain where the choice never changes.
+        excess = (left_out * (losses[chosen] - best.losses.double())).sum(1) / size
+        value = plain + float(excess.mean())
         # The resampled minimum moves with the examples and with the choice.
         spread = float(best.losses.double().std()) / math.sqrt(count)
         moved = float(((weights @ losses.T) / count).gather(1, chosen.unsqueeze(1)).std())

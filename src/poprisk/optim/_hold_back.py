@@ -1,14 +1,18 @@
 """hold_back: set a block of the training examples aside, to choose the moment of training by."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from poprisk.errors import DataError
+from poprisk.optim._followed import shortened
+
+_FEW = 4
+"""Most arrays in a list that is taken to be the parts of the data, not its examples."""
 
 
 @runtime_checkable
@@ -33,8 +37,8 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
 
     Args:
         data: A map-style dataset or a list of examples (the parts come as :class:`torch.utils.data.Subset`), a Hugging
-            Face dataset, a :class:`~poprisk.Problem` (its test set stays with the first part), or a tuple of tensors,
-            arrays or lists of one length, the targets last.
+            Face dataset, a pandas table, a :class:`~poprisk.Problem` (its test set stays with the first part), or a
+            tuple of tensors, arrays, tables or lists of one length, the targets last.
         share: Share of the examples to hold back, in [0, 1). With 0 the second part is None.
         seed: Seed for the random draw.
         labels: The class of each example, for a stratified draw. By default they are taken from ``data`` where that
@@ -45,7 +49,8 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
         The examples to train on and those held back, in the form that ``data`` has.
 
     Raises:
-        DataError: ``share`` is out of range, the data have no length, or nothing would be left to train on.
+        DataError: ``share`` is out of range, the data have no length or are of a kind that cannot be split (a
+            DataLoader, a dictionary), or nothing would be left to train on.
 
     >>> inputs, targets = torch.arange(40.0).reshape(40, 1), torch.arange(40) % 2
     >>> (x, y), (held_x, held_y) = hold_back((inputs, targets), share=0.1)
@@ -53,7 +58,11 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
     (36, 4, [2, 2])
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise DataError(f"share must be a number in [0, 1), got {share!r}: 0.05 holds one example in twenty back")
+        raise DataError(
+            f"share must be a number in [0, 1), got {shortened(share)}: 0.05 holds one example in twenty back; pass "
+            "inputs and targets as one tuple"
+        )
+    check_examples(data)
     if share == 0:
         return data, None
     count = _length(data)
@@ -64,6 +73,28 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
     kept = torch.ones(count, dtype=torch.bool)
     kept[held] = False
     return _parts(data, kept.nonzero().squeeze(1), held)
+
+
+def check_examples(data: Any) -> None:
+    """Refuse what is neither a dataset nor a tuple of arrays, but looks like one."""
+    if isinstance(data, DataLoader):
+        raise DataError("expected examples, got a DataLoader: pass the dataset, not a DataLoader (loader.dataset)")
+    if isinstance(data, Mapping):
+        raise DataError(
+            f"expected a dataset or a tuple of arrays, got {type(data).__name__} with the keys "
+            f"{shortened(', '.join(map(str, data)))}: pass one of its datasets, or a tuple (inputs, targets)"
+        )
+    if isinstance(data, list) and 2 <= len(data) <= _FEW and all(hasattr(x, "shape") and len(x.shape) for x in data):
+        lengths = {len(each) for each in data}
+        if len(lengths) == 1 and lengths.pop() > len(data):
+            raise DataError(f"expected a list of examples, got a list of {len(data)} arrays: pass a tuple of them")
+    if not isinstance(data, Splittable) and (
+        not (isinstance(data, Sized) and hasattr(data, "__getitem__")) or isinstance(data, IterableDataset)
+    ):
+        raise DataError(
+            f"the data must have a length and take indices, got {type(data).__name__}: pass the dataset, not a "
+            "DataLoader or a stream; hold examples back before they are streamed"
+        )
 
 
 def _draw(count: int, share: float, seed: int, classes: Tensor | None) -> Tensor:
@@ -87,11 +118,6 @@ def _length(data: Any) -> int:
         if len(lengths) != 1:
             raise DataError(f"the parts of the data must have one length, got {[len(part) for part in data]}")
         return lengths.pop()
-    if not isinstance(data, Sized):
-        raise DataError(
-            f"the data must have a length, got {type(data).__name__}: hold examples back before they are streamed, and "
-            "pass them to KeepBest"
-        )
     return len(data)
 
 
@@ -147,6 +173,8 @@ def _parts(data: Any, kept: Tensor, held: Tensor) -> tuple[Any, Any]:
         return data.held_back(kept, held)
     if hasattr(data, "select") and hasattr(data, "column_names"):  # a Hugging Face dataset
         return data.select(kept.tolist()), data.select(held.tolist())
+    if hasattr(data, "iloc"):
+        return _rows(data, kept), _rows(data, held)
     dataset = cast(Dataset[Any], data)
     return Subset(dataset, kept.tolist()), Subset(dataset, held.tolist())
 
