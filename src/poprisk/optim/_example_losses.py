@@ -141,10 +141,9 @@ def _tokens(targets: Tensor, ignored: int) -> Tensor | None:
 
 def _check(loss: Any) -> None:
     if loss is not None and (isinstance(loss, type) or not callable(loss)):
-        what = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
         raise HyperparameterError(
-            f"loss must be a function of outputs and targets, got {what}: pass torch.nn.functional.cross_entropy or "
-            "torch.nn.CrossEntropyLoss(), for instance"
+            f"loss must be a function of outputs and targets, got {getattr(loss, '__name__', type(loss).__name__)}: "
+            "pass torch.nn.functional.cross_entropy or torch.nn.CrossEntropyLoss(), for instance"
         )
 
 

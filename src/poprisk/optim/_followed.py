@@ -58,9 +58,7 @@ class ForwardHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call the method, if its owner still exists."""
-        if torch.compiler.is_compiling() or self._method is None:
-            return
-        method = self._method()
+        method = None if torch.compiler.is_compiling() or self._method is None else self._method()
         if method is not None:
             method(module, args, kwargs)
 

@@ -14,7 +14,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim._evaluation import evaluating
 from poprisk.optim._example_losses import ExampleLosses, Loss, field
 from poprisk.optim._held_curve import Metric
-from poprisk.optim._hold_back import check_examples
+from poprisk.optim._hold_back import check_examples, common_length
 
 _UNITS = 16
 """Batches that the block is cut into where only the mean loss of a batch is known: their spread gives the error."""
@@ -60,14 +60,9 @@ class HeldBlock:
         self._held: Any = held
         self._metric, self._collate = metric, collate or _collated
         self._losses, self._by_loss = ExampleLosses(loss), False
-        self.count = len(self._held[-1] if self._is_arrays else self._held)
-        if self._is_arrays:
-            first = held[0] if len(held) == 2 and isinstance(held[0], tuple) else held[:-1]
-            if any(len(each) != self.count for each in first):
-                raise DataError(
-                    "the held-back arrays must have one length, got "
-                    f"{[len(each) for each in (*first, held[-1])]}: take the same rows of each"
-                )
+        nested = self._is_arrays and isinstance(self._held[0], tuple)
+        parts = (*self._held[0], *self._held[1:]) if nested else self._held
+        self.count = common_length(parts) if self._is_arrays else len(parts)
         if not self.count:
             raise DataError("the held-back block is empty: hold at least one example back")
 
@@ -97,7 +92,7 @@ class HeldBlock:
         for start in range(0, self.count, batch_size):
             inputs, targets = self._batch(start, min(start + batch_size, self.count))
             inputs, targets = _placed(inputs, device, dtype), _placed_targets(targets, device)
-            outputs = model(**_accepted(model, inputs)) if isinstance(inputs, Mapping) else model(*_several(inputs))
+            outputs = model(**_accepted(model, inputs)) if isinstance(inputs, Mapping) else model(*inputs)
             logits = outputs if isinstance(outputs, Tensor) else field(outputs, "logits")
             if isinstance(targets, Tensor) and targets.dtype == torch.float64 and isinstance(logits, Tensor):
                 targets = targets.to(logits.dtype)
@@ -193,7 +188,3 @@ def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {name: value for name, value in inputs.items() if everything or name in parameters}
-
-
-def _several(inputs: Any) -> tuple[Any, ...]:
-    return inputs if isinstance(inputs, tuple) else (inputs,)

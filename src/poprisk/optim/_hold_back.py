@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from poprisk.errors import DataError
 from poprisk.optim._followed import shortened
@@ -58,14 +58,11 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
     (36, 4, [2, 2])
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise DataError(
-            f"share must be a number in [0, 1), got {shortened(share)}: 0.05 holds one example in twenty back; pass "
-            "inputs and targets as one tuple"
-        )
+        raise DataError(f"share must be a number in [0, 1), got {shortened(share)}: use hold_back((x, y), 0.05)")
     check_examples(data)
     if share == 0:
         return data, None
-    count = _length(data)
+    count = common_length(data) if isinstance(data, tuple) else len(data)
     if count < 2:
         raise DataError(f"holding examples back needs at least 2 of them, got {count}")
     classes = None if labels is False else _classes(data if labels is None else None, labels, count)
@@ -77,23 +74,14 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
 
 def check_examples(data: Any) -> None:
     """Refuse what is neither a dataset nor a tuple of arrays, but looks like one."""
-    if isinstance(data, DataLoader):
-        raise DataError("expected examples, got a DataLoader: pass the dataset, not a DataLoader (loader.dataset)")
-    if isinstance(data, Mapping):
+    arrays = isinstance(data, list) and 2 <= len(data) <= _FEW and all(getattr(each, "shape", ()) for each in data)
+    if arrays and len(data) < len(data[0]) and len({len(each) for each in data}) == 1:
+        raise DataError(f"expected a list of examples, got a list of {len(data)} arrays: pass a tuple of them")
+    indexed = isinstance(data, Sized) and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+    if not (indexed or isinstance(data, Splittable)) or isinstance(data, Mapping):
         raise DataError(
-            f"expected a dataset or a tuple of arrays, got {type(data).__name__} with the keys "
-            f"{shortened(', '.join(map(str, data)))}: pass one of its datasets, or a tuple (inputs, targets)"
-        )
-    if isinstance(data, list) and 2 <= len(data) <= _FEW and all(hasattr(x, "shape") and len(x.shape) for x in data):
-        lengths = {len(each) for each in data}
-        if len(lengths) == 1 and lengths.pop() > len(data):
-            raise DataError(f"expected a list of examples, got a list of {len(data)} arrays: pass a tuple of them")
-    if not isinstance(data, Splittable) and (
-        not (isinstance(data, Sized) and hasattr(data, "__getitem__")) or isinstance(data, IterableDataset)
-    ):
-        raise DataError(
-            f"the data must have a length and take indices, got {type(data).__name__}: pass the dataset, not a "
-            "DataLoader or a stream; hold examples back before they are streamed"
+            f"the data must have a length and take the indices 0, 1, and so on, got {type(data).__name__}: pass the "
+            "dataset, not a DataLoader, a stream or a dictionary, or pass a tuple (inputs, targets)"
         )
 
 
@@ -112,13 +100,12 @@ def _draw(count: int, share: float, seed: int, classes: Tensor | None) -> Tensor
     return order[rank[order].argsort(stable=True)[:size]].sort().values
 
 
-def _length(data: Any) -> int:
-    if isinstance(data, tuple):
-        lengths = {len(part) for part in data}
-        if len(lengths) != 1:
-            raise DataError(f"the parts of the data must have one length, got {[len(part) for part in data]}")
-        return lengths.pop()
-    return len(data)
+def common_length(parts: Sequence[Any]) -> int:
+    """The length that all parts have."""
+    lengths = [len(part) for part in parts]
+    if len(set(lengths)) != 1:
+        raise DataError(f"the parts of the data must have one length, got {lengths}")
+    return lengths[0]
 
 
 def _classes(data: Any, labels: Any, count: int) -> Tensor | None:

@@ -183,8 +183,7 @@ class KeepBest:
             model ends with. A further call returns the same estimate and leaves the model as it is, unless nothing
             was held back and it has a run and a meter.
         """
-        asks_again = self._block is None and run is not None and meter is not None
-        if self._risk is None or asks_again:
+        if self._risk is None or (self._block is None and run is not None and meter is not None):
             self._risk = self._finish_unmeasured(run, meter) if self._block is None else self._finish_measured()
             if batch_norm is not None:
                 recompute_batch_norm(self._model, batch_norm)
@@ -201,15 +200,14 @@ class KeepBest:
         value, error, plain = self.curve.chosen_risk()
         count = len(self.curve.moments)
         moments = f"step {best.step} of {self.steps}, chosen among {count} measurement{'s' if count > 1 else ''}"
-        facts = {"step": best.step, "tail": best.tail, "accuracy": _accuracy(best), "measured": count}
+        facts = {"step": best.step, "tail": best.tail, "measured": count, "cost": count * self._budget.work}
+        facts["accuracy"] = _accuracy(best)
         if getattr(self._block, "by_batch", False):
             moments += f"; the model tells only the mean loss of a batch, so {len(best.losses)} batches were compared"
         if left := self._budget.left_over:
             moments += (
-                f"; {left} examples were trained on without a step of this optimizer, so another optimizer may have "
-                "replaced it"
+                f"; {left} examples were trained on without a step of this optimizer: another may have replaced it"
             )
-        facts["cost"] = count * self._budget.work
         if not (math.isfinite(value) and math.isfinite(error)):
             few = f"{len(best.losses)} held-back examples are too few for an error; hold at least 10 back"
             reason = few if math.isfinite(plain) else "the loss of the held-back examples is not finite"
@@ -293,7 +291,7 @@ class KeepBest:
             )
         if self._kept is not None:
             self._kept.load(state["kept"])
-        self._budget.check(state["budget"])
+        self._budget.restore(state["budget"])
         if self._snapshots is not None:
             self._snapshots.load(state["snapshots"])
         if state["average"] is not None and self.average is not None:
@@ -301,7 +299,6 @@ class KeepBest:
         self.steps, self._batch_size, self._risk = int(state["steps"]), state["batch_size"], None
         autocast = state["autocast"]
         self._autocast = autocast and (autocast[0], getattr(torch, autocast[1].removeprefix("torch.")))
-        self._budget.restore(state["budget"])
         self.curve.restore(state["curve"])
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -91,17 +91,14 @@ class MeasurementBudget:
             "credit": self._credit,
         }
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Refuse the state of another number of held-back examples."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state`, which must be of as many held-back examples."""
         saved = state.get("examples", self._examples)
         if saved != self._examples:
             raise StateDictError(
                 f"this KeepBest has {self._examples} held-back examples, and the state was saved with {saved}: hold "
                 "the same examples back as before (the same data, share and seed)"
             )
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`."""
         self.batch, self._credit = state["batch"], state["credit"]
         self._seen, self._largest = state["seen"], state["largest"]
         self._steps, self._last = state["steps"], state["last"]
