@@ -28,10 +28,13 @@ class ExampleLosses:
     """
 
     def __init__(self, loss: Loss | None) -> None:
-        _check(loss)
+        if loss is not None and (isinstance(loss, type) or not callable(loss)):
+            name = getattr(loss, "__name__", type(loss).__name__)
+            raise HyperparameterError(
+                f"loss must be a function of outputs and targets, got {name}: CrossEntropyLoss()?"
+            )
         self._loss, self._unreduced = loss, None if loss is None else _unreduced(loss)
-        given = loss.keywords if isinstance(loss, partial) else {}
-        self._ignored = getattr(loss, "ignore_index", given.get("ignore_index", IGNORED))
+        self._ignored = getattr(loss, "ignore_index", getattr(loss, "keywords", {}).get("ignore_index", IGNORED))
         self._weights = _class_weights(loss)
         self._by_vmap = True
         self._way: Callable[[Tensor, Tensor], Sums] | None = None
@@ -49,9 +52,7 @@ class ExampleLosses:
         if self._unreduced is not None:
             losses = self._unreduced(outputs, targets)
             if losses.dim() == 0 or len(losses) % count:
-                raise DataError(
-                    f"the loss must give one value for each of the {count} examples, got {list(losses.shape)}"
-                )
+                raise DataError(f"the loss must give one value for each of {count} examples, got {list(losses.shape)}")
             losses = losses.float().reshape(count, -1)
             if self._weights is not None and not targets.is_floating_point():
                 kept = targets != self._ignored
@@ -67,7 +68,7 @@ class ExampleLosses:
         loss: Any = self._loss
         if not isinstance(outputs, Tensor) or len(outputs) % len(targets):
             raise DataError(
-                'the loss of single examples needs outputs that are a tensor: pass a loss that takes reduction="none"'
+                'losses of examples need outputs that are a tensor: pass a loss that takes reduction="none"'
             )
         flat = len(outputs) != len(targets)  # the tokens of all examples, one after the other
         rows = outputs.unflatten(0, (len(targets), -1)) if flat else outputs.unsqueeze(1)
@@ -81,10 +82,8 @@ class ExampleLosses:
     def _from_model(self, outputs: Any, targets: Any) -> Sums:
         mean = field(outputs, "loss")
         if not isinstance(mean, Tensor):
-            raise DataError(
-                f"the model returns {type(outputs).__name__} without a loss: pass the loss of outputs and targets to "
-                "KeepBest, for instance torch.nn.functional.cross_entropy"
-            )
+            what = f"the model returns {type(outputs).__name__} without a loss"
+            raise DataError(f"{what}: pass that of outputs and targets, such as torch.nn.functional.cross_entropy")
         logits, tolerance = field(outputs, "logits"), 1e-2 if mean.element_size() < 4 else 1e-3
         mean = mean.detach().float().mean()
         if self._way is None and not self.by_batch:
@@ -137,14 +136,6 @@ def _tokens(targets: Tensor, ignored: int) -> Tensor | None:
     if targets.dim() < 2 or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         return None
     return (targets != ignored).reshape(len(targets), -1).sum(1).float()
-
-
-def _check(loss: Any) -> None:
-    if loss is not None and (isinstance(loss, type) or not callable(loss)):
-        raise HyperparameterError(
-            f"loss must be a function of outputs and targets, got {getattr(loss, '__name__', type(loss).__name__)}: "
-            "pass torch.nn.functional.cross_entropy or torch.nn.CrossEntropyLoss(), for instance"
-        )
 
 
 def _class_weights(loss: Any) -> Tensor | None:

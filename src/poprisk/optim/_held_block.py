@@ -55,7 +55,7 @@ class HeldBlock:
         self._is_arrays = isinstance(held, tuple) and len(held) >= 2 and not hasattr(held, "_fields")
         if self._is_arrays and loss is None:
             raise HyperparameterError(
-                "KeepBest needs the loss of outputs and targets: torch.nn.functional.cross_entropy, for instance"
+                "KeepBest needs the loss of outputs and targets: torch.nn.functional.cross_entropy"
             )
         self._held: Any = held
         self._metric, self._collate = metric, collate or _collated
@@ -120,10 +120,8 @@ class HeldBlock:
         if self._by_loss:
             return losses
         if not classes:
-            raise DataError(
-                f"metric={self._metric!r} needs outputs of one row of class scores and one label for each example: use "
-                'metric="loss"'
-            )
+            needs = "outputs of one row of class scores and one label for each example"
+            raise DataError(f'metric={self._metric!r} needs {needs}: use metric="loss"')
         if self._metric == "probability":
             return 1 - logits.float().softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
         return (logits.argmax(1) != targets).float()

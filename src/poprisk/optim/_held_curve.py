@@ -103,7 +103,6 @@ class HeldCurve:
         chosen = self._chosen_by(weights, losses, scores)
         left_out = (weights == 0).double()
         size = left_out.sum(1).clamp(min=1)
-        # Added to the mean over all examples: no random numbers remain where the choice never changes.
         excess = (left_out * (losses[chosen] - best.losses.double())).sum(1) / size
         value = plain + float(excess.mean())
         # The resampled minimum moves with the examples and with the choice.

@@ -9,10 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from poprisk.errors import DataError
-from poprisk.optim._followed import shortened
-
-_FEW = 4
-"""Most arrays in a list that is taken to be the parts of the data, not its examples."""
+from poprisk.optim._model_tensors import shortened
 
 
 @runtime_checkable
@@ -49,8 +46,7 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
         The examples to train on and those held back, in the form that ``data`` has.
 
     Raises:
-        DataError: ``share`` is out of range, the data have no length or are of a kind that cannot be split (a
-            DataLoader, a dictionary), or nothing would be left to train on.
+        DataError: ``share`` is out of range, the data cannot be split, or nothing would be left to train on.
 
     >>> inputs, targets = torch.arange(40.0).reshape(40, 1), torch.arange(40) % 2
     >>> (x, y), (held_x, held_y) = hold_back((inputs, targets), share=0.1)
@@ -74,15 +70,13 @@ def hold_back(data: Any, share: float = 0.05, *, seed: int = 0, labels: Any = No
 
 def check_examples(data: Any) -> None:
     """Refuse what is neither a dataset nor a tuple of arrays, but looks like one."""
-    arrays = isinstance(data, list) and 2 <= len(data) <= _FEW and all(getattr(each, "shape", ()) for each in data)
+    arrays = isinstance(data, list) and 2 <= len(data) <= 4 and all(getattr(each, "shape", ()) for each in data)
     if arrays and len(data) < len(data[0]) and len({len(each) for each in data}) == 1:
         raise DataError(f"expected a list of examples, got a list of {len(data)} arrays: pass a tuple of them")
     indexed = isinstance(data, Sized) and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
     if not (indexed or isinstance(data, Splittable)) or isinstance(data, Mapping):
-        raise DataError(
-            f"the data must have a length and take the indices 0, 1, and so on, got {type(data).__name__}: pass the "
-            "dataset, not a DataLoader, a stream or a dictionary, or pass a tuple (inputs, targets)"
-        )
+        wanted = "pass the dataset, not a DataLoader or a stream, or a tuple (inputs, targets)"
+        raise DataError(f"the data must have a length and take indices, got {type(data).__name__}: {wanted}")
 
 
 def _draw(count: int, share: float, seed: int, classes: Tensor | None) -> Tensor:

@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from poprisk._core.estimate import Estimate
 from poprisk.errors import HyperparameterError, StateDictError
 from poprisk.optim._example_losses import Loss
-from poprisk.optim._followed import ForwardHook, check_followed, check_keys, shortened
 from poprisk.optim._held_block import HeldBlock, Measurable
 from poprisk.optim._held_curve import HeldCurve, Metric, Moment
 from poprisk.optim._kept_weights import KeptWeights, Snapshots
 from poprisk.optim._measurement_budget import MeasurementBudget
-from poprisk.optim._model_tensors import unwrapped
+from poprisk.optim._model_tensors import ForwardHook, check_followed, check_keys, shortened, unwrapped
 from poprisk.optim._tail_average import TailAverage, recompute_batch_norm
 
 
@@ -73,8 +72,7 @@ class KeepBest:
         collate: Makes a batch of a list of held-back examples; default: torch's.
 
     Raises:
-        HyperparameterError: an option is out of range, the loss is missing or is not a function, or the optimizer
-            trains another model.
+        HyperparameterError: an option is out of range, the loss is missing, or the optimizer trains another model.
         DataError: the held-back block is empty, its arrays differ in length, or it is a DataLoader.
 
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
@@ -180,8 +178,7 @@ class KeepBest:
             The population risk of the model as it now is, on data as noisy as the training data. The estimate accounts
             for having chosen the best of several moments. It is not valid where nothing was held back, unless the
             weights themselves are kept (``average=None``) and the meter's reading is valid: ``reason`` says what the
-            model ends with. A further call returns the same estimate and leaves the model as it is, unless nothing
-            was held back and it has a run and a meter.
+            model ends with. A further call returns the same estimate and changes nothing, unless it has a meter.
         """
         if self._risk is None or (self._block is None and run is not None and meter is not None):
             self._risk = self._finish_unmeasured(run, meter) if self._block is None else self._finish_measured()
@@ -278,16 +275,14 @@ class KeepBest:
         """Go on from a :meth:`state_dict`; the rest of the training then keeps the same weights, bit for bit.
 
         Raises:
-            StateDictError: the state is not one of KeepBest, or belongs to another model, to another block, or to a
-                KeepBest with other options.
+            StateDictError: the state belongs to another model or block, or to a KeepBest with other options.
         """
         check_keys(state, self.state_dict(), "KeepBest")
         if (state["average"] is None) == (self._owns_average and self.average is not None):
             raise StateDictError("the state was saved with another kind of average: construct KeepBest as it was")
         if (state["snapshots"] is None) == (self._snapshots is not None):
             raise StateDictError(
-                "one of the state and this KeepBest has held-back examples and the other has not: construct it as it "
-                "was when saved"
+                "only one of the state and this KeepBest has held-back examples: construct it as it was"
             )
         if self._kept is not None:
             self._kept.load(state["kept"])

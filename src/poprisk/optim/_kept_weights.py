@@ -75,8 +75,7 @@ class KeptWeights:
             raise StateDictError("the kept weights belong to another model: construct KeepBest as it was when saved")
         if any(is_sharded(own[name]) != is_sharded(state[name]) for name in own):
             raise StateDictError(
-                "the kept weights and the model must both be sharded or both be whole: save and load them with "
-                "torch.distributed.checkpoint"
+                "kept weights and model must both be sharded or whole: use torch.distributed.checkpoint"
             )
         torch._foreach_copy_(
             self._copies, [local_part(state[n]).to(c) for n, c in zip(self._tensors.names, self._copies, strict=True)]

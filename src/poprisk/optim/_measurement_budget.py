@@ -12,8 +12,6 @@ _BANKED = 6.0
 """Measurements that may be saved up for the stretch where the curve bends."""
 _SPACING = 0.01
 """Least distance of two measurements, as a share of the steps so far: closer averages hardly differ."""
-_FAR_MORE = 3
-"""Usual steps that the examples after the last step may make up."""
 _ASSUMED = 32
 """Examples of a step where none were counted."""
 
@@ -49,9 +47,9 @@ class MeasurementBudget:
 
     @property
     def left_over(self) -> int:
-        """Examples trained on since the last step, where they are far more than a step uses; otherwise 0."""
+        """Examples trained on since the last step, where they are more than three steps use; otherwise 0."""
         usual = (self._seen - self._since) / max(self._steps, 1)
-        return self._since if self._since > _FAR_MORE * usual else 0
+        return self._since if self._since > 3 * usual else 0
 
     @property
     def batch_size(self) -> int:
@@ -95,10 +93,8 @@ class MeasurementBudget:
         """Go on from :meth:`state`, which must be of as many held-back examples."""
         saved = state.get("examples", self._examples)
         if saved != self._examples:
-            raise StateDictError(
-                f"this KeepBest has {self._examples} held-back examples, and the state was saved with {saved}: hold "
-                "the same examples back as before (the same data, share and seed)"
-            )
+            found = f"has {self._examples} held-back examples, and the state was saved with {saved}"
+            raise StateDictError(f"this KeepBest {found}: hold the same examples back as before (same seed and share)")
         self.batch, self._credit = state["batch"], state["credit"]
         self._seen, self._largest = state["seen"], state["largest"]
         self._steps, self._last = state["steps"], state["last"]

@@ -1,11 +1,16 @@
 """The tensors of a model that training changes: found once by name, read where they are now, shard by shard."""
 
+import reprlib
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from poprisk.errors import HyperparameterError, StateDictError
 from poprisk.optim._shards import as_part_of, is_sharded, local_part
 
 
@@ -111,3 +116,51 @@ def _entries(model: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Tenso
                 continue
             seen.add(id(value))
             yield f"{prefix}.{key}" if prefix else key, owner, key
+
+
+def check_followed(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse other types, and an optimizer of another model, unless a wrapper flattens or shards the parameters."""
+    if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_post_hook"):
+        kinds = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise HyperparameterError(
+            f"expected a model and its optimizer, in this order, got {kinds}: change the arguments"
+        )
+    own = [each for each in unwrapped(model).parameters() if each.requires_grad]
+    given = [each for group in optimizer.param_groups for each in group["params"]]
+    if not own or any(type(each) is not nn.Parameter for each in (*own, *given)):
+        return
+    if {id(each) for each in own}.isdisjoint(id(each) for each in given):
+        none = f"none of its {len(given)} parameters is one of the {len(own)} trained parameters of the model"
+        raise HyperparameterError(
+            f"the optimizer must train the model, but {none}: make it from this model's parameters"
+        )
+
+
+def check_keys(state: Any, own: Mapping[str, Any], kind: str) -> None:
+    """Refuse a state that lacks an entry of one's own."""
+    missing = sorted(own.keys() - state.keys()) if isinstance(state, Mapping) else None
+    if missing is None or missing:
+        what = f"got {type(state).__name__}" if missing is None else f"{', '.join(missing)} missing"
+        raise StateDictError(f"expected what {kind}.state_dict() returned, {what}: pass that part of the checkpoint")
+
+
+def shortened(value: Any) -> str:
+    """A value in an error message; of arrays not all of it."""
+    return reprlib.repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+class ForwardHook:
+    """Calls a method before the forward pass; copies and pickles of the model carry a hook that does nothing."""
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call the method, if its owner still exists."""
+        method = None if torch.compiler.is_compiling() or self._method is None else self._method()
+        if method is not None:
+            method(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[type["ForwardHook"], tuple[()]]:
+        """A hook without a method."""
+        return ForwardHook, ()

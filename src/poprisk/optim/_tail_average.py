@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from poprisk.errors import HyperparameterError, StateDictError
 from poprisk.optim._adamw import PopRiskAdamW
-from poprisk.optim._followed import check_followed, check_keys
-from poprisk.optim._model_tensors import ModelTensors, reshard, unwrapped
+from poprisk.optim._model_tensors import ModelTensors, check_followed, check_keys, reshard, unwrapped
 from poprisk.optim._shards import is_sharded, local_part
 from poprisk.optim._step_average import StepAverage
 
@@ -45,8 +44,7 @@ class TailAverage:
             loader to :meth:`swapped` or :meth:`copy_to_model`. Other buffers are copied.
 
     Raises:
-        HyperparameterError: ``tail`` is not in (0, 1], the model has no parameter to train, or the optimizer trains
-            another model.
+        HyperparameterError: ``tail`` is not in (0, 1], or the optimizer does not train the model.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -208,8 +206,7 @@ class TailAverage:
         for own, given in zip(self.state_dict()["means"][0], state["means"][0], strict=True):
             if is_sharded(own) != is_sharded(given):
                 raise StateDictError(
-                    "the averages and the model must both be sharded or both be whole: save and load them with "
-                    "torch.distributed.checkpoint"
+                    "averages and model must both be sharded or whole: use torch.distributed.checkpoint"
                 )
         self.steps = int(state["steps"])
         for means, given in zip(self._means, state["means"], strict=True):
