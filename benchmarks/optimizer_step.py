@@ -60,7 +60,7 @@ def variants(name: str, shapes: list[tuple[int, ...]]) -> dict[str, Case]:
     return {
         name: Case(shapes),
         f"{name}, default gate": Case(shapes, default),
-        f"{name}, no gate, average": Case(shapes, {"gate": None}, average=True),
+        f"{name}, no gate, average": Case(shapes, {"gate": None, "fused": True}, average=True),
         f"{name}, default gate, average": Case(shapes, default, average=True),
         f"{name}, v and s bf16": Case(shapes, {"gate": LITERAL, **low}),
         f"{name}, default gate, v and s bf16": Case(shapes, {**default, **low}),
