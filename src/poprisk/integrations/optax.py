@@ -123,9 +123,8 @@ def population_risk_gate(
         HyperparameterError: an option is out of range.
 
     Example:
-        >>> optimizer = optax.chain(
-        ...     optax.clip_by_global_norm(1.0), population_risk_gate(gate="hard"), optax.scale_by_learning_rate(0.1)
-        ... )
+        >>> gate = population_risk_gate(gate="hard", normalize_gate=False)  # the literal gate: closed or open
+        >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), gate, optax.scale_by_learning_rate(0.1))
         >>> state, update = optimizer.init({"w": jnp.zeros(3)}), jax.jit(optimizer.update)
         >>> for t in range(80):  # the third gradient is all noise
         ...     updates, state = update({"w": jnp.array([1.0, -1.0, (-1.0) ** t])}, state)
