@@ -1,6 +1,7 @@
 """AdamW that ends at its best (KeepBest) compared with AdamW, tuned and untuned, on digits with partly wrong labels."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -150,7 +151,7 @@ def demo_data(config: DemoConfig) -> DemoData:
     return DemoData(*(torch.stack(column) for column in zip(*columns, strict=True)))
 
 
-class _Trainings:
+class _Trainings(ABC):
     """Trainings over learning rates and seeds, and their evaluations so far."""
 
     def __init__(self, name: str, config: DemoConfig, data: DemoData) -> None:
@@ -169,13 +170,13 @@ class _Trainings:
         wrong = self.data.wrong
         self.seen["memorized"].append((fitted & wrong).double().sum(-1) / wrong.double().sum(-1))
 
+    @abstractmethod
     def train(self, step: int) -> None:
         """Train up to the given step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def correct(self) -> tuple[Bool[Tensor, "rates seeds test"], Bool[Tensor, "rates seeds train"]]:
         """For the test and the training images, whether the prediction is the given label."""
-        raise NotImplementedError
 
     def usual_accuracy(self) -> float:
         """Current mean test accuracy at AdamW's usual learning rate."""

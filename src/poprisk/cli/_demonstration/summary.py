@@ -143,7 +143,7 @@ def _headline(rows: list[Row], difference: Difference) -> str:
         "unclear": "shows no clear difference from the tuned AdamW",
     }[difference.verdict]
     if difference.low is None or difference.high is None:
-        verdict = "cannot be told apart by a single run from the tuned AdamW"
+        verdict = "cannot be compared with the tuned AdamW by a single run"
         margin = "one seed, so no interval"
     else:
         interval = f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
