@@ -45,9 +45,9 @@ class PopRiskAdamW(Optimizer):
     :meth:`PopRiskAdamW.paper` and ``Gate(normalize=False)`` multiply by q itself, as Algorithm 1 does: then AdamW's lr
     is far too small, and about ten times it suits a strength of 1, 60 times a strength of 100.
 
-    **What it pays.** Less than one may hope: against controls that slow AdamW down as much, the literal gate's choice of
-    coordinates helps on some tasks and hurts on others, mostly noisy ones. What pays on noisy labels, with any
-    optimizer, is averaging the weights along the run and choosing the moment on examples held back: see
+    **What it pays.** Less than one may hope: against controls that slow AdamW down as much, the literal gate's choice
+    of coordinates helps on some tasks and hurts on others, mostly noisy ones. What pays on noisy labels, measured with
+    AdamW, is averaging the weights along the run and choosing the moment on examples held back: see
     :class:`poprisk.KeepBest`. ``docs/optimizer.md`` has the results.
 
     If nearly all gates of a literal gate stay closed for 200 steps, a :class:`poprisk.errors.ClosedGateWarning` says so
