@@ -1,13 +1,17 @@
 r"""Population risk from one run: which estimator to use, within which budget.
 
-``"exclusion"`` follows the run without each of some examples, linearized; ``"first_order"`` is the paper's L_pop, the
-training loss plus tr(J C_n)/(n - 1). Both train nothing. The first order fails at interpolation, where every derivative
-by an example's weight vanishes with its residual. Exclusion holds until the run is too chaotic to be linearized.
-``"k_fold"`` takes K trainings, of a run that can be trained again with other example weights.
-:mod:`poprisk.risk._verdict` says when each of them is valid.
+``"held_back"`` is measured on examples that no step trained on. ``"exclusion"`` follows the run without each of some
+examples, linearized; ``"first_order"`` is the paper's L_pop, the training loss plus tr(J C_n)/(n - 1). These train
+nothing. The first order fails at interpolation, where every derivative by an example's weight vanishes with its
+residual. Exclusion holds until the run is too chaotic to be linearized. ``"k_fold"`` takes K trainings, of a run that
+can be trained again with other example weights. :mod:`poprisk.risk._verdict` says when each of them is valid.
+
+:data:`ROADS` lists the methods; "auto" tries them in this order.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 from jaxtyping import Int
@@ -16,12 +20,90 @@ from torch import Tensor
 from poprisk.errors import HyperparameterError, RunError
 from poprisk.risk._exclusion import MOST_EXAMPLES, choose_examples, exclusion_risk
 from poprisk.risk._first_order import first_order_risk
+from poprisk.risk._held_back import Weights, held_back_risk
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.risk._k_fold import k_fold_curve
-from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate
+from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate, narrower
 from poprisk.runs import Run
 
-RiskMethod = Literal["auto", "exclusion", "first_order", "k_fold"]
+RiskMethod = Literal["auto", "held_back", "exclusion", "first_order", "k_fold"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked for: the risk of which weights of which run, and how much may be spent on it."""
+
+    given: Run | Unrolled
+    weights: Weights
+    retrain_budget: int
+    examples: int | Int[Tensor, "m"] | None
+    seed: int
+
+    @property
+    def run(self) -> Run:
+        """The recorded run."""
+        return self.given.run if isinstance(self.given, Unrolled) else self.given
+
+    @property
+    def stop(self) -> int:
+        """The weights are those before this step."""
+        return self.given.stop if isinstance(self.given, Unrolled) else self.given.num_steps
+
+    @cached_property
+    def unrolled(self) -> Unrolled:
+        """The whole run, linearized.
+
+        Raises:
+            RunError: this is not possible, or the run given is differentiated only in part.
+        """
+        return _whole(as_unrolled(self.given))
+
+    @cached_property
+    def chosen(self) -> Int[Tensor, "m"]:
+        """The examples to use, up to a maximum number."""
+        return choose_examples(self.unrolled.num_examples, self.examples, self.seed, most=MOST_EXAMPLES)
+
+
+@dataclass(frozen=True)
+class Road:
+    """One way to estimate population risk.
+
+    To add one, add it to :data:`ROADS` and its name to :data:`RiskMethod`, and its verdict to
+    :mod:`poprisk.risk._verdict`.
+    """
+
+    method: RiskMethod
+    estimate: Callable[[Question], RiskEstimate]
+    """Raises a RunError where it is not possible for a run."""
+    trainings: int = 0
+    """Smallest budget of trainings that it needs."""
+    of: tuple[Weights, ...] = ("last",)
+    """The weights whose risk it can estimate."""
+    same_model: bool = True
+    """Whether it estimates the risk of these weights, up to one example more or less."""
+    in_auto: bool = True
+
+
+def _held_back(question: Question) -> RiskEstimate:
+    if question.stop != question.run.num_steps:
+        raise RunError("the held-back risk is known for the end of the run: use another method to stop earlier")
+    return held_back_risk(question.run, question.weights)
+
+
+def _k_fold(question: Question) -> RiskEstimate:
+    run = question.run
+    folds = min(FOLDS, question.retrain_budget, run.num_examples)
+    return k_fold_curve(run, [question.stop], folds, seed=question.seed)[0]
+
+
+ROADS: tuple[Road, ...] = (
+    Road("held_back", _held_back, of=("kept", "last")),
+    Road("exclusion", lambda question: exclusion_risk(question.unrolled, question.chosen)),
+    Road("first_order", lambda q: first_order_risk(q.unrolled, examples=q.chosen), in_auto=False),
+    Road("k_fold", _k_fold, trainings=FEWEST_FOLDS, same_model=False),
+)
+"""All methods. "auto" takes the first valid estimate in this order; where held-back examples give one, a more precise
+estimate for the same weights that does not contradict it is preferred (:func:`poprisk.risk._verdict.narrower`)."""
 
 
 def population_risk(
@@ -29,6 +111,7 @@ def population_risk(
     method: RiskMethod = "auto",
     retrain_budget: int = 0,
     *,
+    weights: Weights | None = None,
     examples: int | Int[Tensor, "m"] | None = None,
     seed: int = 0,
 ) -> RiskEstimate:
@@ -36,9 +119,13 @@ def population_risk(
 
     Args:
         run: A recorded run with its problem; or an :class:`Unrolled` of it, to stop earlier or in another precision.
-        method: "exclusion", "first_order" or "k_fold". "auto" uses exclusion where it is valid, else K-fold where the
-            budget allows it, else returns exclusion marked as not valid.
+        method: "held_back", "exclusion", "first_order" or "k_fold". "auto" uses the first that is valid: the held-back
+            risk where examples were held back, exclusion, and K-fold where the budget allows it. If none is valid, it
+            returns the first of them, marked as not valid.
         retrain_budget: Number of trainings allowed; 0 trains nothing.
+        weights: The weights whose risk to estimate: "kept", those that were chosen on held-back examples, or "last",
+            those of the last step. Default: the kept ones, if the run has any, for "auto" and "held_back"; all other
+            methods know only the last ones. ``target`` of the estimate names them.
         examples: Indices of the examples used by exclusion and first order, or a number of them to draw at random;
             default: all, up to 256.
         seed: Seed for the random draw and for the folds.
@@ -49,9 +136,9 @@ def population_risk(
         unseen mistake is part of the error.
 
     Raises:
-        RunError: the run allows no exact analysis.
+        RunError: the run allows no exact analysis, or nothing was held back in it.
         DataError: fewer than 3 examples.
-        HyperparameterError: an unknown method, or one that needs a larger budget.
+        HyperparameterError: an unknown method, one that needs a larger budget, or one that does not know these weights.
 
     >>> import torch
     >>> from poprisk import Problem, train
@@ -64,26 +151,58 @@ def population_risk(
     >>> risk.method, risk.valid, risk.value > risk.training_loss, risk.target
     ('exclusion', True, True, 'a model trained on 59 of the 60 examples')
     """
-    _check(method, retrain_budget)
-    if method == "k_fold":
-        if retrain_budget < FEWEST_FOLDS:
-            raise HyperparameterError(
-                f"k_fold trains at least {FEWEST_FOLDS} times, got retrain_budget={retrain_budget}: allow {FOLDS}"
-            )
-        return _k_fold(run, retrain_budget, seed)
-    try:
-        unrolled = _whole(as_unrolled(run))
-    except RunError as error:
-        if method != "auto" or retrain_budget < FEWEST_FOLDS or isinstance(run, Unrolled):
-            raise
-        return _k_fold(run, retrain_budget, seed, because=str(error))  # e.g. augmented: it can be retrained
-    chosen = choose_examples(unrolled.num_examples, examples, seed, most=MOST_EXAMPLES)
-    if method == "first_order":
-        return first_order_risk(unrolled, examples=chosen)
-    found = exclusion_risk(unrolled, chosen)
-    if method == "exclusion" or found.valid or retrain_budget < FEWEST_FOLDS:
-        return found
-    return _k_fold(run, retrain_budget, seed)
+    _check(method, retrain_budget, weights)
+    question = Question(run, _asked_weights(run, method, weights), retrain_budget, examples, seed)
+    if method == "auto":
+        return _first_valid(question)
+    road = next(each for each in ROADS if each.method == method)
+    if retrain_budget < road.trainings:
+        raise HyperparameterError(
+            f"{method} trains at least {road.trainings} times, got retrain_budget={retrain_budget}: allow {FOLDS}"
+        )
+    if question.weights not in road.of:
+        raise HyperparameterError(
+            f'{method} estimates the risk of the weights at the last step, got weights="{question.weights}": use '
+            'method="held_back" for those that were kept'
+        )
+    return road.estimate(question)
+
+
+def _asked_weights(run: Run | Unrolled, method: str, weights: Weights | None) -> Weights:
+    if weights is not None:
+        return weights
+    can_keep = method in ("auto", "held_back") and not isinstance(run, Unrolled) and run.kept is not None
+    return "kept" if can_keep else "last"
+
+
+def _first_valid(question: Question) -> RiskEstimate:
+    """The first valid estimate; if none is, the first one; if there is none, the first error."""
+    found: list[RiskEstimate] = []
+    held: RiskEstimate | None = None
+    obstacles: list[tuple[Road, RunError]] = []
+    for road in ROADS:
+        fits = road.in_auto and question.weights in road.of and road.trainings <= question.retrain_budget
+        if not fits or (held is not None and not road.same_model):
+            continue
+        try:
+            estimate = road.estimate(question)
+        except RunError as error:  # e.g. augmented: it can be retrained
+            obstacles.append((road, error))
+            continue
+        if estimate.valid and road.method == "held_back":
+            held = estimate
+        elif estimate.valid:
+            return _noted(estimate, obstacles) if held is None else narrower(held, estimate)
+        found.append(estimate)
+    if held is None and not found:
+        raise next((e for road, e in obstacles if road.method != "held_back"), obstacles[0][1])
+    return _noted(held or found[0], [] if held else obstacles)
+
+
+def _noted(estimate: RiskEstimate, obstacles: list[tuple[Road, RunError]]) -> RiskEstimate:
+    """The estimate, with the reason why others were not possible."""
+    notes = [f"{road.method} is not possible: {error}" for road, error in obstacles if road.method != "held_back"]
+    return replace(estimate, reason="; ".join((estimate.reason, *notes))) if notes else estimate
 
 
 def _whole(unrolled: Unrolled) -> Unrolled:
@@ -96,14 +215,10 @@ def _whole(unrolled: Unrolled) -> Unrolled:
     return unrolled
 
 
-def _k_fold(run: Run | Unrolled, budget: int, seed: int, because: str = "") -> RiskEstimate:
-    recorded, stop = (run.run, run.stop) if isinstance(run, Unrolled) else (run, run.num_steps)
-    found = k_fold_curve(recorded, [stop], min(FOLDS, budget, recorded.num_examples), seed=seed)[0]
-    return replace(found, reason=f"{found.reason}; exclusion is not possible: {because}") if because else found
-
-
-def _check(method: str, budget: int) -> None:
+def _check(method: str, budget: int, weights: str | None) -> None:
     if method not in get_args(RiskMethod):
         raise HyperparameterError(f"method must be one of {', '.join(get_args(RiskMethod))}, got {method!r}")
     if not isinstance(budget, int) or budget < 0:
         raise HyperparameterError(f"retrain_budget must be a number of trainings, 0 or more, got {budget!r}")
+    if weights not in (None, *get_args(Weights)):
+        raise HyperparameterError(f'weights must be "kept" or "last", got {weights!r}')

@@ -3,6 +3,8 @@ r"""When an estimate of population risk is valid: every limit and every "not val
 ===================== ========================================= ===================================================
 method                risk of                                   valid while
 ===================== ========================================= ===================================================
+``"held_back"``       the kept weights, or those of the last    10 examples were held back
+                      step
 ``"exclusion"``       a model trained on n - 1 examples         the linearized and the actual predictions differ by
                                                                 at most 10% of the risk, and by more than the
                                                                 whole displacement for at most 5% of the examples
@@ -17,9 +19,10 @@ To add a check, add its limit and its sentence here, and call it from the method
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poprisk._core.estimate import Estimate
+from poprisk.optim import KeptRisk
 
 FOLDS = 10
 """Number of folds of K-fold, if the budget allows it."""
@@ -40,6 +43,11 @@ DOUBTFUL_SENSITIVITY = 0.5
 LARGEST_ERROR_SHARE = 0.07
 """Largest standard error of the first order, as a share of the risk; it does not cover the higher orders."""
 
+LARGEST_CONTRADICTION = 2.5
+"""Standard errors by which another estimate may differ from the held-back risk of the same weights."""
+LAST_WEIGHTS = "the weights at the last step"
+"""Target of an estimate for the model of the last step."""
+
 
 @dataclass(frozen=True, eq=False)
 class RiskEstimate(Estimate):
@@ -50,7 +58,7 @@ class RiskEstimate(Estimate):
     """
 
     target: str = ""
-    """The model whose risk is estimated: "this model", or one trained on fewer examples."""
+    """The model whose risk is estimated: "this model", the kept weights, or a model trained on fewer examples."""
     method: str = ""
     training_loss: float = math.nan
     """The mean training loss at the same weights."""
@@ -86,6 +94,40 @@ def trained_on(kept: int | tuple[int, int], n: int) -> str:
     """
     low, high = (kept, kept) if isinstance(kept, int) else kept
     return f"a model trained on {low if low == high else f'{low} to {high}'} of the {n} examples"
+
+
+def judge_kept(risk: KeptRisk, steps: int, training_loss: float) -> RiskEstimate:
+    """The estimate that ``KeepBest`` made, in the form of the others; its verdict stays."""
+    mean = "" if risk.tail is None else f", averaged over about the last {100 * risk.tail:.3g}% of the steps up to it"
+    target = f"the kept weights, step {risk.step} of {steps}{mean}"
+    reason = risk.reason if risk.valid else f"{risk.reason}. {_LAST_INSTEAD}"
+    about = {"target": target, "method": "held_back", "training_loss": training_loss, "cost": risk.cost}
+    return RiskEstimate(risk.value, risk.standard_error, risk.valid, reason, **about)
+
+
+def judge_held_back(found: Found) -> RiskEstimate:
+    """The verdict on the mean loss of held-back examples at weights that were not chosen by them."""
+    few = f"{found.examples} held-back examples are too few for a standard error (limit {FEWEST_EXAMPLES})"
+    reason = f"{few}. Hold more back." if found.examples < FEWEST_EXAMPLES else ""
+    reason = reason or _not_finite(found, "the losses of the held-back examples are not finite")
+    return _verdict(found, reason, f"{found.examples} examples that no step trained on")
+
+
+def narrower(held: RiskEstimate, other: RiskEstimate) -> RiskEstimate:
+    """The more precise of two valid estimates for the same weights; the held-back one if it contradicts the other.
+
+    Estimates from all examples include the held-back ones, so that there is nothing to gain from a mean of both.
+    """
+    apart = abs(float(held.value) - float(other.value))
+    errors = apart / max(math.hypot(float(held.standard_error), float(other.standard_error)), math.ulp(0))
+    size = f"{float(other.value):.3g} ± {float(other.standard_error):.2g}"
+    if errors > LARGEST_CONTRADICTION:
+        against = f"{other.method} gives {size}, which the held-back examples contradict"
+        return replace(held, reason=f"{held.reason}; {against}")
+    if float(other.standard_error) >= float(held.standard_error):
+        return replace(held, reason=f"{held.reason}; {other.method} agrees: {size}")
+    size = f"{float(held.value):.3g} ± {float(held.standard_error):.2g}"
+    return replace(other, reason=f"{other.reason}; the held-back examples agree: {size}")
 
 
 def judge_retraining(found: Found) -> RiskEstimate:
@@ -146,6 +188,9 @@ def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:
             "Use method='exclusion', or more examples."
         )
     return _verdict(found, reason, f"within {100 * apart:.1f}% of the risk by exclusion")
+
+
+_LAST_INSTEAD = 'For the weights at the last step: population_risk(run, weights="last").'
 
 
 def _verdict(found: Found, reason: str, otherwise: str) -> RiskEstimate:

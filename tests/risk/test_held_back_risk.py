@@ -1,0 +1,123 @@
+"""The held-back risk is the first choice of ``population_risk``, with its target said, checked against the others."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from poprisk import Problem, RiskEstimate, population_risk, train
+from poprisk.errors import HyperparameterError, RunError
+from poprisk.risk import Unrolled
+from poprisk.risk._verdict import narrower
+from poprisk.runs import MODULE_BUFFER
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def trained(make_model=mlp, n=120, hold_back=0.25, steps=40, tail=0.2):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, generator=generator)
+    y = (x + 0.7 * torch.randn(n, 4, generator=generator))[:, :3].argmax(1)
+    problem = Problem(make_model, "cross_entropy", x, y)
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    return train(problem, optimizer, steps, batch_size=10, hold_back=hold_back, tail=tail, progress=False)
+
+
+@pytest.fixture(scope="module", params=[mlp, normed])
+def run(request):
+    return trained(request.param)
+
+
+def loss_of(run, weights, rows):
+    module = run.module()
+    module.load_state_dict(weights)
+    inputs, targets = run.problem.batch(rows)
+    with torch.no_grad():
+        return nn.functional.cross_entropy(module.eval()(inputs), targets, reduction="none").double()
+
+
+def test_it_is_the_estimate_that_the_run_stores(run):
+    found, kept = population_risk(run), run.kept
+    assert found.method == "held_back"
+    assert (found.value, found.standard_error, found.valid) == (
+        kept.risk.value,
+        kept.risk.standard_error,
+        True,
+    )
+    average = "averaged over about the last 20% of the steps up to it"
+    assert found.target == f"the kept weights, step {kept.risk.step} of 40, {average}"
+    rest = torch.ones(120, dtype=torch.bool)
+    rest[kept.held] = False
+    assert found.training_loss == pytest.approx(
+        float(loss_of(run, kept.weights, rest.nonzero()[:, 0]).mean()), rel=1e-5
+    )
+
+
+def test_the_last_weights_are_measured_on_the_same_examples(run):
+    found = population_risk(run, "held_back", weights="last")
+    last = dict(run.module().state_dict())
+    names = [name for name, p in run.module().named_parameters() if p.requires_grad]
+    last |= dict(zip(names, run.layout.split(run.weights(40)), strict=True))
+    end = run.checkpoint(40).items()
+    last |= {key.removeprefix(MODULE_BUFFER): x for key, x in end if key.startswith(MODULE_BUFFER)}
+    losses = loss_of(run, last, run.kept.held)
+    assert found.target == "the weights at the last step"
+    assert_close(found.value, float(losses.mean()), rtol=1e-5, atol=1e-6)
+    assert found.standard_error >= float(losses.std()) / len(losses) ** 0.5
+    assert found.valid
+
+
+def test_the_narrower_of_two_that_agree():
+    run = trained()
+    excluded, held = population_risk(run, "exclusion"), population_risk(run, "held_back", weights="last")
+    found = population_risk(run, weights="last")
+    assert (found.method, found.value, found.standard_error) == ("exclusion", excluded.value, excluded.standard_error)
+    assert excluded.standard_error < held.standard_error
+    assert "the held-back examples agree" in found.reason
+
+
+def test_held_back_examples_that_contradict_another_estimate_win():
+    about = {"target": "this model", "training_loss": 0.1}
+    held = RiskEstimate(1.0, 0.2, reason="30 examples", method="held_back", **about)
+    other = RiskEstimate(0.3, 0.05, reason="agree", method="exclusion", **about)
+    found = narrower(held, other)
+    assert (found.method, found.value, found.standard_error) == ("held_back", 1.0, 0.2)
+    assert "exclusion gives 0.3 ± 0.05, which the held-back examples contradict" in found.reason
+    wide = RiskEstimate(0.9, 0.3, reason="agree", method="exclusion", **about)
+    assert narrower(held, wide).method == "held_back"
+
+
+def test_nothing_is_trained_where_held_back_examples_are_enough():
+    run = trained(normed)
+    assert population_risk(run, retrain_budget=10).cost == run.kept.risk.cost
+    assert population_risk(run, weights="last", retrain_budget=10).method == "held_back"
+
+
+def test_too_few_held_back_examples_say_what_to_do():
+    run = trained(hold_back=0.05)
+    found = population_risk(run)
+    assert not found.valid
+    assert 'population_risk(run, weights="last")' in found.reason
+    assert population_risk(run, weights="last").method == "exclusion"
+
+
+def test_errors_say_which_weights_a_method_knows():
+    run = trained()
+    with pytest.raises(HyperparameterError, match="exclusion estimates the risk of the weights at the last step, got"):
+        population_risk(run, "exclusion", weights="kept")
+    with pytest.raises(HyperparameterError, match='weights must be "kept" or "last"'):
+        population_risk(run, weights="best")
+    with pytest.raises(RunError, match="known for the end of the run"):
+        population_risk(Unrolled(run, stop=20), "held_back")
+    plain = trained(hold_back=None)
+    with pytest.raises(RunError, match="no held-back examples: train with hold_back"):
+        population_risk(plain, "held_back")
+    assert population_risk(plain).method == "exclusion"
