@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from poprisk import Problem, RiskEstimate, population_risk, train
+from poprisk import Problem, RiskEstimate, RiskMeter, population_risk, train
 from poprisk.errors import HyperparameterError, RunError
 from poprisk.risk import Unrolled
+from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._verdict import narrower
 from poprisk.runs import MODULE_BUFFER
 
@@ -95,6 +96,32 @@ def test_held_back_examples_that_contradict_another_estimate_win():
     assert narrower(held, wide).method == "held_back"
 
 
+def test_exclusion_counts_the_examples_that_were_trained_on():
+    assert population_risk(trained(), "exclusion").target == "a model trained on 89 of the 120 examples"
+
+
+@pytest.mark.parametrize("budget", [0, 4])
+def test_the_meter_reads_the_same_at_the_end(run, budget):
+    meter = RiskMeter(retrain_budget=budget).read(run, [20, 40])
+    expected = population_risk(run, weights="last", retrain_budget=budget)
+    found = meter.readings[-1].risk
+    assert (found.to_dict(), found.method, found.target) == (expected.to_dict(), expected.method, expected.target)
+    before = population_risk(run, "held_back", weights="last")
+    earlier = RiskMeter("held_back").read(run, [20]).readings[0].risk
+    assert earlier.target == "the weights before step 20"
+    assert earlier.valid
+    assert earlier.value != before.value
+
+
+def test_the_meter_reads_the_same_where_memory_holds_only_some_examples_at_a_time(monkeypatch):
+    run = trained(n=30, hold_back=None, steps=10)
+    expected = population_risk(run)
+    monkeypatch.setattr(LinearizedRun, "columns_at_a_time", lambda self: 7)
+    found = RiskMeter().read(run, [5, 10]).readings[-1].risk
+    assert found.cost == expected.cost == 30
+    assert_close(found.value, expected.value)
+
+
 def test_nothing_is_trained_where_held_back_examples_are_enough():
     run = trained(normed)
     assert population_risk(run, retrain_budget=10).cost == run.kept.risk.cost
@@ -115,8 +142,8 @@ def test_errors_say_which_weights_a_method_knows():
         population_risk(run, "exclusion", weights="kept")
     with pytest.raises(HyperparameterError, match='weights must be "kept" or "last"'):
         population_risk(run, weights="best")
-    with pytest.raises(RunError, match="known for the end of the run"):
-        population_risk(Unrolled(run, stop=20), "held_back")
+    with pytest.raises(HyperparameterError, match='weights="kept" needs the run itself'):
+        population_risk(Unrolled(run, stop=20), weights="kept")
     plain = trained(hold_back=None)
     with pytest.raises(RunError, match="no held-back examples: train with hold_back"):
         population_risk(plain, "held_back")

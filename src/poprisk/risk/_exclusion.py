@@ -76,6 +76,8 @@ class Exclusion:
     """Number of directions or queries through the run."""
     note: str = ""
     """What was held fixed instead of differentiated."""
+    held: int = 0
+    """Number of examples that no step trained on, because they were held back; they are their own prediction."""
 
     @property
     def excluded_outputs(self) -> Float[Tensor, "m p"]:
@@ -93,7 +95,7 @@ class Exclusion:
         value = training + (self.losses - self.own_losses).mean().item()
         error = corrected_risk_error(self.training_losses, self.own_losses, self.losses, self.mistake)
         notes = (self.note,) if self.note else ()
-        found = Found(value, error, "exclusion", trained_on(n - 1, n), training, self.cost, m, n, notes)
+        found = Found(value, error, "exclusion", trained_on(n - 1 - self.held, n), training, self.cost, m, n, notes)
         if self.actual_losses is None:
             return judge_corrected(found, self.doubtful.double().mean().item())
         actual = training + (self.actual_losses - self.own_losses).mean().item()
@@ -193,6 +195,7 @@ def exclusion_at(
         method="linearized" if radius is None else "corrected",
         cost=float(len(own) if radius is None else found.outputs.numel()),
         note=unrolled.note,
+        held=0 if unrolled.run.kept is None else len(unrolled.run.kept.held),
     )
 
 

@@ -2,16 +2,18 @@ r"""Population risk along a run: a curve to look at, and the step to stop at."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from poprisk._core.autodiff import slices
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._exclusion import MOST_EXAMPLES, choose_examples, exclusion_at
-from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
+from poprisk.risk._influence.exclusion_sweep import ExclusionSweep, joined
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._k_fold import FoldEnsemble
+from poprisk.risk._risk import ROADS, Question, first_valid
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate
 from poprisk.runs import Run
 
@@ -35,14 +37,16 @@ class Reading:
 class RiskMeter:
     """Follows population risk along a run, while it is recorded or afterwards.
 
-    Exclusion is carried forward with the run: reading ten steps costs what reading the last one costs. Where it is no
-    longer valid, and the budget allows it, K-fold takes over, its members trained along with the run.
+    Exclusion is carried forward with the run: reading ten steps costs what reading the last one costs. Where the budget
+    allows K-fold, its members are trained along with the run. A reading at the end of a run is the same estimate as
+    ``population_risk(run, weights="last")``.
 
     Args:
-        method: "auto", "exclusion" or "k_fold", as in :func:`~poprisk.risk.population_risk`.
+        method: "auto" or one of the methods of :func:`~poprisk.risk.population_risk`, other than "first_order".
         retrain_budget: Number of trainings allowed for the whole curve; 0 trains nothing.
         examples: Number of examples used by exclusion, drawn at random; default: all, up to 256.
         seed: Seed for the random draw and for the folds.
+        without: Methods that "auto" leaves out, for instance because they would take too long.
 
     Raises:
         HyperparameterError: an unknown method, or a budget too small for it.
@@ -59,18 +63,29 @@ class RiskMeter:
     """
 
     def __init__(
-        self, method: str = "auto", *, retrain_budget: int = 0, examples: int | None = None, seed: int = 0
+        self,
+        method: str = "auto",
+        *,
+        retrain_budget: int = 0,
+        examples: int | None = None,
+        seed: int = 0,
+        without: Sequence[str] = (),
     ) -> None:
-        if method not in ("auto", "exclusion", "k_fold"):
-            raise HyperparameterError(f'method must be "auto", "exclusion" or "k_fold", got {method!r}')
-        if method == "k_fold" and retrain_budget < FEWEST_FOLDS:
+        own = {"exclusion": self._by_exclusion, "k_fold": self._by_folds}
+        roads = [replace(r, estimate=own.get(r.method, r.estimate)) for r in ROADS if r.in_auto and "last" in r.of]
+        names = [road.method for road in roads]
+        if method not in ("auto", *names) or not set(without) <= set(names):
+            raise HyperparameterError(f"method must be one of auto, {', '.join(names)}, got {method!r}")
+        self._roads = [r for r in roads if method == r.method or (method == "auto" and r.method not in without)]
+        if method != "auto" and retrain_budget < self._roads[0].trainings:
             raise HyperparameterError(
-                f"k_fold trains at least {FEWEST_FOLDS} times, got retrain_budget={retrain_budget}: allow {FOLDS}"
+                f"{method} trains at least {FEWEST_FOLDS} times, got retrain_budget={retrain_budget}: allow {FOLDS}"
             )
         self.method, self.retrain_budget, self.examples, self.seed = method, retrain_budget, examples, seed
         self.readings: list[Reading] = []
-        self._sweep: ExclusionSweep | None = None
-        self._lost = method == "k_fold"
+        self._sweeps: list[ExclusionSweep] = []
+        self._unrolled: Unrolled | None = None
+        self._last = 0
         self._folds: FoldEnsemble | None = None
         self._first: tuple[Tensor, str] | None = None
 
@@ -86,33 +101,16 @@ class RiskMeter:
 
         Raises:
             DataError: a step is outside the run, or before one that was read.
-            RunError: the run is not the one read before, or allows no exact analysis.
+            RunError: the run is not the one read before, or none of the methods is possible for it.
         """
         if not run.num_steps:
             raise DataError("the run has no steps yet: call recorder.flush() to write the steps so far")
         moments = self._moments(run, steps)
         self._check_same(run)
-        if moments and not self._lost:
-            unrolled = Unrolled(run, stop=moments[-1])
-            if self._sweep is None:
-                most = min(MOST_EXAMPLES, unrolled.columns_at_a_time())  # they are carried along all at once
-                chosen = choose_examples(unrolled.num_examples, self.examples, self.seed, most=most)
-                self._sweep = ExclusionSweep(unrolled, chosen)
-            else:
-                self._sweep.extend(unrolled)
-        waiting: list[int] = []
+        self._unrolled, self._last = None, moments[-1] if moments else 0
         for k in moments:
-            found = None
-            if not self._lost and self._sweep is not None:
-                found = exclusion_at(self._sweep.unrolled, self._sweep.outputs_at(k), k).risk
-                if not found.valid and self.method == "auto" and self.retrain_budget >= FEWEST_FOLDS:
-                    self._lost, found, self._sweep = True, None, None  # chaos does not go away again
-            if found is None:
-                waiting.append(k)
-            else:
-                self.readings.append(Reading(k, found))
-        if waiting:
-            self.readings += [Reading(k, risk) for k, risk in zip(waiting, self._by_folds(run, waiting), strict=True)]
+            question = Question(run, "last", self.retrain_budget, self.examples, self.seed, k)
+            self.readings.append(Reading(k, first_valid(question, self._roads)))
         return self
 
     @property
@@ -139,11 +137,24 @@ class RiskMeter:
             "method": [r.risk.method for r in rows],  # pyright: ignore[reportReturnType]
         }
 
-    def _by_folds(self, run: Run, steps: list[int]) -> list[RiskEstimate]:
-        folds = min(FOLDS, max(self.retrain_budget, FEWEST_FOLDS), run.num_examples)
+    def _by_exclusion(self, question: Question) -> RiskEstimate:
+        if self._unrolled is None:
+            self._unrolled = Unrolled(question.run, stop=self._last)
+            for sweep in self._sweeps:
+                sweep.extend(self._unrolled)
+        if not self._sweeps:
+            chosen = choose_examples(self._unrolled.num_examples, self.examples, self.seed, most=MOST_EXAMPLES)
+            at_once = slices(len(chosen), self._unrolled.columns_at_a_time())
+            self._sweeps = [ExclusionSweep(self._unrolled, chosen[rows]) for rows in at_once]
+        found = joined([sweep.outputs_at(question.stop) for sweep in self._sweeps])
+        return exclusion_at(self._unrolled, found, question.stop).risk
+
+    def _by_folds(self, question: Question) -> RiskEstimate:
+        run, k = question.run, question.stop
         if self._folds is None:
-            self._folds = FoldEnsemble(run, folds, self.seed)
-        return [self._folds.reading(run, k) for k in self._folds.advance(run, steps)]
+            self._folds = FoldEnsemble(run, min(FOLDS, self.retrain_budget, run.num_examples), self.seed)
+        self._folds.advance(run, [k])
+        return self._folds.reading(run, k)
 
     def _moments(self, run: Run, steps: int | Sequence[int] | None) -> list[int]:
         last = self.readings[-1].step if self.readings else 0

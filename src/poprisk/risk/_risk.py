@@ -9,7 +9,7 @@ can be trained again with other example weights. :mod:`poprisk.risk._verdict` sa
 :data:`ROADS` lists the methods; "auto" tries them in this order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -34,10 +34,12 @@ class Question:
     """What is asked for: the risk of which weights of which run, and how much may be spent on it."""
 
     given: Run | Unrolled
-    weights: Weights
-    retrain_budget: int
-    examples: int | Int[Tensor, "m"] | None
-    seed: int
+    weights: Weights = "last"
+    retrain_budget: int = 0
+    examples: int | Int[Tensor, "m"] | None = None
+    seed: int = 0
+    at: int | None = None
+    """The weights are those before this step; None for the end of what is given."""
 
     @property
     def run(self) -> Run:
@@ -47,7 +49,8 @@ class Question:
     @property
     def stop(self) -> int:
         """The weights are those before this step."""
-        return self.given.stop if isinstance(self.given, Unrolled) else self.given.num_steps
+        end = self.given.stop if isinstance(self.given, Unrolled) else self.given.num_steps
+        return end if self.at is None else self.at
 
     @cached_property
     def unrolled(self) -> Unrolled:
@@ -56,7 +59,7 @@ class Question:
         Raises:
             RunError: this is not possible, or the run given is differentiated only in part.
         """
-        return _whole(as_unrolled(self.given))
+        return _whole(as_unrolled(self.given) if self.at is None else Unrolled(self.run, stop=self.at))
 
     @cached_property
     def chosen(self) -> Int[Tensor, "m"]:
@@ -85,9 +88,7 @@ class Road:
 
 
 def _held_back(question: Question) -> RiskEstimate:
-    if question.stop != question.run.num_steps:
-        raise RunError("the held-back risk is known for the end of the run: use another method to stop earlier")
-    return held_back_risk(question.run, question.weights)
+    return held_back_risk(question.run, question.weights, question.stop)
 
 
 def _k_fold(question: Question) -> RiskEstimate:
@@ -154,7 +155,7 @@ def population_risk(
     _check(method, retrain_budget, weights)
     question = Question(run, _asked_weights(run, method, weights), retrain_budget, examples, seed)
     if method == "auto":
-        return _first_valid(question)
+        return first_valid(question, ROADS)
     road = next(each for each in ROADS if each.method == method)
     if retrain_budget < road.trainings:
         raise HyperparameterError(
@@ -169,18 +170,20 @@ def population_risk(
 
 
 def _asked_weights(run: Run | Unrolled, method: str, weights: Weights | None) -> Weights:
+    if weights == "kept" and isinstance(run, Unrolled):
+        raise HyperparameterError('weights="kept" needs the run itself, got an Unrolled: pass its run')
     if weights is not None:
         return weights
     can_keep = method in ("auto", "held_back") and not isinstance(run, Unrolled) and run.kept is not None
     return "kept" if can_keep else "last"
 
 
-def _first_valid(question: Question) -> RiskEstimate:
-    """The first valid estimate; if none is, the first one; if there is none, the first error."""
+def first_valid(question: Question, roads: Sequence[Road]) -> RiskEstimate:
+    """What "auto" returns: the first valid estimate; if none is, the first one; if there is none, the first error."""
     found: list[RiskEstimate] = []
     held: RiskEstimate | None = None
     obstacles: list[tuple[Road, RunError]] = []
-    for road in ROADS:
+    for road in roads:
         fits = road.in_auto and question.weights in road.of and road.trainings <= question.retrain_budget
         if not fits or (held is not None and not road.same_model):
             continue

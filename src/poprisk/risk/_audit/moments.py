@@ -58,7 +58,7 @@ def evaluate(run: Run, moments: Sequence[int], *, batch_size: int = 1024) -> Ite
     Raises:
         RunError: the run's problem cannot be rebuilt, or builds another model than the recorded one.
     """
-    network = _Network(run, batch_size)
+    network = Network(run, batch_size)
     before = 0
     for k in moments:
         network.go_to(k)
@@ -71,8 +71,12 @@ def has_changing_buffers(run: Run) -> bool:
     return any(name.startswith(MODULE_BUFFER) for name in run.checkpoint(run.num_steps))
 
 
-class _Network:
-    """The run's module, which can be set to any recorded step."""
+class Network:
+    """The run's module in evaluation mode, which can be set to any recorded step.
+
+    Raises:
+        RunError: the run's problem cannot be rebuilt, or builds another model than the recorded one.
+    """
 
     def __init__(self, run: Run, batch_size: int) -> None:
         self.run, self.problem = run, run.problem
@@ -83,6 +87,7 @@ class _Network:
         self.batches = torch.arange(len(self.problem)).split(batch_size)
 
     def go_to(self, k: int) -> None:
+        """Take over weights and buffers before step k, as :func:`evaluate` does."""
         with torch.no_grad():
             for p, piece in zip(self.parameters, self.run.layout.split(self.run.weights(k)), strict=True):
                 p.copy_(piece)
@@ -90,6 +95,7 @@ class _Network:
                 self._restore_buffers(k)
 
     def outputs(self) -> Tensor:
+        """Outputs for all training examples, on the CPU."""
         with torch.no_grad():
             return torch.cat([self._forward(rows).cpu() for rows in self.batches])
 

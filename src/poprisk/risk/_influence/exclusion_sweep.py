@@ -1,6 +1,6 @@
 """Follow the run without an example, each step linearized about the recorded one, for many examples at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -166,7 +166,10 @@ def excluded_outputs(
         ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving).outputs_at(unrolled.stop)
         for rows in slices(len(examples), unrolled.columns_at_a_time())
     ]
-    outputs, tangent, displaced = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("outputs", "tangent", "displaced")
-    )
-    return ExcludedOutputs(examples, outputs, tangent, displaced, unrolled.output_shape)
+    return joined(parts)
+
+
+def joined(parts: Sequence[ExcludedOutputs]) -> ExcludedOutputs:
+    """The outputs of several groups of examples as one."""
+    whole = {n: torch.cat([getattr(p, n) for p in parts]) for n in ("examples", "outputs", "tangent", "displaced")}
+    return ExcludedOutputs(**whole, shape=parts[0].shape)
