@@ -1,5 +1,7 @@
 """The same run and folds give the same risk, the same standard error and the same verdict by every public road."""
 
+import html
+import json
 import math
 from functools import partial
 
@@ -7,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from poprisk import PopRiskAdamW, RiskMeter, k_fold, population_risk
+from poprisk import PopRiskAdamW, RiskMeter, cli, k_fold, population_risk
 from poprisk.jobs import JobPlan, assemble_resampled, run_jobs
 from poprisk.report import analyze
+from poprisk.report._drawing.page import report_page
 from poprisk.risk import cross_validation_risk, exclusion, exclusion_risk, first_order_risk, leave_one_out
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._k_fold import k_fold_curve
@@ -149,3 +152,46 @@ def test_the_report_has_the_same_numbers():
     run = train(noisy("cross_entropy"), OPTIMIZERS["adamw"], STEPS, batch_size=11, progress=False)
     same(analyze(run, budget=1e-9, retrain=4).risk, k_fold(run, 4).risk)
     same(analyze(run).risk, population_risk(run, "exclusion"))
+
+
+@pytest.mark.parametrize("hold_back", [None, 0.25])
+def test_one_population_risk_on_the_command_line_in_the_report_and_in_python(hold_back, tmp_path, capsys):
+    """The same number, error, verdict and target; of the kept weights where there are any, and of the last step."""
+    problem, path = Problem.build(noisy, loss="cross_entropy", n=150), tmp_path / "run"
+    options = {"batch_size": 32, "hold_back": hold_back, "path": path, "progress": False}
+    run = train(problem, OPTIMIZERS["adamw"], STEPS, **options)
+    found, last = population_risk(run), population_risk(run, weights="last")
+    analysis = analyze(run, budget=0.3, progress=False)
+    assert analysis.risk is not None
+    same(found, analysis.risk)
+    same(last, analysis.readings[-1].risk, RiskMeter().read(run).readings[-1].risk)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["analyze", str(path), "--budget", "0.3", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    for name, risk in (("risk", found), ("risk_at_the_last_step", last)):
+        assert {key: told[name][key] for key in ("value", "standard_error", "valid", "reason")} == {
+            key: value for key, value in risk.to_dict().items() if key != "cost"
+        }
+        assert (told[name]["target"], told[name]["method"]) == (risk.target, risk.method)
+    size = str(found).partition(" (")[0]
+    page = html.unescape(report_page(analysis))
+    assert f"{size} (valid), for {found.target}" in told["summary"][1]
+    assert f"{size} (valid), for {found.target}" in page
+    if hold_back:
+        assert found.method == "held_back"
+        assert (run.kept.risk.value, run.kept.risk.standard_error) == (found.value, found.standard_error)
+        assert f"label noise is {size}, corrected" in page
+        assert told["summary"][2].startswith(f"The same at the last step: {str(last).partition(' (')[0]} (valid), for ")
+
+
+def test_batch_statistics_with_held_back_examples_have_a_risk():
+    """Exclusion is not possible for them; the held-back risk is shown instead of nothing."""
+    given = noisy("cross_entropy", n=80)
+    model = lambda: nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2))  # noqa: E731
+    problem = Problem(model, "cross_entropy", given.inputs, given.targets)
+    run = train(problem, OPTIMIZERS["adamw"], STEPS, batch_size=10, hold_back=0.25, progress=False)
+    analysis = analyze(run, progress=False)
+    assert analysis.risk.valid
+    same(population_risk(run), analysis.risk)
+    same(population_risk(run, weights="last"), analysis.last_risk)
+    assert analysis.memorization.source == "estimated population risk"

@@ -26,10 +26,13 @@ def kept_found(run: "Run") -> dict[str, Any] | None:
 
 def kept_lines(found: dict[str, Any], steps: int) -> list[str]:
     """The same as sentences."""
+    from poprisk.report import size_of
+    from poprisk.risk import Estimate
+
     tail = found["tail"]
     mean = "" if tail is None else f", averaged over about the last {100 * tail:.3g}% of the steps up to it"
     right = "" if found["accuracy"] is None else f" and accuracy {found['accuracy']:.1%}"
-    risk = f"{found['value']:.3g} ± {found['standard_error']:.2g}" if found["valid"] else "not valid"
+    risk = size_of(Estimate(found["value"], found["standard_error"])) if found["valid"] else "not valid"
     why = "" if found["valid"] else f" ({found['reason']})"
     lines = [
         f"Kept the weights of step {found['step']} of {steps}{mean}: held-back risk {risk}{why}{right} on "

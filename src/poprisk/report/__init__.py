@@ -21,7 +21,7 @@ from poprisk.report._explore import explore
 from poprisk.report._analysis.curves import put_weights, scores_on_test
 from poprisk.report._analysis.kept import KeptAnalysis
 from poprisk.report._drawing.page import report_command, require_template
-from poprisk.report._drawing.summary import analysis_json, as_command, finite, headline, summary_lines
+from poprisk.report._drawing.summary import analysis_json, as_command, finite, headline, size_of, summary_lines
 
 __all__ = [
     "Analysis",

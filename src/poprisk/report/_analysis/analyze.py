@@ -6,7 +6,7 @@ A section is computed if its estimated time on one CPU core is within the budget
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from poprisk._core.progress import Progress
@@ -25,7 +25,19 @@ from poprisk.report._analysis.gates import GateCurve, gate_curve, has_gate
 from poprisk.report._analysis.kept import BUDGET, KeptAnalysis, Part
 from poprisk.report._analysis.neighbours import SUSPECTS, Neighbours, neighbours
 from poprisk.report._analysis.operators import CleanTargets, WindowFacts, window_facts, window_seconds
-from poprisk.risk import FEWEST_FOLDS, AuditTable, Reading, RiskEstimate, RiskMeter, audit, exact_obstacle
+from poprisk.risk import (
+    FEWEST_FOLDS,
+    MOST_EXAMPLES,
+    AuditTable,
+    Reading,
+    RiskEstimate,
+    RiskMeter,
+    audit,
+    choose_moments,
+    exact_obstacle,
+    has_changing_buffers,
+    population_risk,
+)
 from poprisk.risk import seconds as exact_seconds
 from poprisk.runs import Run
 
@@ -35,7 +47,7 @@ _PER_SECOND = 2e10
 """Approximate multiplications per second of a CPU core."""
 _STEP_OVERHEAD = 1e-2
 _PER_DIRECTION = 12
-_RISK_EXAMPLES, _FEWEST_RISK_EXAMPLES = 128, 32
+_FEWEST_RISK_EXAMPLES = 32
 _READINGS = 12
 
 Found = TypeVar("Found")
@@ -53,7 +65,10 @@ class Analysis:
     curves: LossCurves | None = None
     """Training and test loss along the run."""
     readings: list[Reading] | None = None
-    """Estimates of the population risk along the run."""
+    """Estimates of the population risk along the run, for the weights of each step."""
+    risk: RiskEstimate | None = None
+    """Estimated population risk of the kept weights, if examples were held back, otherwise that at the last step: the
+    same as ``population_risk(run, retrain_budget=retrain)``, unless the time budget allows fewer examples."""
     memorization: Memorization | None = None
     """Share of the drop in training loss that does not carry over to new data."""
     gates: GateCurve | None = None
@@ -70,8 +85,8 @@ class Analysis:
     """For each missing part: why it is missing, and how to get it."""
 
     @property
-    def risk(self) -> RiskEstimate | None:
-        """Estimated population risk at the end of the run: the last of ``readings``."""
+    def last_risk(self) -> RiskEstimate | None:
+        """Estimated population risk of the weights at the last step: the last of ``readings``."""
         return self.readings[-1].risk if self.readings else None
 
     @property
@@ -160,6 +175,8 @@ class _Work:
 
     def done(self) -> Analysis:
         run, found = self.run, self.found
+        if run.kept is not None:
+            found.risk = population_risk(run, "held_back")
         try:
             problem = run.problem
         except RunError as error:
@@ -170,11 +187,9 @@ class _Work:
             self.clean.check(problem)
         found.table = self._part("examples", _free, self._audit)
         found.curves = self._part("curves", _free, lambda: loss_curves(run, found.table))
-        if self.retrain:
-            found.readings = self._part("risk", _free, self._readings)
-        else:
-            found.readings = self._exact("risk", lambda: self._risk_seconds(_FEWEST_RISK_EXAMPLES), self._readings)
-        found.memorization = self._part("memorization", _free, lambda: memorization(found.curves, found.risk))
+        found.readings = self._part("risk", _free, self._readings)
+        found.risk = found.risk or found.last_risk
+        found.memorization = self._part("memorization", _free, lambda: memorization(found.curves, found.last_risk))
         found.gates = self._part("gates", self._gate_seconds, lambda: gate_curve(run))
         found.window = self._exact("operators", lambda: window_seconds(run), lambda: window_facts(run, self.clean))
         if found.window is not None and found.table is not None:
@@ -248,13 +263,27 @@ class _Work:
         return run.num_steps * (6 * len(run.batch(0)) * run.num_weights / _PER_SECOND + _STEP_OVERHEAD)
 
     def _readings(self) -> list[Reading]:
-        run, examples = self.run, _RISK_EXAMPLES
+        """The risk along the run, without exclusion if that is not possible or would take too long."""
+        run, examples = self.run, MOST_EXAMPLES
         while examples > _FEWEST_RISK_EXAMPLES and self._risk_seconds(examples) > self.budget:
             examples //= 2
-        linear = exact_obstacle(run) is None and self._risk_seconds(examples) <= self.budget
-        method = "k_fold" if not linear else "auto" if self.retrain else "exclusion"
-        meter = RiskMeter(method, retrain_budget=self.retrain, examples=min(examples, run.num_examples))
-        return meter.read(run, _READINGS).readings
+        obstacle, needed = exact_obstacle(run), self._risk_seconds(examples)
+        missing = None if obstacle is None else f"this run cannot be analyzed exactly: {obstacle}"
+        missing = missing or (self._too_expensive(needed) if needed > self.budget else None)
+        meter = RiskMeter(
+            retrain_budget=self.retrain,
+            examples=min(examples, run.num_examples),
+            without=("exclusion",) if missing else (),
+        )
+        steps = choose_moments(run, _READINGS) if has_changing_buffers(run) else _READINGS
+        try:
+            readings = meter.read(run, steps).readings
+        except RunError as error:
+            raise RunError(missing or str(error)) from None
+        if missing or examples >= min(MOST_EXAMPLES, run.num_examples):
+            return readings
+        note = f"{examples} examples used for the budget of {self.budget:g} s, by default {MOST_EXAMPLES}"
+        return [replace(r, risk=replace(r.risk, reason=f"{r.risk.reason}; {note}")) for r in readings]
 
 
 def _free() -> float:

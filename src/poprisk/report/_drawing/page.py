@@ -14,7 +14,7 @@ from poprisk.optim import Gate, join_gate
 from poprisk.report._analysis.analyze import Analysis, analyze
 from poprisk.report._drawing.example_table import table_data
 from poprisk.report._drawing.sections import sections
-from poprisk.report._drawing.summary import summary_lines
+from poprisk.report._drawing.summary import size_of, summary_lines
 from poprisk.report._drawing.svg_chart import number
 from poprisk.runs import OPTIMIZERS, Run
 
@@ -122,8 +122,8 @@ def _facts(found: Analysis) -> list[tuple[str, str]]:
         if curves.test_accuracy is not None:
             facts.append(("test accuracy", f"{100 * curves.test_accuracy[-1]:.1f}%"))
     if found.risk is not None:
-        label = "population risk" if found.risk.valid else "population risk (not valid)"
-        facts.append((label, str(found.risk).partition(" (")[0]))
+        label = "population risk" if found.run.kept is None else "population risk of the kept weights"
+        facts.append((label if found.risk.valid else f"{label} (not valid)", size_of(found.risk)))
     return facts
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.curves import HeldBackCurve
 from poprisk.report._analysis.operators import MOST_OUTPUTS, WindowFacts
-from poprisk.report._drawing.summary import percent
+from poprisk.report._drawing.summary import percent, size_of
 from poprisk.report._drawing.svg_chart import Axis, Line, bar_chart, heat_map, line_chart, number, scatter_chart
 
 _CURVE_POINTS = 400
@@ -136,8 +136,7 @@ def _held_words(held: HeldBackCurve | None) -> str:
         return ""
     risk = held.risk
     mean = "" if risk.tail is None else f" (averaged over about the last {percent(risk.tail)} of the steps up to it)"
-    value, error = number(float(risk.value)), number(float(risk.standard_error))
-    known = f"is {value} ± {error}, corrected for this choice" if risk.valid else f"is not known: {risk.reason}"
+    known = f"is {size_of(risk)}, corrected for this choice" if risk.valid else f"is not known: {risk.reason}"
     return (
         f" {held.examples} examples were held back from training. It ended with the weights of step {risk.step}{mean}: "
         f"they did best on these examples among {risk.measured} measurements, and their risk on new data with the same "

@@ -7,7 +7,7 @@ from typing import Any
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.curves import Memorization
 from poprisk.report._drawing.svg_chart import number
-from poprisk.risk import AuditTable, Reading, RiskEstimate
+from poprisk.risk import AuditTable, Estimate, Reading, RiskEstimate
 
 _WORST = 20
 
@@ -20,8 +20,13 @@ def summary_lines(found: Analysis) -> list[str]:
         lines.append(_memorization_words(found.memorization, curves.train[0], curves.train[-1]))
     elif "memorization" in found.left_out:
         lines.append(f"How much was memorized is not known: {as_command(found.left_out['memorization'])}.")
+    last = found.last_risk
     if found.risk is not None:
-        lines.append(_risk_words(found, found.risk))
+        tested = found.risk is last and curves is not None and curves.test is not None
+        test = f", test loss {number(curves.test[-1])}" if tested and curves and curves.test else ""
+        lines.append(f"Population risk, the expected loss on new data: {_risk_words(found.risk)}{test}.")
+        if last is not None and last is not found.risk:
+            lines.append(f"The same at the last step: {_risk_words(last)}.")
     elif "risk" in found.left_out and table is not None:
         lines.append(f"Population risk was not estimated: {found.left_out['risk']}.")
     if table is not None:
@@ -68,20 +73,20 @@ def as_command(advice: str) -> str:
     >>> as_command('use tier="exact"')
     'use --tier exact'
     """
+    advice = advice.removesuffix(' For the weights at the last step: population_risk(run, weights="last").')
     shorter = re.sub(r"population_risk\(run, retrain_budget=(\d+)\)", r"--retrain \1", advice)
     return shorter.replace('tier="exact"', "--tier exact").removesuffix(".")
 
 
-def _risk_words(found: Analysis, risk: RiskEstimate) -> str:
+def size_of(risk: Estimate) -> str:
+    """Value and standard error, rounded to what is known, as everywhere."""
+    return str(risk).partition(" (")[0]
+
+
+def _risk_words(risk: RiskEstimate) -> str:
     verdict = "valid" if risk.valid else f"not valid: {as_command(risk.reason)}"
-    size = str(risk).partition(" (")[0]
-    tested = ""
-    if found.curves is not None and found.curves.test is not None:
-        tested = f", test loss {number(found.curves.test[-1])}"
-    return (
-        f"Population risk, the expected loss on new data: {size} ({verdict}), for {risk.target}; training loss "
-        f"{number(risk.training_loss)}{tested}."
-    )
+    trained = f"; training loss {number(risk.training_loss)}" if math.isfinite(risk.training_loss) else ""
+    return f"{size_of(risk)} ({verdict}), for {risk.target}{trained}"
 
 
 def _stop_words(found: Analysis) -> list[str]:
@@ -122,7 +127,8 @@ def analysis_json(found: Analysis) -> dict[str, Any]:
         "summary": summary_lines(found),
         "curves": curves and {"steps": curves.steps, "train": curves.train, "test": curves.test},
         "test_accuracy": curves.test_accuracy[-1] if curves and curves.test_accuracy else None,
-        "risk": _reading(found.readings[-1]) if found.readings else None,
+        "risk": _kept_or_last(found),
+        "risk_at_the_last_step": _reading(found.readings[-1]) if found.readings else None,
         "risk_along_the_run": [_reading(r) for r in found.readings] if found.readings else None,
         "memorization": found.memorization and vars(found.memorization),
         "gates": found.gates and {name: values[-1] for name, values in found.gates.overall.items()},
@@ -134,6 +140,13 @@ def analysis_json(found: Analysis) -> dict[str, Any]:
         "left_out": found.left_out,
     }
     return finite(out)
+
+
+def _kept_or_last(found: Analysis) -> dict[str, Any] | None:
+    kept = found.run.kept
+    if kept is not None and found.risk is not None:
+        return _reading(Reading(kept.risk.step, found.risk))
+    return _reading(found.readings[-1]) if found.readings else None
 
 
 def _reading(reading: Reading) -> dict[str, Any]:
