@@ -10,15 +10,18 @@ from poprisk.errors import DataError
 from poprisk.runs._problem import Problem
 
 
-def network(inputs: int = 3, width: int = 6, outputs: int = 2) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
+def network(inputs: int = 3, width: int = 6, outputs: int = 2, norm: bool = False) -> nn.Module:
+    between = [nn.BatchNorm1d(width)] if norm else []
+    return nn.Sequential(nn.Linear(inputs, width), *between, nn.Tanh(), nn.Linear(width, outputs))
 
 
-def blobs(n: int = 20, test: int = 7, inputs: int = 3, width: int = 6, outputs: int = 2, seed: int = 0) -> Problem:
+def blobs(
+    n: int = 20, test: int = 7, inputs: int = 3, width: int = 6, outputs: int = 2, seed: int = 0, norm: bool = False
+) -> Problem:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n + test, inputs, generator=generator)
     y = (x[:, 0] > 0).long() + (outputs - 2) * (x[:, 1] > 1).long()
-    sizes = {"inputs": inputs, "width": width, "outputs": outputs}
+    sizes = {"inputs": inputs, "width": width, "outputs": outputs, **({"norm": True} if norm else {})}
     rest = None if test == 0 else (x[n:], y[n:])
     return Problem(network, "cross_entropy", x[:n], y[:n], arguments=sizes, test=rest, name="blobs")
 

@@ -91,6 +91,24 @@ def test_a_k_fold_of_jobs_is_the_k_fold(tmp_path, run, members_per_job):
         assemble_matrix(tmp_path, name)
 
 
+def test_folds_of_a_network_with_batch_statistics(tmp_path):
+    """They cannot be stacked: each job trains by itself, and hands over the running statistics too."""
+    run = train(
+        Problem.build(job_problems.blobs, n=12, test=4, norm=True),
+        *(torch.optim.Adam, 4),
+        batch_size=4,
+        dtype=torch.float64,
+        path=tmp_path / "recorded",
+        progress=False,
+    )
+    name = JobPlan(tmp_path / "jobs").k_fold(run, folds=3, members_per_job=2)
+    run_jobs(tmp_path / "jobs")
+    found, expected = assemble_resampled(tmp_path / "jobs", name), k_fold(run, folds=3, progress=False)
+    close(found.losses, expected.losses)
+    close(found.own_losses, expected.own_losses)
+    close(found.bias_corrected.value, expected.bias_corrected.value)
+
+
 def test_a_kernel_is_no_k_fold(tmp_path, run):
     (name,) = JobPlan(tmp_path).train_kernel(run, 0)
     with pytest.raises(JobError, match="is not a K-fold: use assemble_matrix"):

@@ -202,7 +202,7 @@ class _Lines:
 
 
 @contextmanager
-def training_progress(name: str, start: int, steps: int, shown: bool = True) -> Iterator[Report]:
+def training_progress(name: str, start: int, steps: int, shown: bool | None = True) -> Iterator[Report]:
     """A function to call with (number of steps done, loss) after each step; it reads the loss only to show it."""
     with Progress(name, steps, start=start, counted="step {done} of {total}", shown=shown) as progress:
         yield lambda step, loss: progress.update(step, lambda: f"loss {float(loss):.3g}")

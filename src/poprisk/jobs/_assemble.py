@@ -13,6 +13,7 @@ from torch import Tensor
 from poprisk._core.store import atomic_file, write_json
 from poprisk.errors import DataError, JobError, MixedNumericsWarning
 from poprisk.jobs._disk_matrix import DiskMatrix
+from poprisk.jobs._fold_members import buffers_of
 from poprisk.jobs._kernel_tiles import precision_of
 from poprisk.jobs._manifest import JobGroup, Manifest
 from poprisk.jobs._results import read_result, result_notes
@@ -73,7 +74,8 @@ def assemble_resampled(folder: str | Path, name: str) -> Resampled:
     run = find_run(group, where, torch.device("cpu"))
     notes = [note for each in found for note in json.loads(bytes(each["notes"].tolist()))]
     weights = torch.cat([each["weights"] for each in found])
-    return k_fold_of_weights(run, weights, group.content["seed"], notes=tuple(dict.fromkeys(notes)))
+    seed, buffers = group.content["seed"], buffers_of(found)
+    return k_fold_of_weights(run, weights, seed, notes=tuple(dict.fromkeys(notes)), buffers=buffers)
 
 
 def _check_complete(group: JobGroup, folder: Path) -> None:

@@ -11,10 +11,12 @@ from poprisk.errors import HyperparameterError
 from poprisk.jobs._manifest import JobGroup
 from poprisk.jobs._sources import find_run, run_digest, settings, where_is
 from poprisk.risk import Members, k_fold_members, retrain
-from poprisk.runs import Run, flat_rule
+from poprisk.runs import Run
 
 KIND = "poprisk.jobs._fold_members:FoldMembers"
 CODE = ("poprisk.risk._retraining", "poprisk.risk", "poprisk.runs", "poprisk.optim.rules", "poprisk._core.autodiff")
+
+_BUFFER, _ALONE = "buffer.", "one by one"
 
 
 class FoldMembers:
@@ -29,7 +31,28 @@ class FoldMembers:
         """The final weights of members a … b, and notes on what was taken from the recorded run."""
         found = retrain(self._run, Members(self._members.weights[slice(*indices)]), progress=False)
         notes = torch.frombuffer(bytearray(json.dumps(found.notes).encode()), dtype=torch.uint8)
-        return {"weights": found.weights, "notes": notes}
+        buffers = {
+            f"{_BUFFER}{j}.{name}": x
+            for j, each in enumerate(found.buffers.get(found.step, ()))
+            for name, x in each.items()
+        }
+        alone = {_ALONE: torch.ones(1)} if found.buffers else {}
+        return {"weights": found.weights, "notes": notes, **buffers, **alone}
+
+
+def buffers_of(results: list[dict[str, Tensor]]) -> list[dict[str, Tensor]] | None:
+    """Buffers of all members, from the results of their jobs; None if the members were trained together."""
+    if not any(_ALONE in each for each in results):
+        return None
+    found: list[dict[str, Tensor]] = []
+    for each in results:
+        own: list[dict[str, Tensor]] = [{} for _ in range(len(each["weights"]))]
+        for key, x in each.items():
+            if key.startswith(_BUFFER):
+                j, _, name = key.removeprefix(_BUFFER).partition(".")
+                own[int(j)][name] = x
+        found += own
+    return found
 
 
 def fold_group(
@@ -47,8 +70,7 @@ def fold_group(
     """The jobs of a K-fold."""
     if members_per_job < 1:
         raise HyperparameterError(f"members_per_job must be at least 1, got {members_per_job}")
-    run.require_exact()
-    flat_rule(run)  # refuses an optimizer whose steps cannot be repeated
+    run.problem  # noqa: B018  # refuses a run that other processes cannot train
     count = k_fold_members(run, folds, seed, renormalize=renormalize).count
     content = {
         **settings(run_digest(run), "steps", CODE, threads, device),

@@ -10,6 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk.errors import DataError
+from poprisk.risk._audit.moments import buffers_at
+from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._error import NestedSplit, nested_error
 from poprisk.risk._resampled import (
     Resampled,
@@ -71,7 +73,7 @@ def k_fold(
     n = run.num_examples
     if nested and folds < 3:
         raise DataError(f"folds must lie between 3 and the {n} examples, got {folds}")
-    held = _held_by_fold(n, folds, seed)
+    held = _held_by_fold(run, folds, seed)
     if nested < 0:
         raise DataError(f"nested must be 0 or a number of repetitions, got {nested}")
     if nested:
@@ -86,11 +88,16 @@ def k_fold_members(run: Run, folds: int = FOLDS, seed: int = 0, *, renormalize: 
         DataError: folds is out of range.
     """
     n = run.num_examples
-    return members_without(n, _held_by_fold(n, folds, seed), renormalize=renormalize)
+    return members_without(n, _held_by_fold(run, folds, seed), renormalize=renormalize)
 
 
 def k_fold_of_weights(
-    run: Run, weights: Float[Tensor, "members d"], seed: int = 0, *, notes: tuple[str, ...] = ()
+    run: Run,
+    weights: Float[Tensor, "members d"],
+    seed: int = 0,
+    *,
+    notes: tuple[str, ...] = (),
+    buffers: list[dict[str, Tensor]] | None = None,
 ) -> Resampled:
     """What :func:`k_fold` returns, from the last weights of the trainings of :func:`k_fold_members`.
 
@@ -99,12 +106,14 @@ def k_fold_of_weights(
         weights: Each member's last weights, in the run's precision.
         seed: Seed for the partition.
         notes: What was taken over from the run, as :func:`poprisk.risk.retrain` returns it.
+        buffers: Each member's buffers, if they were trained one after another.
 
     Raises:
         DataError: there are fewer than two members, or more than examples.
     """
     folds, own = len(weights), run.weights(run.num_steps).to(weights)
-    return _result(run, _held_by_fold(run.num_examples, folds, seed), Trained(weights, own, notes, float(folds)))
+    every = None if buffers is None else (*buffers, buffers_at(run, run.num_steps))
+    return _result(run, _held_by_fold(run, folds, seed), Trained(weights, own, notes, float(folds), every))
 
 
 class FoldEnsemble:
@@ -117,7 +126,7 @@ class FoldEnsemble:
     """
 
     def __init__(self, run: Run, folds: int, seed: int = 0) -> None:
-        self.folds, self._held = folds, _held_by_fold(run.num_examples, folds, seed)
+        self.folds, self._held = folds, _held_by_fold(run, folds, seed)
         self.members = members_without(run.num_examples, self._held)
         self._trained: Retrained | None = None
 
@@ -131,13 +140,14 @@ class FoldEnsemble:
         if self._trained is None or k not in self._trained.kept:
             raise DataError(f"the members were not kept before step {k}: call advance(run, [{k}]) first")
         weights, cost = self._trained.kept[k], self.folds * k / run.num_steps
-        own = run.weights(k).to(weights)
-        return _result(run, self._held, Trained(weights, own, self._trained.notes, cost)).risk
+        own, buffers = run.weights(k).to(weights), self._trained.buffers.get(k)
+        buffers = None if buffers is None else (*buffers, buffers_at(run, k))
+        return _result(run, self._held, Trained(weights, own, self._trained.notes, cost, buffers)).risk
 
 
 def k_fold_curve(run: Run, steps: Sequence[int], folds: int = FOLDS, *, seed: int = 0) -> list[RiskEstimate]:
-    """K-fold estimates at several steps of a run, from K trainings in all."""
-    ensemble = FoldEnsemble(run, folds, seed)
+    """K-fold estimates at several steps of a run, from K trainings in all, or one for each different input."""
+    ensemble = FoldEnsemble(run, min(folds, most_folds(run)), seed)
     return [ensemble.reading(run, k) for k in ensemble.advance(run, steps)]
 
 
@@ -145,23 +155,43 @@ def _result(run: Run, held: list[Tensor], trained: Trained) -> Resampled:
     return held_out_result(run, f"{len(held)}-fold", held, trained, partition=True)
 
 
-def _held_by_fold(n: int, folds: int, seed: int) -> list[Tensor]:
-    if not 2 <= folds <= n:
-        raise DataError(f"folds must lie between 2 and the {n} examples, got {folds}")
-    fold = _partition(n, folds, seed)
+def _held_by_fold(run: Run, folds: int, seed: int) -> list[Tensor]:
+    fold = _partition(run, folds, seed)
     return [(fold == f).nonzero().squeeze(1) for f in range(folds)]
 
 
-def _partition(n: int, folds: int, seed: int) -> Int[Tensor, "n"]:
-    fold = torch.empty(n, dtype=torch.long)
-    fold[torch.randperm(n, generator=torch.Generator().manual_seed(seed))] = torch.arange(n) % folds
-    return fold
+def most_folds(run: Run) -> int:
+    """Largest number of folds: one for each group of examples with equal inputs."""
+    different = int(duplicate_groups(run.problem.inputs).max()) + 1
+    return different if different > 1 else run.num_examples
+
+
+def _partition(run: Run, folds: int, seed: int) -> Int[Tensor, "n"]:
+    """The fold of each example; examples with equal inputs are in one fold, unless all are equal."""
+    n, groups = run.num_examples, duplicate_groups(run.problem.inputs)
+    sizes = torch.bincount(groups)
+    if len(sizes) in (1, n):
+        if not 2 <= folds <= n:
+            raise DataError(f"folds must lie between 2 and the {n} examples, got {folds}")
+        fold = torch.empty(n, dtype=torch.long)
+        fold[torch.randperm(n, generator=torch.Generator().manual_seed(seed))] = torch.arange(n) % folds
+        return fold
+    if not 2 <= folds <= len(sizes):
+        raise DataError(f"folds must lie between 2 and the {len(sizes)} different inputs, got {folds}")
+    order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(seed))
+    filled, of_group = [0] * folds, torch.empty(len(sizes), dtype=torch.long)
+    for g in order[
+        sizes[order].argsort(descending=True, stable=True)
+    ].tolist():  # the largest first, each where it fits
+        of_group[g] = smallest = filled.index(min(filled))
+        filled[smallest] += int(sizes[g])
+    return of_group[groups]
 
 
 def _nested(run: Run, folds: int, seed: int, repeats: int, renormalize: bool, options: RetrainOptions) -> Resampled:
     n = run.num_examples
     outer, pairs = list(range(folds)), [(f, g) for f in range(folds) for g in range(f)]
-    partitions = [_partition(n, folds, seed + 1000003 * r) for r in range(repeats)]
+    partitions = [_partition(run, folds, seed + 1000003 * r) for r in range(repeats)]
     left_out = [
         torch.isin(fold, torch.tensor(away)).nonzero().squeeze(1)
         for fold in partitions

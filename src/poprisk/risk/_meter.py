@@ -12,7 +12,7 @@ from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._exclusion import MOST_EXAMPLES, choose_examples, exclusion_at
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep, joined
 from poprisk.risk._influence.sensitivity import Unrolled
-from poprisk.risk._k_fold import FoldEnsemble
+from poprisk.risk._k_fold import FoldEnsemble, most_folds
 from poprisk.risk._risk import ROADS, Question, first_valid
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate
 from poprisk.runs import Run
@@ -152,7 +152,7 @@ class RiskMeter:
     def _by_folds(self, question: Question) -> RiskEstimate:
         run, k = question.run, question.stop
         if self._folds is None:
-            self._folds = FoldEnsemble(run, min(FOLDS, self.retrain_budget, run.num_examples), self.seed)
+            self._folds = FoldEnsemble(run, min(FOLDS, self.retrain_budget, most_folds(run)), self.seed)
         self._folds.advance(run, [k])
         return self._folds.reading(run, k)
 

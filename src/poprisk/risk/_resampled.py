@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from poprisk._core.autodiff import Inputs, resolve_loss, slices, take_examples
 from poprisk.errors import DataError
+from poprisk.risk._audit.moments import buffers_at
 from poprisk.risk._error import inflated_error, unseen_mistake
-from poprisk.risk._retraining.members import Members
+from poprisk.risk._retraining.members import Buffers, Members
+from poprisk.risk._retraining.one_by_one import module_outputs
 from poprisk.risk._retraining.retrain import example_losses, member_outputs, retrain
 from poprisk.risk._verdict import Found, RiskEstimate, judge_retraining, trained_on
 from poprisk.runs import Run
@@ -28,6 +31,7 @@ class RetrainOptions(TypedDict, total=False):
     dtype: torch.dtype
     memory: int
     progress: bool | None
+    folder: str | Path | None
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Trained:
     notes: tuple[str, ...]
     """What was taken over from the recorded run instead of trained again."""
     trainings: float
+    buffers: Buffers | None = None
+    """Buffers of each model, and of the run itself at the end, where they were trained one after another."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class Resampled:
     """Whether every example was held out exactly once, as in K-fold."""
     extrapolated: RiskEstimate | None = None
     """The risk of a model trained on all n examples, from nested cross-validation."""
+    buffers: Buffers | None = field(default=None, repr=False)
+    """Buffers of each training, and at the end of the run itself, where they were trained one after another."""
 
     @property
     def trainings(self) -> float:
@@ -99,7 +107,9 @@ class Resampled:
         if not self.is_partition:
             raise DataError(f"only K-fold can be corrected to all examples, got {self.method}: use k_fold")
         inputs, targets = self.run.problem.inputs, self.run.problem.targets
-        own = losses_of(self.run, member_outputs(self.run, self.own_weights.unsqueeze(0), inputs)[0], targets)
+        last = None if self.buffers is None else self.buffers[-1:]
+        outputs = member_outputs(self.run, self.own_weights.unsqueeze(0), inputs, buffers=last)[0]
+        own = losses_of(self.run, outputs, targets)
         price = self.member_losses(inputs, targets).double().mean() - own.double().mean()
         return self.corrected(float(self.risk.value) - float(price), "to first order in the missing fold")
 
@@ -118,7 +128,7 @@ class Resampled:
 
     def member_outputs(self, inputs: Inputs) -> Float[Tensor, "members b *out"]:
         """Every training's outputs for other inputs, e.g. a test set."""
-        return member_outputs(self.run, self.weights, inputs)
+        return member_outputs(self.run, self.weights, inputs, buffers=self.buffers and self.buffers[:-1])
 
     def member_losses(self, inputs: Inputs, targets: Tensor) -> Float[Tensor, "members b"]:
         """Every training's losses on other examples."""
@@ -186,7 +196,10 @@ def train_members(run: Run, members: Members, options: RetrainOptions) -> Traine
         members = _with_the_run(run, members)
     found = retrain(run, members, **options)
     own = found.weights[-1] if again else run.weights(run.num_steps).to(found.weights)
-    return Trained(found.weights[: len(found.weights) - again], own, found.notes, found.trainings)
+    buffers = found.buffers.get(found.step)
+    if buffers is not None and not again:
+        buffers = (*buffers, buffers_at(run, run.num_steps))
+    return Trained(found.weights[: len(found.weights) - again], own, found.notes, found.trainings, buffers)
 
 
 def held_out_result(
@@ -204,10 +217,12 @@ def held_out_result(
     """
     n, sizes = run.num_examples, [len(index) for index in held]
     target = trained_on((n - max(sizes), n - min(sizes)), n) if target is None else target
-    own = member_outputs(run, trained.own_weights.unsqueeze(0), run.problem.inputs)[0]
+    buffers = trained.buffers
+    last = None if buffers is None else buffers[-1:]
+    own = member_outputs(run, trained.own_weights.unsqueeze(0), run.problem.inputs, buffers=last)[0]
     own_losses = losses_of(run, own, run.problem.targets)
     member = torch.cat([torch.full((len(index),), k) for k, index in enumerate(held)])
-    example, outputs = torch.cat(held), _held_out(run, trained.weights, held)
+    example, outputs = torch.cat(held), _held_out(run, trained.weights, held, buffers and buffers[:-1])
     if partition:
         order = example.argsort()
         member, example, outputs = member[order], example[order], outputs[order.to(outputs.device)]
@@ -223,7 +238,7 @@ def held_out_result(
     risk = judge_retraining(Found(value, error, kind, target, *about))
     displacement, weights = outputs - own[example], (trained.weights, run, trained.own_weights)
     fields = (risk, example, member, outputs, losses, seen, displacement, *weights, trained.notes, partition)
-    return Resampled(method, target, *fields)
+    return Resampled(method, target, *fields, buffers=buffers)
 
 
 def mistake_of(run: Run, outputs: Float[Tensor, "evaluations *out"], example: Int[Tensor, "evaluations"]) -> float:
@@ -255,10 +270,15 @@ def _with_the_run(run: Run, members: Members) -> Members:
     return Members(ones, index_map=index, pool=members.pool)
 
 
-def _held_out(run: Run, weights: Tensor, held: list[Tensor]) -> Float[Tensor, "evaluations *out"]:
+def _held_out(
+    run: Run, weights: Tensor, held: list[Tensor], buffers: Buffers | None
+) -> Float[Tensor, "evaluations *out"]:
     """Each model's outputs for the examples it was trained without: computed alone, or picked from all if most are."""
     problem, widest = run.problem, max(len(index) for index in held)
     inputs = problem.inputs
+    if buffers is not None:
+        each = [take_examples(inputs, index.to(problem.device)) for index in held]
+        return torch.cat(module_outputs(run, list(weights), buffers, each, weights.dtype))
     if widest * len(held) > 4 * len(problem):
         found = []
         for rows in slices(len(held), max(1, _FEW // len(problem))):

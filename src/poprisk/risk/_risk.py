@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from jaxtyping import Int
 from torch import Tensor
 
-from poprisk.errors import HyperparameterError, RunError
+from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._exclusion import MOST_EXAMPLES, choose_examples, exclusion_risk
 from poprisk.risk._first_order import first_order_risk
 from poprisk.risk._held_back import Weights, held_back_risk
@@ -64,7 +64,7 @@ class Question:
     @cached_property
     def chosen(self) -> Int[Tensor, "m"]:
         """The examples to use, up to a maximum number."""
-        return choose_examples(self.unrolled.num_examples, self.examples, self.seed, most=MOST_EXAMPLES)
+        return choose_examples(self.run.num_examples, self.examples, self.seed, most=MOST_EXAMPLES)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def population_risk(
         run: A recorded run with its problem; or an :class:`Unrolled` of it, to stop earlier or in another precision.
         method: "held_back", "exclusion", "first_order" or "k_fold". "auto" uses the first that is valid: the held-back
             risk where examples were held back, exclusion, and K-fold where the budget allows it. If none is valid, it
-            returns the first of them, marked as not valid.
+            returns K-fold, or else the first of them, marked as not valid.
         retrain_budget: Number of trainings allowed; 0 trains nothing.
         weights: The weights whose risk to estimate: "kept", those that were chosen on held-back examples, or "last",
             those of the last step. Default: the kept ones, if the run has any, for "auto" and "held_back"; all other
@@ -166,7 +166,7 @@ def population_risk(
             f'{method} estimates the risk of the weights at the last step, got weights="{question.weights}": use '
             'method="held_back" for those that were kept'
         )
-    return road.estimate(question)
+    return _estimated(road, question)
 
 
 def _asked_weights(run: Run | Unrolled, method: str, weights: Weights | None) -> Weights:
@@ -183,12 +183,15 @@ def first_valid(question: Question, roads: Sequence[Road]) -> RiskEstimate:
     found: list[RiskEstimate] = []
     held: RiskEstimate | None = None
     obstacles: list[tuple[Road, RunError]] = []
+    if question.run.num_examples < 3:
+        raise DataError(f"population risk needs at least 3 training examples, got {question.run.num_examples}")
+    _ = question.chosen  # refuses examples that do not exist
     for road in roads:
         fits = road.in_auto and question.weights in road.of and road.trainings <= question.retrain_budget
         if not fits or (held is not None and not road.same_model):
             continue
         try:
-            estimate = road.estimate(question)
+            estimate = _estimated(road, question)
         except RunError as error:  # e.g. augmented: it can be retrained
             obstacles.append((road, error))
             continue
@@ -196,10 +199,30 @@ def first_valid(question: Question, roads: Sequence[Road]) -> RiskEstimate:
             held = estimate
         elif estimate.valid:
             return _noted(estimate, obstacles) if held is None else narrower(held, estimate)
-        found.append(estimate)
+        found.insert(0 if road.trainings else len(found), estimate)  # what was trained for is what is said
     if held is None and not found:
-        raise next((e for road, e in obstacles if road.method != "held_back"), obstacles[0][1])
+        raise _with_advice(obstacles, question.retrain_budget)
     return _noted(held or found[0], [] if held else obstacles)
+
+
+def _estimated(road: Road, question: Question) -> RiskEstimate:
+    """The estimate; a RunError of one line where the model does not allow it."""
+    try:
+        return road.estimate(question)
+    except RunError:
+        raise
+    except (DataError, RuntimeError) as error:  # from PyTorch: an operation without the derivatives needed
+        raise RunError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def _with_advice(obstacles: list[tuple[Road, RunError]], budget: int) -> RunError:
+    """What stood in the way of K-fold if it was allowed, else the first obstacle and what to do about it."""
+    error = next((e for road, e in obstacles if road.method != "held_back"), obstacles[0][1])
+    if budget >= FEWEST_FOLDS or "retrain_budget" in str(error):
+        return obstacles[-1][1]
+    said = RunError(f"{str(error).removesuffix('.')}. Or use population_risk(run, retrain_budget={FOLDS}).")
+    said.__cause__ = error
+    return said
 
 
 def _noted(estimate: RiskEstimate, obstacles: list[tuple[Road, RunError]]) -> RiskEstimate:

@@ -45,7 +45,16 @@ from poprisk.runs._training import train
 # isort: split
 # For the rooms above: not public, and not in __all__.
 from poprisk._core.seeds import seeded, step_generator, step_seed
-from poprisk.runs._checkpoint import MODULE_BUFFER, plain_options, rebuild_optimizer, restore, set_options
+from poprisk.runs._checkpoint import (
+    MODULE_BUFFER,
+    capture,
+    capture_buffers,
+    plain_options,
+    rebuild_optimizer,
+    restore,
+    set_options,
+    weights_of,
+)
 from poprisk.runs._digits import NUM_CLASSES, NUM_PIXELS, TRAIN_SIZES
 from poprisk.runs._disk_use import bytes_per_step, readable_size, usual_segment
 from poprisk.runs._first_steps import check_first_steps
@@ -54,6 +63,7 @@ from poprisk.runs._gradients import add_gradients, randomness_of
 from poprisk.runs._layout import layout_of
 from poprisk.runs._linearize import OPTIMIZERS
 from poprisk.runs._manifest import plain
+from poprisk.runs._replay import options_of, rebuilt
 from poprisk.runs._segment import SegmentReader
 from poprisk.runs._storage import MANIFEST, DirectoryStorage, file_records
 

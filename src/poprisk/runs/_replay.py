@@ -107,7 +107,7 @@ def _execute(run: Run, start: int, stop: int, compare: Callable[[int, Callable[[
         for k in range(start, stop):
             reader = run.recorded(k)
             factor, loss_scale = reader.factor(k)
-            for group, options in zip(optimizer.param_groups, _options(run, k), strict=True):
+            for group, options in zip(optimizer.param_groups, options_of(run, k), strict=True):
                 checkpoint.set_options(group, options)
             parts = reader.parts(k)
             with recorder.step([i for i, _ in parts], weights=_weights(parts), loss_scale=loss_scale) as step:
@@ -125,7 +125,7 @@ def _execute(run: Run, start: int, stop: int, compare: Callable[[int, Callable[[
 
 
 def _rebuild(run: Run, problem: Problem, start: int) -> tuple[nn.Module, Optimizer, bool]:
-    manifest, layout = run.manifest, run.layout
+    manifest = run.manifest
     training = manifest["training"]
     seeds_forward = isinstance(training, dict) and bool(training.get("seeded_forward"))
     hindered = [o for o in run.obstacles if not o.startswith("the weights are") and not seeds_forward]
@@ -135,15 +135,21 @@ def _rebuild(run: Run, problem: Problem, start: int) -> tuple[nn.Module, Optimiz
         raise RunError(
             f"inputs were augmented in the run, but problem {problem.name!r} has no augment: pass the one that was used"
         )
-    module = run.module()
+    return *rebuilt(run, run.checkpoint(start), start), seeds_forward
+
+
+def rebuilt(
+    run: Run, tensors: Mapping[str, Tensor], k: int, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """Module and optimizer before step k, with these weights, buffers and states in the form of a checkpoint."""
+    module, options = run.module(dtype), options_of(run, k)
     parameters = [p for p in module.parameters() if p.requires_grad]
-    options = _options(run, start)
-    optimizer = checkpoint.rebuild_optimizer(manifest["optimizer"]["name"], options, layout, parameters)
-    checkpoint.restore(run.checkpoint(start), layout, module, parameters, optimizer, options)
-    return module, optimizer, seeds_forward
+    optimizer = checkpoint.rebuild_optimizer(run.manifest["optimizer"]["name"], options, run.layout, parameters)
+    checkpoint.restore(tensors, run.layout, module, parameters, optimizer, options)
+    return module, optimizer
 
 
-def _options(run: Run, k: int) -> list[dict[str, Any]]:
+def options_of(run: Run, k: int) -> list[dict[str, Any]]:
     """The options of a step, with ``fused=None`` as it was meant: without the C kernel in earlier recordings."""
     options: list[dict[str, Any]] = [dict(group) for group in run.options(k)]
     numerics: Mapping[str, Any] = run.manifest["numerics"]

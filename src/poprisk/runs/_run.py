@@ -121,6 +121,13 @@ class Run:
         return self._manifest["examples"]
 
     @property
+    def num_trained(self) -> int:
+        """Number of training examples without those that ``train(…, hold_back=…)`` held back."""
+        training = self._manifest["training"]
+        held = training.get("hold_back") if isinstance(training, dict) else None
+        return self.num_examples - (held["examples"] if held else 0)
+
+    @property
     def num_weights(self) -> int:
         """Number d of trainable weights."""
         return self.layout.size

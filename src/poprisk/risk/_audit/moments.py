@@ -66,6 +66,15 @@ def evaluate(run: Run, moments: Sequence[int], *, batch_size: int = 1024) -> Ite
         before = k
 
 
+def buffers_at(run: Run, k: int) -> dict[str, Tensor]:
+    """The module's buffers before step k, as :func:`evaluate` has them; empty if training did not change any."""
+    if not has_changing_buffers(run):
+        return {}
+    network = Network(run, 1024)
+    network.go_to(k)
+    return {name: b.detach().clone() for name, b in network.module.named_buffers()}
+
+
 def has_changing_buffers(run: Run) -> bool:
     """Whether training changed buffers of the module, as batch normalization does."""
     return any(name.startswith(MODULE_BUFFER) for name in run.checkpoint(run.num_steps))

@@ -1,15 +1,20 @@
 """The members of an ensemble of trainings: their example weights, examples and labels, and their batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from poprisk._core.autodiff import Inputs, take_examples
-from poprisk.errors import DataError
-from poprisk.runs import Problem, Run
+from poprisk.errors import DataError, RunError
+from poprisk.runs import Problem, Run, SegmentReader
+
+_UNEXPLAINED = 1e-6
+"""Relative difference from 1 beyond which a recorded factor is not rounding."""
+Buffers = tuple[dict[str, Tensor], ...]
+"""For each member, the buffers that training changed (running statistics), by name."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,28 @@ class Members:
     def count(self) -> int:
         """K."""
         return len(self.weights)
+
+
+@dataclass(frozen=True)
+class Retrained:
+    """The members after training."""
+
+    weights: Float[Tensor, "members d"]
+    """Weights after the last step; NaN where a member diverged."""
+    kept: dict[int, Float[Tensor, "members d"]]
+    """Weights before the steps that were asked for."""
+    trainings: float
+    """Cost in trainings like the recorded one."""
+    notes: tuple[str, ...]
+    """What was taken over from the recorded run instead of trained again."""
+    step: int = 0
+    """The step of the run that the members take next."""
+    state: tuple[Float[Tensor, "members d"], ...] = ()
+    """State of their optimizers there, to resume from."""
+    buffers: dict[int, Buffers] = field(default_factory=dict)
+    """Buffers before each kept step and at the end, if the members were trained one after another."""
+    members: tuple[dict[str, Tensor], ...] = ()
+    """Checkpoints of members that were trained one after another, to resume from."""
 
 
 class MemberExamples:
@@ -90,6 +117,7 @@ def check_members(run: Run, members: Members, keep: Sequence[int]) -> None:
 
     Raises:
         DataError: weights are negative, not finite or of the wrong shape, or an index is out of range.
+        RunError: other examples for an augmented run.
     """
     n, weights, K = run.num_examples, members.weights, members.count
     if weights.dim() != 2 or weights.shape[1] != n or not K or not weights.is_floating_point():
@@ -116,8 +144,41 @@ def check_members(run: Run, members: Members, keep: Sequence[int]) -> None:
         raise DataError(f"the shape of targets must start with {[K, n]}, got {list(members.targets.shape)}")
     if members.initial is not None and members.initial.shape != (K, run.num_weights):
         raise DataError(f"initial must have shape {[K, run.num_weights]}, got {list(members.initial.shape)}")
+    if run.augmented and members.index_map is not None:
+        raise RunError("an augmented run cannot be retrained with other examples: train without augment")
     if any(not 0 <= k <= run.num_steps for k in keep):
         raise DataError(f"weights can be kept before the steps 0 … {run.num_steps}, got {list(keep)}")
+
+
+def mean_weights(index: Tensor, batches: int) -> Float[Tensor, "b"]:
+    """The weight of each example of a micro-batch, one of several, in the loss of a step that is their mean."""
+    return torch.full((len(index),), 1 / (batches * len(index)), dtype=torch.float64)
+
+
+def recorded_factor(reader: SegmentReader, k: int, notes: list[str]) -> float:
+    """The recorded factor of the gradient of step k; adds a note where its origin is not known."""
+    factor, scale = reader.factor(k)
+    if abs(factor * scale - 1) > _UNEXPLAINED:
+        notes.append(
+            "gradients were multiplied by factors of unknown origin (such as clipping in a custom loop): "
+            "each member uses the recorded factors"
+        )
+    return factor * scale
+
+
+def cannot_repeat(run: Run, k: int, w: Float[Tensor, "d"]) -> None:
+    """Refuse weights before step k that should be the recorded ones and are not.
+
+    Raises:
+        RunError: they differ by more than rounding.
+    """
+    recorded = run.weights(k).to(w)
+    distance, off = (recorded - run.weights(0).to(w)).norm(), (w - recorded).norm()
+    if not bool(off <= 1e-3 * distance + 1e-5 * recorded.norm()):
+        raise RunError(
+            f"step {k - 1} cannot be repeated: its weights differ by {float(off / recorded.norm()):.1e} "
+            "(relative). Record a run without a variance source, whose loop does not change gradients"
+        )
 
 
 def parts(inputs: Inputs) -> tuple[Tensor, ...]:

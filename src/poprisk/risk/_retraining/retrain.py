@@ -1,7 +1,9 @@
 """Train a recorded run again many times at once, each time with other example weights, examples or labels."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -11,34 +13,27 @@ from torch.nn import functional as F
 
 from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, probe, resolve_loss, slices
 from poprisk._core.progress import training_progress
-from poprisk.errors import DataError, RunError
-from poprisk.risk._retraining.members import MemberExamples, Members, cast, check_members, moved, parts
+from poprisk.errors import DataError, PopRiskError, RunError
+from poprisk.risk._retraining.members import (
+    Buffers,
+    MemberExamples,
+    Members,
+    Retrained,
+    cannot_repeat,
+    cast,
+    check_members,
+    mean_weights,
+    moved,
+    parts,
+    recorded_factor,
+)
+from poprisk.risk._retraining.one_by_one import module_outputs, train_one_by_one
 from poprisk.runs import FlatRule, Problem, Run, SegmentReader, flat_rule, step_generator
 
 _CACHED_BYTES = 2**23
 """Size of a stacked vector beyond which a CPU is slower per member, because it no longer fits in the cache."""
 _SMALL_WORK = 1e12
 """Number of multiplications up to which no progress is shown."""
-_UNEXPLAINED = 1e-6
-"""Relative difference from 1 beyond which a recorded factor is not rounding."""
-
-
-@dataclass(frozen=True)
-class Retrained:
-    """The members after training."""
-
-    weights: Float[Tensor, "members d"]
-    """Weights after the last step; NaN where a member diverged."""
-    kept: dict[int, Float[Tensor, "members d"]]
-    """Weights before the steps that were asked for."""
-    trainings: float
-    """Cost in trainings like the recorded one."""
-    notes: tuple[str, ...]
-    """What was taken over from the recorded run instead of trained again."""
-    step: int = 0
-    """The step of the run that the members take next."""
-    state: tuple[Float[Tensor, "members d"], ...] = ()
-    """State of their optimizers there, to resume from."""
 
 
 def retrain(
@@ -52,8 +47,9 @@ def retrain(
     memory: int = 2**30,
     progress: bool | None = None,
     check: bool = True,
+    folder: str | Path | None = None,
 ) -> Retrained:
-    r"""Train a run's model again from its first weights, K times in one stacked computation.
+    r"""Train a run's model again from its first weights, K times: in one stacked computation where that is possible.
 
     Batches in their order, options, learning rates, micro-batches and seeded augmentation are the recorded ones. Where
     :func:`poprisk.runs.train` clipped (``clip_norm``), each member's gradient is clipped by its own norm; a factor from
@@ -64,8 +60,12 @@ def retrain(
     that K members cost the arithmetic of K runs. On the CPU a few members are trained at a time, about 8 MiB per
     stacked vector, which is faster than all at once; ``memory`` limits it on every device.
 
+    Modules that mix the examples of a batch or draw at random (BatchNorm, Dropout), and those without the derivatives
+    that stacking takes (GRU, custom autograd functions), are trained one member after the other, by
+    :mod:`poprisk.risk._retraining.one_by_one`; ``notes`` says why.
+
     Args:
-        run: A recorded run with its problem, without obstacles to exact analysis (``run.obstacles``).
+        run: A recorded run with its problem.
         members: How each training differs from the recorded one.
         keep: Steps before which the weights are kept, from 0 to ``stop``.
         stop: The step before which to stop; default: the end of the run.
@@ -74,13 +74,14 @@ def retrain(
         memory: Approximate limit in bytes for the members trained together.
         progress: Whether to show progress on stderr; None shows it for long trainings.
         check: Whether to compare the first two steps with the recorded ones, where every step was recorded.
+        folder: Directory in which each finished training is kept, and found by a later call; with it, members are
+            trained one after another.
 
     Returns:
         The members' weights, on the device of the problem's examples.
 
     Raises:
-        RunError: the run has no problem, mixes its examples or uses random numbers, has weights of low precision, or
-            its steps cannot be repeated from its optimizer and problem.
+        RunError: the run has no problem, or its steps cannot be repeated from its optimizer and problem.
         DataError: weights are negative, not finite or of the wrong shape, or an index is out of range.
 
     >>> from poprisk import train
@@ -92,14 +93,75 @@ def retrain(
     tensor([[1.],
             [0.]])
     """
-    run.require_exact()
-    rule, dtype = flat_rule(run), dtype or run.layout.dtype
     check_members(run, members, keep)
-    trainer = _Trainer(run, rule, dtype, members)
+    last = run.num_steps if stop is None else stop
+    _resumed(run, members, keep, last, resume)
+    why = "to keep each of them" if folder is not None else stacking_obstacle(run, dtype)
+    if resume is not None and resume.members:
+        why = why or "as before"
+    if why:
+        how = {"resume": resume, "dtype": dtype, "progress": progress, "check": check, "folder": folder}
+        return train_one_by_one(run, members, keep, last, **how, why=why)
+    return _stacked(run, members, keep, last, resume, dtype or run.layout.dtype, memory, progress, check)
+
+
+def stacking_obstacle(run: Run, dtype: torch.dtype | None = None) -> str | None:
+    """Why members of this run cannot be trained in one stacked computation; None if they can."""
+    if run.obstacles:
+        return _brief(run.obstacles[0])
+    few = torch.arange(min(2, run.num_examples))
+    try:
+        trainer = _Trainer(run, flat_rule(run), dtype or run.layout.dtype, Members(torch.ones(2, run.num_examples)))
+        _held(trainer)
+        inputs, targets = run.problem.batch(few, dtype=trainer.dtype)
+        w = trainer.first_weights(slice(0, 2))
+        with _no_fallback(), exact_kernels(trainer.module):
+            vmap(trainer._gradient, in_dims=(0, None, None, None))(w, w.new_ones(len(few)), inputs, targets)
+            with torch.no_grad():
+                vmap(trainer.outputs, in_dims=(0, None))(w, inputs)
+    except (PopRiskError, RuntimeError) as error:  # from PyTorch: no batching rule, an operation in place
+        return _brief(str(error) or type(error).__name__)
+    return None
+
+
+def _brief(text: str) -> str:
+    """The first clause of an error, without what to do.
+
+    >>> _brief("aten::embedding_bag hit the vmap fallback which is currently disabled")
+    "torch.func.vmap has no rule for 'embedding_bag'"
+    """
+    line = text.splitlines()[0]
+    if "hit the vmap fallback" in line:
+        return f"torch.func.vmap has no rule for {line.split()[0].removeprefix('aten::')!r}"
+    return line.rpartition(" but ")[2].partition(": ")[0].partition(", so ")[0]
+
+
+@contextmanager
+def _no_fallback() -> Iterator[None]:
+    """Refuse operations that ``vmap`` would take member by member, with a warning."""
+    before = torch._C._functorch._is_vmap_fallback_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._functorch._set_vmap_fallback_enabled(False)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(before)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _stacked(
+    run: Run,
+    members: Members,
+    keep: Sequence[int],
+    last: int,
+    resume: Retrained | None,
+    dtype: torch.dtype,
+    memory: int,
+    progress: bool | None,
+    check: bool,
+) -> Retrained:
+    trainer = _Trainer(run, flat_rule(run), dtype, members)
     if check and run.is_dense and run.num_steps:
         _check_first_steps(run, trainer)
-    last = run.num_steps if stop is None else stop
-    first = _resumed(run, members, keep, last, resume)
+    first = 0 if resume is None else resume.step
     largest = max((len(index) for k in range(run.num_steps) for index, _ in trainer.recorded(k).parts(k)), default=1)
     width = _members_at_once(trainer, memory, _held(trainer), largest)
     steps = last - first
@@ -129,8 +191,8 @@ def retrain(
     )
 
 
-def _resumed(run: Run, members: Members, keep: Sequence[int], last: int, resume: Retrained | None) -> int:
-    """The step to continue from; refuses members that cannot be resumed."""
+def _resumed(run: Run, members: Members, keep: Sequence[int], last: int, resume: Retrained | None) -> None:
+    """Refuse members that cannot be resumed."""
     first = 0 if resume is None else resume.step
     if not first <= last <= run.num_steps or any(not first <= k <= last for k in keep):
         raise DataError(
@@ -141,7 +203,6 @@ def _resumed(run: Run, members: Members, keep: Sequence[int], last: int, resume:
         raise DataError(
             f"resume has members of shape {list(resume.weights.shape)}, expected {[members.count, run.num_weights]}"
         )
-    return first
 
 
 @dataclass
@@ -164,8 +225,6 @@ class _Trainer:
             raise RunError(
                 f"the run was augmented, but problem {problem.name!r} has no augment: pass the one that was used"
             )
-        if run.augmented and self.members.index_map is not None:
-            raise RunError("an augmented run cannot be retrained with other examples: train without augment")
         self._gradient = grad_and_value(self._loss)
         self._stacked: dict[tuple[int, ...], Replayed[tuple[Tensor, Tensor]]] = {}
         self._reader: SegmentReader | None = None
@@ -212,7 +271,7 @@ class _Trainer:
         generator = None if self.seed is None else step_generator(self.seed, k)
         g, loss = None, w.new_zeros(())
         for index, given in batches:
-            recorded = _mean_weights(index, len(batches)) if given is None else given
+            recorded = mean_weights(index, len(batches)) if given is None else given
             omega = (recorded * factor).to(self.device, self.dtype)
             inputs, targets, axes = data.batch(index, generator)
             weights = omega * data.weights[:, index.to(self.device)]
@@ -245,13 +304,7 @@ class _Trainer:
         """The factor of the recorded gradient, apart from clipping, which is computed again."""
         if self.clip_norm is not None:
             return 1.0
-        factor, scale = self.recorded(k).factor(k)
-        if abs(factor * scale - 1) > _UNEXPLAINED:
-            self.notes.append(
-                "gradients were multiplied by factors of unknown origin (such as clipping in a custom loop): "
-                "each member uses the recorded factors"
-            )
-        return factor * scale
+        return recorded_factor(self.recorded(k), k, self.notes)
 
     def _loss(self, w: Tensor, weights: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
         return torch.dot(weights, example_losses(self.problem, self.outputs(w, inputs), targets))
@@ -280,9 +333,17 @@ def example_losses(problem: Problem, outputs: Float[Tensor, "b *out"], targets: 
 
 
 def member_outputs(
-    run: Run, weights: Float[Tensor, "members d"], inputs: Inputs, *, own: bool = False, memory: int = 2**30
+    run: Run,
+    weights: Float[Tensor, "members d"],
+    inputs: Inputs,
+    *,
+    own: bool = False,
+    memory: int = 2**30,
+    buffers: Buffers | None = None,
 ) -> Float[Tensor, "members b *out"]:
     """Every member's outputs for a batch, or with ``own`` for a batch of its own (inputs [members, b, …]).
+
+    Members that were trained one after another have ``buffers``, and are evaluated one after another.
 
     >>> from poprisk import train
     >>> problem = Problem(torch.nn.Linear, "squared", torch.eye(2), torch.ones(2, 1),
@@ -292,6 +353,10 @@ def member_outputs(
     tensor([[1., 2.],
             [3., 4.]])
     """
+    if buffers is not None:
+        given, several = parts(moved(inputs, run.problem.device)), range(len(weights))
+        each: list[Inputs] = [tuple(x[j] for x in given) if own else given for j in several]
+        return torch.stack(module_outputs(run, list(weights), buffers, each, weights.dtype))
     trainer = _Trainer(run, flat_rule(run), weights.dtype, Members(torch.ones(len(weights), run.num_examples)))
     converted = tuple(cast(part, weights.dtype) for part in parts(moved(inputs, weights.device)))
     held = _held(trainer)
@@ -336,19 +401,9 @@ def _members_at_once(trainer: _Trainer, memory: int, held: int, batch: int) -> i
     return int(fits if trainer.device.type != "cpu" else min(fits, max(10, _CACHED_BYTES // vector)))
 
 
-def _mean_weights(index: Tensor, batches: int) -> Float[Tensor, "b"]:
-    return torch.full((len(index),), 1 / (batches * len(index)), dtype=torch.float64)
-
-
 def _check_first_steps(run: Run, trainer: _Trainer) -> None:
     """Refuse a run whose first steps do not follow from its problem and its optimizer's options."""
     alone = _Trainer(run, trainer.rule, trainer.dtype, Members(torch.ones(1, run.num_examples)))
     stop = min(2, run.num_steps)
     for k, w, _, _ in alone.steps(slice(0, 1), stop):
-        recorded = run.weights(k).to(w)
-        distance, off = (recorded - run.weights(0).to(w)).norm(), (w[0] - recorded).norm()
-        if not bool(off <= 1e-3 * distance + 1e-5 * recorded.norm()):
-            raise RunError(
-                f"step {k - 1} cannot be repeated: its weights differ by {float(off / recorded.norm()):.1e} "
-                "(relative). Record a run without a variance source, whose loop does not change gradients"
-            )
+        cannot_repeat(run, k, w[0])
