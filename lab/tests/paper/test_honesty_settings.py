@@ -95,7 +95,7 @@ def test_noise_has_the_tails_it_is_said_to_have(tails):
 
 
 def test_the_truth_is_the_mean_loss_of_the_last_weights():
-    setting, run = trained("tune 002")  # a linear model
+    setting, run = trained("tune 004")  # a linear model
     truth = setting.truth(run)
     *_, x, y = setting._data
     w = run.weights(run.num_steps).double()
@@ -115,7 +115,7 @@ def test_the_final_module_has_the_buffers_of_the_last_step():
 
 
 def test_held_back_weights_have_a_truth_of_their_own():
-    setting, run = trained("tune 109")
+    setting, run = trained("tune 108")
     kept = setting.kept_truth(run)
     assert kept is not None
     assert kept.value != setting.truth(run).value

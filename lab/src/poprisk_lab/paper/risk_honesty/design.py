@@ -18,7 +18,7 @@ Split = Literal["tune", "report"]
 REGIMES = ("under-trained", "early", "trained", "long")
 _REGRESSION = ("squared", "absolute", "huber")
 _LINEAR = ("linear", "softmax", "logistic")
-_LONGEST = 6_000_000
+_LONGEST = 2_000_000
 """Largest product of steps and weights: what a recording keeps of each step."""
 
 
@@ -76,7 +76,7 @@ SPLITS: dict[Split, Levels] = {
         spread=(0.2, 0.6, 1.2),
         features=(6, 12, 20),
         linear_features=(6, 12, 20, 38),
-        steps={"under-trained": (12, 25), "early": (80, 120), "trained": (250, 350), "long": (700, 1100)},
+        steps={"under-trained": (12, 25), "early": (60, 90), "trained": (180, 250), "long": (400, 600)},
     ),
     "report": Levels(
         seed=2,
@@ -91,7 +91,7 @@ SPLITS: dict[Split, Levels] = {
         spread=(0.1, 0.4, 1.0),
         features=(8, 16, 24),
         linear_features=(8, 16, 28, 58),
-        steps={"under-trained": (15, 30), "early": (60, 150), "trained": (300, 400), "long": (800, 1400)},
+        steps={"under-trained": (15, 30), "early": (50, 100), "trained": (150, 300), "long": (450, 700)},
     ),
 }
 
@@ -237,7 +237,7 @@ class _Design:
             base = {"squared": 0.02, "absolute": 0.02, "huber": 0.03}.get(loss, 0.1)
             base *= 0.3 if optimizer == "momentum" else 1.0
             return factor * base * (2.0 if model in ("softmax", "logistic") else 1.0)
-        base = 0.01 if model in _LINEAR else 0.004
+        base = 0.01 if model in _LINEAR else 0.006
         return factor * base * (10.0 if optimizer in LITERAL else 1.0)
 
     def _steps(self, model: str, regime: str, shape: tuple[int, ...], width: int, classes: int) -> int:

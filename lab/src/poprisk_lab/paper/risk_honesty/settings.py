@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from poprisk import Gate, PopRiskAdamW
-from poprisk._core.autodiff import resolve_loss
+from poprisk._core.autodiff import Inputs, resolve_loss
 from poprisk.runs import MODULE_BUFFER, Problem, Run, train
 from poprisk_lab.paper.risk_honesty import sources
 from poprisk_lab.paper.risk_honesty.networks import LOSSES, build
@@ -103,6 +103,16 @@ class Setting:
         return {**factors, "shape": list(self.shape)}
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the weights."""
+        return torch.float64 if self.double else torch.float32
+
+    @property
+    def schedule(self) -> Callable[[int], float] | None:
+        """Factor of the rate in each step; None for a constant rate."""
+        return self._rate if self.cosine else None
+
+    @property
     def is_real(self) -> bool:
         """Whether the examples are from a real data set, of which the test set is what remains."""
         return self.source in sources.REAL
@@ -118,12 +128,12 @@ class Setting:
     def problem(self) -> Problem:
         """The training examples with the model and its loss; the test set is not part of it."""
         x, y, _, _ = self._data
-        dtype = torch.float64 if self.double else torch.float32
+        y = self._targets(y)
         return Problem(
             build,
             LOSSES[self.loss],
-            x.to(dtype),
-            self._targets(y).to(dtype) if not self.classes or self.loss == "logistic" else y,
+            x.to(self.dtype),
+            y.to(self.dtype) if y.is_floating_point() else y,
             name=self.name,
             arguments={
                 "kind": self.model,
@@ -143,8 +153,8 @@ class Setting:
             self.steps,
             batch_size=self.batch,
             seed=self.seed,
-            schedule=self._rate if self.cosine else None,
-            dtype=torch.float64 if self.double else None,
+            schedule=self.schedule,
+            dtype=self.dtype,
             hold_back=self.hold_back or None,
             progress=False,
         )
@@ -173,25 +183,28 @@ class Setting:
     def training_loss(self, run: Run) -> float:
         """The mean loss of the final model on its training examples, in evaluation mode."""
         x, y, _, _ = self._data
-        return self._losses(final_module(run), x, y).mean().item()
+        return mean_loss(final_module(run), self.loss, x, self._targets(y)).value
 
     def _risk(self, module: nn.Module) -> Truth:
-        losses = self._losses(module, *self._data[2:])
-        return Truth(losses.mean().item(), losses.std().item() / math.sqrt(len(losses)), len(losses))
-
-    def _losses(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        module = module.eval()
-        dtype = next(module.parameters()).dtype
-        with torch.no_grad():
-            outputs = torch.cat([module(rows.to(dtype)) for rows in x.split(2000)])
-        loss: Callable[[Tensor, Tensor], Tensor] = resolve_loss(LOSSES[self.loss])
-        return torch.func.vmap(loss)(outputs.double(), self._targets(y))
+        _, _, x, y = self._data
+        return mean_loss(module, self.loss, x, self._targets(y))
 
     def _targets(self, y: Tensor) -> Tensor:
         return y.double().reshape(-1, 1) if self.loss == "logistic" else y
 
     def _rate(self, k: int) -> float:
         return 0.5 * (1 + math.cos(math.pi * k / self.steps))
+
+
+def mean_loss(module: nn.Module, loss: str, x: Tensor, y: Tensor) -> Truth:
+    """Mean loss of a module in evaluation mode, and its standard error; losses in float64."""
+    module = module.eval()
+    dtype = next(module.parameters()).dtype
+    with torch.no_grad():
+        outputs = torch.cat([module(rows.to(dtype)) for rows in x.split(2000)]).double()
+    targets = y.double() if y.is_floating_point() else y
+    losses = torch.func.vmap(resolve_loss(LOSSES[loss]))(outputs, targets)
+    return Truth(losses.mean().item(), losses.std().item() / math.sqrt(len(losses)), len(losses))
 
 
 def final_module(run: Run) -> nn.Module:
@@ -207,11 +220,12 @@ def final_module(run: Run) -> nn.Module:
     return module.eval()
 
 
-def shifted(images: Tensor, generator: Generator) -> Tensor:
+def shifted(images: Inputs, generator: Generator) -> Inputs:
     """Every image moved by up to one pixel in each direction, around the edges.
 
     >>> shifted(torch.zeros(2, 1, 8, 8), Generator().manual_seed(0)).shape
     torch.Size([2, 1, 8, 8])
     """
+    assert isinstance(images, Tensor)
     moves = torch.randint(-1, 2, (len(images), 2), generator=generator).tolist()
     return torch.stack([image.roll((a, b), (-2, -1)) for image, (a, b) in zip(images, moves, strict=True)])

@@ -1,0 +1,151 @@
+"""The estimates of population risk that the honesty study compares: the library's, and those that others use."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from poprisk.errors import PopRiskError
+from poprisk.risk import RiskEstimate, _risk, population_risk
+from poprisk.runs import Run, train
+from poprisk_lab.paper.risk_honesty.baselines import kernel_gcv_risk, takeuchi_risk
+from poprisk_lab.paper.risk_honesty.settings import Setting, Truth, final_module, mean_loss
+
+BUDGET = 10
+"""Number of trainings allowed where trainings are allowed."""
+JUDGED = ("exclusion", "first_order", "leverage", "held_back", "k_fold", "auto", "auto10")
+"""Methods that say whether they are valid."""
+_HELD_OUT = 0.2
+_LARGEST_KERNEL = 1500
+"""Largest number of outputs on the training set for which a tangent kernel is decomposed."""
+_NO_KERNEL = ("batchnorm", "cnn_batchnorm", "dropout", "gru", "transformer")
+"""Models for which derivatives by the example do not exist or cannot be had from ``torch.func``."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How an estimate is made."""
+
+    name: str
+    estimate: Callable[[Setting, Run], RiskEstimate | Truth | float]
+    defined: Callable[[Setting], bool] = lambda _: True
+
+
+def available() -> dict[str, Method]:
+    """Every method that this version of the library has, by name; a method that is not there yet is left out."""
+    known = get_args(get_type_hints(population_risk)["method"])
+    made = [
+        Method("auto", lambda _, run: population_risk(run)),
+        Method("auto10", lambda _, run: population_risk(run, retrain_budget=BUDGET)),
+        Method("k_fold", lambda _, run: population_risk(run, "k_fold", retrain_budget=BUDGET)),
+        Method("holdout", _held_out),
+        Method("gcv", _kernel_gcv, lambda setting: setting.loss == "squared" and _small(setting)),
+        Method("takeuchi", _takeuchi, lambda setting: setting.loss in ("squared", "cross_entropy") and _small(setting)),
+    ]
+    for name in JUDGED:
+        if name in known and name not in ("auto", "k_fold"):
+            call = _first_order if name == "first_order" else _named(name)
+            made.append(Method(name, call, _has_block if name == "held_back" else lambda _: True))
+    return {method.name: method for method in made}
+
+
+def as_row(found: RiskEstimate | Truth | float) -> dict[str, Any]:
+    """An answer as JSON values; numbers that are not finite become None."""
+    if isinstance(found, RiskEstimate):
+        about = {"valid": bool(found.valid), "reason": found.reason, "target": found.target, "by": found.method}
+        return {"value": finite(found.value), "standard_error": finite(found.standard_error), **about}
+    if isinstance(found, Truth):
+        return {"value": finite(found.value), "standard_error": finite(found.error), "valid": True}
+    return {"value": finite(found), "standard_error": None, "valid": True}
+
+
+def finite(x: Any) -> float | None:
+    """The number; None for one that is not finite.
+
+    >>> finite(float("inf")), finite(2)
+    (None, 2.0)
+    """
+    return None if x is None or not math.isfinite(float(x)) else float(x)
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """Let every estimate be made once for a run, however many methods use it: the answers are those of single calls."""
+    before, known = _risk.ROADS, {}
+
+    def once(road: _risk.Road) -> Callable[[_risk.Question], RiskEstimate]:
+        def estimate(question: _risk.Question) -> RiskEstimate:
+            key = (road.method, id(question.run), question.weights, question.retrain_budget if road.trainings else 0)
+            if key not in known:
+                try:
+                    known[key] = road.estimate(question)
+                except PopRiskError as error:
+                    known[key] = error
+            if isinstance(known[key], PopRiskError):
+                raise known[key]
+            return known[key]
+
+        return estimate
+
+    _risk.ROADS = tuple(replace(road, estimate=once(road)) for road in before)
+    try:
+        yield
+    finally:
+        _risk.ROADS = before
+
+
+def _first_order(_: Setting, run: Run) -> RiskEstimate:
+    """First order, where exclusion is valid: elsewhere it is not valid by its own rule, and is not computed."""
+    checked = population_risk(run, "exclusion")
+    if checked.valid:
+        return population_risk(run, "first_order")
+    reason = f"exclusion, which checks the first order, is not valid: {checked.reason}"
+    return RiskEstimate(math.nan, math.nan, False, reason, method="first_order")
+
+
+def _named(name: Any) -> Callable[[Setting, Run], RiskEstimate]:
+    return lambda _, run: population_risk(run, name)
+
+
+def _has_block(setting: Setting) -> bool:
+    return setting.hold_back > 0
+
+
+def _small(setting: Setting) -> bool:
+    outputs = setting.classes if setting.loss == "cross_entropy" else 1
+    return setting.n * outputs <= _LARGEST_KERNEL and setting.model not in _NO_KERNEL
+
+
+def _held_out(setting: Setting, run: Run) -> Truth:
+    """A fifth of the examples kept aside, one training on the others: what most people do."""
+    problem, n = run.problem, run.num_examples
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(setting.seed))
+    held, kept = order.split([round(_HELD_OUT * n), n - round(_HELD_OUT * n)])
+    rest, block = problem.held_back(kept, held)
+    again = train(
+        rest,
+        setting.make_optimizer,
+        setting.steps,
+        batch_size=min(setting.batch, len(rest)),
+        seed=setting.seed,
+        schedule=setting.schedule,
+        dtype=setting.dtype,
+        progress=False,
+    )
+    inputs, targets = block.batch()
+    assert isinstance(inputs, torch.Tensor)
+    return mean_loss(final_module(again), setting.loss, inputs, targets)
+
+
+def _kernel_gcv(_: Setting, run: Run) -> float:
+    model = run.model(torch.float64)
+    inputs, targets = run.problem.batch(dtype=torch.float64)
+    return kernel_gcv_risk(model, run.weights(run.num_steps).double(), run.weights(0).double(), inputs, targets)
+
+
+def _takeuchi(_: Setting, run: Run) -> float:
+    inputs, targets = run.problem.batch(dtype=torch.float64)
+    return takeuchi_risk(run.model(torch.float64), run.weights(run.num_steps).double(), inputs, targets)

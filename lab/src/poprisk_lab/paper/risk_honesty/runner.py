@@ -1,0 +1,182 @@
+"""``python -m poprisk_lab.paper.risk_honesty.runner``: run the settings of a split, one JSON line for each answer.
+
+    python -m poprisk_lab.paper.risk_honesty.runner --split tune --folder DIR --limit 20 --methods auto k_fold
+    python -m poprisk_lab.paper.risk_honesty.runner --split report --folder DIR --workers 2 --output risk_honesty.json
+
+Lines go to ``DIR/SPLIT.jsonl`` as they come, each in one write. What is there is not made again, so that a run that was
+interrupted goes on where it was. With ``--output`` the lines of both splits, if they are there, are condensed into a
+result with its summary. RULE.md says how answers are judged.
+"""
+
+import argparse
+import json
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poprisk._core.store import environment, save_result
+from poprisk._core.store.exclusive import append_line
+from poprisk.runs import Run
+from poprisk_lab.paper.risk_honesty.design import SPLITS, Split, settings
+from poprisk_lab.paper.risk_honesty.judging import KIND, summarize
+from poprisk_lab.paper.risk_honesty.methods import Method, as_row, available, finite, remembered
+from poprisk_lab.paper.risk_honesty.settings import Setting, Truth
+
+TRUTH = "truth"
+"""Name of the line with the true risk of a setting."""
+SECONDS = 300.0
+"""Processor time after which a method counts as having no answer."""
+Row = Mapping[str, Any]
+
+
+class TimeLimitError(Exception):
+    """A method took more than its time."""
+
+
+def lines_of(folder: Path, split: str) -> list[dict[str, Any]]:
+    """The stored lines of a split; a line that was cut off is left out."""
+    path, rows = folder / f"{split}.jsonl", []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def run_setting(setting: Setting, methods: Mapping[str, Method], folder: Path, *, seconds: float = SECONDS) -> int:
+    """Make and store what is missing of one setting; returns how many lines were written."""
+    path = folder / f"{setting.split}.jsonl"
+    done = {row["method"] for row in lines_of(folder, setting.split) if row["setting"] == setting.name}
+    wanted = [method for method in methods.values() if method.name not in done and method.defined(setting)]
+    if not wanted and TRUTH in done:
+        return 0
+    with warnings.catch_warnings(), remembered():
+        warnings.simplefilter("ignore")
+        run = setting.run()
+        if TRUTH not in done:
+            _store(path, setting, TRUTH, lambda: _truth(setting, run), seconds)
+        for method in wanted:
+            _store(path, setting, method.name, lambda method=method: as_row(method.estimate(setting, run)), seconds)
+    return len(wanted) + (TRUTH not in done)
+
+
+def _truth(setting: Setting, run: Run) -> dict[str, Any]:
+    kept = setting.kept_truth(run)
+    return {
+        **_plain(setting.truth(run)),
+        "kept": None if kept is None else _plain(kept),
+        "training_loss": finite(setting.training_loss(run)),
+        "weights": run.num_weights,
+    }
+
+
+def _plain(truth: Truth) -> dict[str, Any]:
+    return {key: finite(value) for key, value in asdict(truth).items()}
+
+
+def _store(path: Path, setting: Setting, name: str, make: Callable[[], Row], seconds: float) -> None:
+    """Append a line with the answer, or with the reason why there is none."""
+    start = time.process_time()
+    try:
+        with _limited(seconds):
+            found = dict(make())
+    except TimeLimitError:
+        found = {"value": None, "standard_error": None, "valid": False, "reason": f"no answer within {seconds:g} s"}
+    except Exception as error:  # whatever goes wrong is the answer
+        said = f"{type(error).__name__}: {error}"
+        found = {"value": None, "standard_error": None, "valid": False, "raised": True, "reason": said}
+    taken = round(time.process_time() - start, 3)
+    about = {"setting": setting.name, "method": name, "seconds": taken, "commit": _commit()}
+    append_line(path, json.dumps({**about, **found}))
+
+
+@cache
+def _commit() -> str | None:
+    return environment()["commit"]
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeLimitError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _worker(split: Split, index: int, names: Sequence[str], folder: Path) -> str:
+    torch.set_num_threads(1)
+    setting = settings(split)[index]
+    start = time.process_time()
+    made = run_setting(setting, chosen_methods(names), folder)
+    return f"{setting.name}: {made} answers in {time.process_time() - start:.1f} s"
+
+
+def chosen_methods(names: Sequence[str]) -> dict[str, Method]:
+    """The methods of these names that there are; all of them without names."""
+    return {name: method for name, method in available().items() if not names or name in names}
+
+
+def condensed(folder: Path) -> dict[str, Any]:
+    """The stored lines of both splits as one result: every setting with its truth and its answers, and a summary."""
+    found: dict[str, Any] = {}
+    for split in SPLITS:
+        rows = lines_of(folder, split)
+        answers: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            kept = {key: value for key, value in row.items() if key not in ("setting", "method", "commit")}
+            answers.setdefault(row["setting"], {})[row["method"]] = kept
+        made = [
+            {"name": s.name, "factors": s.factors, TRUTH: answers[s.name].pop(TRUTH), "answers": answers[s.name]}
+            for s in settings(split)
+            if TRUTH in answers.get(s.name, {})
+        ]
+        if made:
+            commits = sorted({str(row["commit"]) for row in rows})
+            found[split] = {"commits": commits, "summary": summarize(made), "settings": made}
+    return found
+
+
+def main() -> None:
+    """Parse the options, run, condense."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--split", choices=list(SPLITS), help="without it nothing is run, only condensed")
+    parser.add_argument("--folder", type=Path, required=True, help="where the lines are stored")
+    parser.add_argument("--limit", type=int, help="run only so many settings, spread over the design")
+    parser.add_argument("--methods", nargs="*", default=[], help="names of methods; default: all there are")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes, one thread each")
+    parser.add_argument("--output", type=Path, help="write the condensed result to this file")
+    arguments = parser.parse_args()
+    if arguments.split is not None:
+        count = len(settings(arguments.split))
+        chosen = list(range(count))[:: max(1, count // arguments.limit) if arguments.limit else 1][: arguments.limit]
+        with ProcessPoolExecutor(arguments.workers, get_context("spawn"), max_tasks_per_child=20) as pool:
+            job = (arguments.methods, arguments.folder)
+            jobs = [pool.submit(_worker, arguments.split, i, *job) for i in chosen]
+            for done, each in enumerate(as_completed(jobs), 1):
+                print(f"{done} of {len(jobs)}: {each.result()}", flush=True)
+    if arguments.output is not None:
+        result = condensed(arguments.folder)
+        save_result(
+            arguments.output, KIND, {"rule": "RULE.md", "splits": {k: v.seed for k, v in SPLITS.items()}}, result
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The honesty study at small size: what is asked, stored and taken up again, and how answers are judged."""
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from poprisk import population_risk
+from poprisk._core.store.envelope import load_result
+from poprisk_lab.paper.risk_honesty import judging, methods, runner
+from poprisk_lab.paper.risk_honesty.design import settings
+from poprisk_lab.paper.risk_honesty.judging import KIND, judge, summarize
+
+QUICK = ("tune 004", "tune 025", "tune 051", "tune 070", "tune 108")
+"""Settings that take little time: linear models and small networks, one of them with a held-back block."""
+
+
+def one(name):
+    [setting] = [s for s in settings("tune") if s.name.startswith(name)]
+    return setting
+
+
+@cache
+def stored(folder):
+    for name in QUICK:
+        runner.run_setting(one(name), runner.chosen_methods(()), Path(folder))
+    return runner.lines_of(Path(folder), "tune")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("honesty")
+
+
+def answer(value=1.0, error=0.1, valid=True, **more):
+    return {"value": value, "standard_error": error, "valid": valid, "reason": "", **more}
+
+
+def judged(*answers, truth=1.0, error=0.0, kept=None, model="relu", method="auto"):
+    return [
+        {
+            "name": f"s{i}",
+            "factors": {"model": model},
+            "truth": {"value": truth, "error": error, "kept": kept},
+            "answers": {method: each},
+        }
+        for i, each in enumerate(answers)
+    ]
+
+
+def test_every_answer_is_a_line_and_no_quick_setting_is_valid_and_wrong(folder):
+    rows = stored(folder)
+    assert all({"setting", "method", "seconds", "commit"} <= set(row) for row in rows)
+    by_setting = {name: {r["method"] for r in rows if r["setting"].startswith(name)} for name in QUICK}
+    for name, found in by_setting.items():
+        assert {"truth", "auto", "auto10", "k_fold", "exclusion", "first_order", "holdout"} <= found, name
+        assert ("held_back" in found) == (name == "tune 108")
+    result = runner.condensed(Path(folder))["tune"]
+    assert len(result["settings"]) == len(QUICK)
+    for name, found in result["summary"]["methods"].items():
+        if name in methods.JUDGED:
+            assert found["wrong_settings"] == [], name
+    assert result["summary"]["methods"]["auto"]["valid"] >= 2
+
+
+def test_what_is_stored_is_not_made_again_and_a_broken_line_is(folder, tmp_path, monkeypatch):
+    lines = [row for row in stored(folder) if row["setting"].startswith("tune 004")]
+    text = [json.dumps(row) for row in lines]
+    (tmp_path / "tune.jsonl").write_text("\n".join([*text[:-1], text[-1][:20]]) + "\n")
+    made = []
+    real = runner._store
+    monkeypatch.setattr(
+        runner, "_store", lambda path, setting, name, *a: made.append(name) or real(path, setting, name, *a)
+    )
+    assert runner.run_setting(one("tune 004"), runner.chosen_methods(()), tmp_path) == 1
+    assert made == [lines[-1]["method"]]
+    monkeypatch.setattr(type(one("tune 004")), "run", lambda _: pytest.fail("it was made already"))
+    assert runner.run_setting(one("tune 004"), runner.chosen_methods(()), tmp_path) == 0
+
+
+def test_estimates_that_methods_share_are_those_of_single_calls(folder):
+    rows = {r["method"]: r for r in stored(folder) if r["setting"].startswith("tune 051")}
+    run = one("tune 051").run()
+    for name, call in {
+        "exclusion": lambda: population_risk(run, "exclusion"),
+        "auto10": lambda: population_risk(run, retrain_budget=10),
+        "k_fold": lambda: population_risk(run, "k_fold", retrain_budget=10),
+    }.items():
+        found = call()
+        assert math.isclose(rows[name]["value"], found.value, rel_tol=1e-6), name
+        assert rows[name]["valid"] == found.valid
+
+
+def test_a_method_that_fails_or_takes_too_long_has_no_answer(tmp_path):
+    def fail(*_):
+        raise ValueError("cannot")
+
+    def slow(*_):
+        while True:
+            torch.ones(100).sum()
+
+    some = {name: methods.Method(name, call) for name, call in {"fails": fail, "slow": slow}.items()}
+    runner.run_setting(one("tune 025"), some, tmp_path, seconds=0.3)
+    rows = {row["method"]: row for row in runner.lines_of(tmp_path, "tune")}
+    assert not rows["fails"]["valid"]
+    assert rows["fails"]["reason"] == "ValueError: cannot"
+    assert rows["slow"]["reason"] == "no answer within 0.3 s"
+    assert rows["slow"]["seconds"] < 5
+
+
+def test_the_command_runs_a_few_settings_and_writes_the_result(folder, tmp_path, monkeypatch, capsys):
+    stored(folder)
+    output = tmp_path / "result.json"
+    monkeypatch.setattr("sys.argv", ["runner", "--folder", str(folder), "--output", str(output)])
+    runner.main()
+    saved = load_result(output, KIND)
+    assert set(saved["result"]) == {"tune"}
+    assert saved["result"]["tune"]["summary"]["settings"] == len(QUICK)
+    assert capsys.readouterr().out == ""
+
+
+def test_methods_that_the_library_does_not_have_are_left_out(monkeypatch):
+    assert {"auto", "auto10", "k_fold", "exclusion", "holdout"} <= set(methods.available())
+    monkeypatch.setattr(methods, "get_args", lambda _: ("auto", "k_fold"))
+    assert not {"exclusion", "leverage", "held_back"} & set(methods.available())
+    assert set(runner.chosen_methods(["auto", "leverage"])) == {"auto"}
+
+
+@pytest.mark.parametrize(
+    ("found", "truth", "error", "wrong", "covered"),
+    [
+        (answer(1.3, 0.11), 1.0, 0.0, True, False),  # 30% and 2.7 errors
+        (answer(1.3, 0.13), 1.0, 0.0, False, False),  # 30%, but within 2.5 errors
+        (answer(1.3, 0.16), 1.0, 0.0, False, True),
+        (answer(1.15, 0.01), 1.0, 0.0, False, False),  # within 20%
+        (answer(1.3, 0.05), 1.0, 0.11, False, False),  # the truth itself is not known better
+        (answer(None, 0.1), 1.0, 0.0, True, False),
+        (answer(1.3, None), 1.0, 0.0, True, False),
+        (answer(1.0, 0.1), None, 0.0, True, False),  # no finite truth
+    ],
+)
+def test_an_answer_is_judged_by_the_rule(found, truth, error, wrong, covered):
+    [setting] = judged(found, truth=truth, error=error)
+    assert judging.is_wrong(setting, found) is wrong
+    assert judging.is_covered(setting, found) is covered
+
+
+def test_a_held_back_block_is_held_against_the_weights_it_chose():
+    kept = {"value": 2.0, "error": 0.0}
+    made = judged(answer(2.0, by="held_back"), answer(2.0, by="exclusion"), kept=kept)
+    assert [judging.distance(s, s["answers"]["auto"])[0] for s in made] == [0.0, 1.0]
+
+
+def test_only_valid_answers_count_as_wrong():
+    found = judge(judged(answer(5.0), answer(5.0, valid=False), answer(1.0)), "auto")
+    assert (found["asked"], found["valid"], found["wrong"], found["covered"]) == (3, 2, 1, 1)
+    assert found["wrong_settings"] == ["s0"]
+    assert found["wrong_if_believed"] == 2
+    low, high = found["wrong_interval"]
+    assert low < 0.5 < high
+
+
+def test_the_bars_are_those_of_the_rule():
+    good, bad = answer(), answer(valid=False)
+    bars = {(b["what"], b["method"]): b for b in summarize(judged(*[good] * 6, *[bad] * 4))["bars"]}
+    assert bars["valid, all settings", "auto"]["met"]
+    assert bars["valid, ReLU", "auto"]["bar"] == 0.5
+    assert bars["wrong", "auto"]["met"]
+    assert bars["covered", "auto"]["met"]
+    assert ("valid, CNN", "auto") not in bars
+    few = {(b["what"], b["method"]): b["met"] for b in summarize(judged(*[good] * 5, *[bad] * 5))["bars"]}
+    assert not few["valid, all settings", "auto"]
+    assert few["valid, ReLU", "auto"]
+    off = summarize(judged(*[good] * 98, answer(3.0), answer(3.0)))["bars"]
+    assert not next(b for b in off if b["what"] == "wrong")["met"]
+    trained = summarize(judged(*[good] * 96, *[bad] * 4, method="auto10"))["bars"]
+    assert not next(b for b in trained if b["what"] == "valid, all settings")["met"]
+
+
+def test_levels_of_a_factor_are_counted_apart():
+    both = judged(answer(), model="cnn") + judged(answer(valid=False), answer(), model="gru")
+    found = judging.by_factor(both, lambda factors: factors["model"], ["auto"])
+    assert {key: (level["settings"], level["auto"]["valid"]) for key, level in found.items()} == {
+        "cnn": (1, 1),
+        "gru": (2, 1),
+    }
