@@ -46,6 +46,7 @@ _NAMES_BY_ROOM = {
         "influence_on",
         "k_fold",
         "leave_one_out",
+        "out_of_sample_probabilities",
         "population_risk",
         "self_influence",
     ),

@@ -30,6 +30,7 @@ from poprisk.risk import influence_matrix as influence_matrix
 from poprisk.risk import influence_on as influence_on
 from poprisk.risk import k_fold as k_fold
 from poprisk.risk import leave_one_out as leave_one_out
+from poprisk.risk import out_of_sample_probabilities as out_of_sample_probabilities
 from poprisk.risk import population_risk as population_risk
 from poprisk.risk import self_influence as self_influence
 from poprisk.runs import Problem as Problem

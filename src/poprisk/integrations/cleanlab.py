@@ -5,15 +5,16 @@ from typing import Any
 import numpy as np
 
 from poprisk.errors import DataError, MissingExtraError
-from poprisk.risk import AuditTable
+from poprisk.risk import AuditTable, OutOfSample
 
 
-def cleanlab_inputs(table: AuditTable) -> dict[str, np.ndarray]:
+def cleanlab_inputs(table: AuditTable | OutOfSample) -> dict[str, np.ndarray]:
     """The arguments of cleanlab's functions: ``labels`` and ``pred_probs``.
 
-    The probabilities are those of the audit: averaged over training, or out-of-fold ones if the audit was given any.
-    cleanlab expects the latter. With the former its ranking is good, but the longer the training, the more its count
-    of wrong labels is too low; use ``table.wrong_labels`` instead.
+    cleanlab expects out-of-sample probabilities: pass what :func:`poprisk.out_of_sample_probabilities` returns. With an
+    audit the probabilities are those of the audit: averaged over training, or out-of-fold ones if it was given any.
+    With averages cleanlab's ranking is good, but the longer the training, the more its count of wrong labels is too
+    low; use ``table.wrong_labels`` instead.
 
     >>> import torch
     >>> from functools import partial
@@ -29,18 +30,22 @@ def cleanlab_inputs(table: AuditTable) -> dict[str, np.ndarray]:
     Raises:
         DataError: The audit is not of class labels.
     """
-    if table.probabilities is None:
+    if isinstance(table, OutOfSample):
+        given, found = table.labels, table.probabilities
+    elif table.probabilities is None:
         raise DataError(f"cleanlab needs one class label per example, but this is an audit of kind {table.kind!r}")
-    probabilities = table.probabilities.double()
+    else:
+        given, found = table["given_label"], table.probabilities
+    probabilities = found.double()
     probabilities = probabilities / probabilities.sum(1, keepdim=True)  # float32 sums are not 1 to double precision
-    return {"labels": table["given_label"].numpy(), "pred_probs": probabilities.numpy()}
+    return {"labels": given.numpy(), "pred_probs": probabilities.numpy()}
 
 
-def cleanlab_columns(table: AuditTable, **options: Any) -> dict[str, np.ndarray]:
+def cleanlab_columns(table: AuditTable | OutOfSample, **options: Any) -> dict[str, np.ndarray]:
     """The columns ``cleanlab_is_issue`` and ``cleanlab_quality`` (1 is good), with one entry per example.
 
     Args:
-        table: An audit of class labels.
+        table: Out-of-sample probabilities, or an audit of class labels.
         options: Options of ``cleanlab.filter.find_label_issues``, e.g. ``filter_by="both"``.
 
     Raises:

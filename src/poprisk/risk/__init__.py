@@ -22,6 +22,7 @@ from poprisk.risk._influence.matrix import influence_matrix, influence_on, influ
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._k_fold import k_fold
 from poprisk.risk._meter import Reading, RiskMeter
+from poprisk.risk._out_of_sample import OutOfSample, out_of_sample_probabilities
 from poprisk.risk._resampled import Resampled
 from poprisk.risk._resampling import cross_validation_risk, holdouts, leave_one_out, subsets
 from poprisk.risk._retraining.retrain import retrain
@@ -44,6 +45,7 @@ __all__ = [
     "AuditTable",
     "Estimate",
     "Exclusion",
+    "OutOfSample",
     "Reading",
     "Resampled",
     "RiskEstimate",
@@ -61,6 +63,7 @@ __all__ = [
     "influence_operator",
     "k_fold",
     "leave_one_out",
+    "out_of_sample_probabilities",
     "population_risk",
     "retrain",
     "self_influence",

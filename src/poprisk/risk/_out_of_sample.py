@@ -1,0 +1,139 @@
+"""Out-of-sample class probabilities of every training example, from one run."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.risk._audit.classes import class_view
+from poprisk.risk._exclusion import exclusion
+from poprisk.risk._k_fold import k_fold
+from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate
+from poprisk.runs import Run
+
+OutOfSampleMethod = Literal["auto", "exclusion", "k_fold"]
+
+MOST_EXCLUDED = 2000
+"""Number of examples up to which "auto" excludes each of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class OutOfSample:
+    """Class probabilities of every training example, as if the example had not been trained on."""
+
+    probabilities: Float[Tensor, "n classes"]
+    labels: Int[Tensor, "n"]
+    """The given labels."""
+    method: str
+    valid: bool
+    reason: str
+    """Why the probabilities are not valid, or what a reader of valid ones should know."""
+    cost: float
+    """As in :class:`~poprisk.risk.RiskEstimate`."""
+
+    def __str__(self) -> str:
+        n, classes = self.probabilities.shape
+        verdict = "valid" if self.valid else "not valid"
+        return f"probabilities of {n} examples and {classes} classes by {self.method} ({verdict}: {self.reason})"
+
+    @property
+    def log_loss(self) -> float:
+        """Mean of -log of the probability of the given label."""
+        own = self.probabilities.gather(1, self.labels[:, None])[:, 0]
+        return -float(own.double().clamp_min(torch.finfo(torch.float32).tiny).log().mean())
+
+
+def out_of_sample_probabilities(
+    run: Run, method: OutOfSampleMethod = "auto", retrain_budget: int = 0, *, seed: int = 0
+) -> OutOfSample:
+    """Class probabilities of every training example, as if the example had not been trained on.
+
+    They are what confident learning, calibration and label audits need, and what a trained network does not give: on
+    its own examples it is too sure of the labels it has seen.
+
+    Args:
+        run: A recorded run with its problem, whose targets are classes.
+        method: "exclusion" follows the run without each example, linearized; "k_fold" trains again without each fold.
+            "auto" uses exclusion where it is valid, else K-fold where the budget allows it, else returns what it has,
+            marked as not valid.
+        retrain_budget: Number of trainings allowed; 0 trains nothing.
+        seed: Seed for the folds.
+
+    Returns:
+        Probabilities, labels, and the verdict of the population risk that the same outputs give.
+
+    Raises:
+        DataError: the targets are not one class per example.
+        RunError: the run allows no method within the budget.
+        HyperparameterError: an unknown method, or one that needs a larger budget.
+
+    >>> from poprisk import Problem, train
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> x = torch.randn(60, 2, generator=generator)
+    >>> y = (x[:, 0] + torch.randn(60, generator=generator) > 0).long()
+    >>> problem = Problem(torch.nn.Linear, "cross_entropy", x, y, arguments={"in_features": 2, "out_features": 2})
+    >>> run = train(problem, lambda p: torch.optim.SGD(p, lr=0.5), steps=50, progress=False)
+    >>> found = out_of_sample_probabilities(run)
+    >>> found.method, found.valid, found.probabilities.shape
+    ('exclusion', True, torch.Size([60, 2]))
+    """
+    _check(method, retrain_budget)
+    found, obstacle = None, ""
+    if method != "k_fold":
+        try:
+            if method == "auto" and run.num_examples > MOST_EXCLUDED:
+                raise RunError(f"{run.num_examples} examples are too many to exclude each of them")
+            found = _by_exclusion(run)
+        except RunError as error:
+            obstacle = str(error)
+        if found is not None and (method == "exclusion" or found.valid or retrain_budget < FEWEST_FOLDS):
+            return found
+        if retrain_budget < FEWEST_FOLDS or method == "exclusion":
+            raise RunError(f"{obstacle}: allow K-fold with retrain_budget={FOLDS}")
+    return _by_folds(run, min(FOLDS, retrain_budget, run.num_examples), seed)
+
+
+def _by_exclusion(run: Run) -> OutOfSample:
+    found = exclusion(run)
+    return probabilities_of(run, found.excluded_outputs, found.risk)
+
+
+def _by_folds(run: Run, folds: int, seed: int) -> OutOfSample:
+    found = k_fold(run, folds, seed)
+    return probabilities_of(run, found.outputs, found.risk)
+
+
+def probabilities_of(run: Run, outputs: Float[Tensor, "n *out"], risk: RiskEstimate) -> OutOfSample:
+    """Probabilities from the outputs of models that have not seen the example, with the verdict of their risk.
+
+    Raises:
+        DataError: the targets are not one class per example.
+    """
+    outputs = outputs.detach().cpu()
+    view = class_view(run.problem, outputs)
+    if view is None:
+        raise DataError(
+            "out-of-sample probabilities need one class label per example, got targets of "
+            f"{run.problem.targets.dtype} {list(run.problem.targets.shape)} under loss={run.problem.loss!r}"
+        )
+    finite = outputs.reshape(len(outputs), -1).isfinite().all(1)
+    p = view.probabilities(view.scores(outputs))
+    p = torch.where(finite[:, None], p, 1 / view.num_classes)
+    valid, reason = risk.valid, risk.reason
+    if not bool(finite.all()):
+        valid, reason = False, f"the outputs of {int((~finite).sum())} examples are not finite; {risk.reason}"
+    return OutOfSample(p, view.labels, risk.method, valid, reason, risk.cost)
+
+
+def _check(method: str, budget: int) -> None:
+    if method not in get_args(OutOfSampleMethod):
+        raise HyperparameterError(f"method must be one of {', '.join(get_args(OutOfSampleMethod))}, got {method!r}")
+    if not isinstance(budget, int) or budget < 0:
+        raise HyperparameterError(f"retrain_budget must be a number of trainings, 0 or more, got {budget!r}")
+    if method == "k_fold" and budget < FEWEST_FOLDS:
+        raise HyperparameterError(
+            f"k_fold trains at least {FEWEST_FOLDS} times, got retrain_budget={budget}: allow {FOLDS}"
+        )
