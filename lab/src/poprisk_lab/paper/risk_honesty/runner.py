@@ -166,7 +166,7 @@ def main() -> None:
     if arguments.split is not None:
         count = len(settings(arguments.split))
         chosen = list(range(count))[:: max(1, count // arguments.limit) if arguments.limit else 1][: arguments.limit]
-        with ProcessPoolExecutor(arguments.workers, get_context("spawn"), max_tasks_per_child=20) as pool:
+        with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
             job = (arguments.methods, arguments.folder)
             jobs = [pool.submit(_worker, arguments.split, i, *job) for i in chosen]
             for done, each in enumerate(as_completed(jobs), 1):
