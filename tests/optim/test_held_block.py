@@ -207,6 +207,40 @@ def test_classes_and_numbers_of_a_model_that_returns_its_loss():
     assert scores is losses
 
 
+@pytest.mark.parametrize("metric", [None, "loss", "probability"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        functional.cross_entropy,
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])),
+        lambda outputs, targets: 2 * functional.cross_entropy(outputs, targets),  # without an option for reduction
+    ],
+)
+def test_labels_that_are_ignored_are_left_out(loss, metric):
+    """A label of -100 has no loss, and is no error."""
+    x, y = examples()
+    some = y.clone()
+    some[::4] = -100
+    model = nn.Linear(3, 3)
+    kept = some != -100
+    found = HeldBlock((x, some), loss, metric).measure(model, 16)
+    expected = HeldBlock((x[kept], y[kept]), loss, metric).measure(model, 16)
+    assert_close(found, expected)
+    assert_close(found[0].mean(), loss(model(x), some).detach())
+    with pytest.raises(DataError, match="labels of all held-back examples are ignored"):
+        HeldBlock((x, torch.full_like(y, -100)), loss, metric).measure(model, 16)
+
+
+def test_whole_numbers_that_are_no_classes_are_not_ignored():
+    x, y = torch.randn(12, 3), torch.arange(12)
+    y[3] = -100
+    model, loss = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), lambda o, t: (o - t).square().mean()
+    losses, _ = HeldBlock((x, y), loss, None).measure(model, 5)
+    assert len(losses) == 12
+    assert_close(losses.mean(), loss(model(x), y).detach())
+
+
 def test_what_cannot_be_measured():
     x, y = examples()
     with pytest.raises(HyperparameterError, match="needs the loss"):

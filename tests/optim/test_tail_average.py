@@ -1,13 +1,15 @@
 """TailAverage against the definition: weights of each step, several tails, buffers, low precision, resume."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from poprisk.errors import HyperparameterError, StateDictError
+from poprisk import PopRiskAdamW
+from poprisk.errors import HyperparameterError, RunError, StateDictError
 from poprisk.optim._tail_average import TailAverage
 
 
@@ -76,6 +78,48 @@ def test_swapping_gives_the_weights_back_even_after_an_error():
     with pytest.raises(KeyError), average.swapped():
         raise KeyError
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_step_inside_of_the_block_is_refused(closed):
+    """It would be lost when the weights come back."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    average = TailAverage(model, optimizer)
+    drift(model, optimizer, 3)
+    if closed:
+        average.close()
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    with (
+        pytest.raises(RunError, match=r"optimizer.step\(\) was called inside `with average.swapped\(\):`"),
+        average.swapped(),
+    ):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    optimizer.step()  # outside, it goes on
+    assert average.steps == (3 if closed else 4)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, PopRiskAdamW])
+def test_a_copy_has_the_average_and_stands_still(make, copied):
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters(), lr=0.1)
+    average = TailAverage(model, optimizer)
+    drift(model, optimizer, 3)
+    before = [each.clone() for each in average.state_dict()["means"][0]]
+    twin, twin_optimizer, other = copied((model, optimizer, average))
+    drift(twin, twin_optimizer, 2)
+    drift(model, optimizer, 2, seed=1)
+    assert (average.steps, other.steps) == (5, 3)
+    assert_close(other.state_dict()["means"][0], before, rtol=0, atol=0)
+    with other.swapped():
+        assert torch.equal(twin.weight, before[0])
+    again = TailAverage(twin, twin_optimizer)
+    again.load_state_dict(other.state_dict())
+    drift(twin, twin_optimizer, 1)
+    assert again.steps == 4
 
 
 def test_training_does_not_notice():

@@ -14,7 +14,8 @@ from poprisk.errors import DataError, HyperparameterError
 
 Loss = Callable[[Any, Any], Tensor]
 Sums = tuple[Tensor, Tensor]
-"""For each example the sum of its losses, and what to divide by: 1, the number of its tokens, or their weights."""
+"""For each example the sum of its losses, and what to divide by: 1, the number of its tokens, or their weights. An
+example that is ignored has 0."""
 IGNORED = -100
 """Target of a token that has no loss, in torch and in transformers."""
 
@@ -48,7 +49,7 @@ class ExampleLosses:
         if not isinstance(targets, Tensor):
             raise DataError(f"the targets of a batch must be a tensor, got {type(targets).__name__}: pass collate=…")
         count = len(targets)
-        tokens = _tokens(targets, self._ignored)
+        tokens = _tokens(outputs, targets, self._ignored)
         if self._unreduced is not None:
             losses = self._unreduced(outputs, targets)
             if losses.dim() == 0 or len(losses) % count:
@@ -131,11 +132,26 @@ def _shifted(logits: Tensor, targets: Tensor) -> Sums:
     return _unshifted(logits[:, :-1], targets[:, 1:])
 
 
-def _tokens(targets: Tensor, ignored: int) -> Tensor | None:
-    """Number of targets of each example that have a loss, where an example has several classes as targets."""
-    if targets.dim() < 2 or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+def _tokens(outputs: Any, targets: Tensor, ignored: int) -> Tensor | None:
+    """Number of targets of each example that have a loss, where targets are classes and some may be ignored."""
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        return None
+    if targets.dim() < 2 and not has_classes(outputs, targets):
         return None
     return (targets != ignored).reshape(len(targets), -1).sum(1).float()
+
+
+def has_classes(outputs: Any, targets: Any) -> bool:
+    """Whether outputs are one row of class scores, and targets one class, for each example."""
+    tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+    return (
+        tensors
+        and outputs.dim() == 2
+        and targets.dim() == 1
+        and len(outputs) == len(targets)
+        and outputs.shape[1] > 1
+        and not (targets.is_floating_point() or targets.is_complex())
+    )
 
 
 def _class_weights(loss: Any) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim._evaluation import evaluating
-from poprisk.optim._example_losses import ExampleLosses, Loss, field
+from poprisk.optim._example_losses import ExampleLosses, Loss, field, has_classes
 from poprisk.optim._held_curve import Metric
 from poprisk.optim._hold_back import check_examples, common_length
 
@@ -74,6 +74,8 @@ class HeldBlock:
     def measure(self, model: nn.Module, batch_size: int) -> tuple[Float[Tensor, "held"], Float[Tensor, "held"]]:
         """Losses and scores of every held-back example, on the CPU; the model is in evaluation mode meanwhile.
 
+        Examples whose label is ignored (-100) are left out.
+
         The losses of tokens are added up for each example, and divided by the mean number of tokens of an example:
         their mean is that over all tokens that are not ignored.
         """
@@ -83,7 +85,10 @@ class HeldBlock:
             if self.by_batch and few < batch_size:  # known after the first batch
                 found = self._sweep(model, few, device)
         losses, divisors, scores = (torch.cat(list(each)).cpu() for each in zip(*found, strict=True))
-        losses = losses / divisors.mean()
+        counted = divisors > 0
+        if not bool(counted.any()):
+            raise DataError("the labels of all held-back examples are ignored (-100): hold others back")
+        losses, scores = losses[counted] / divisors[counted].mean(), scores[counted]
         return losses, losses if self._by_loss else scores
 
     def _sweep(self, model: nn.Module, batch_size: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -115,7 +120,7 @@ class HeldBlock:
         return tuple(inputs), targets
 
     def _score(self, logits: Any, targets: Any, losses: Tensor) -> Tensor:
-        classes = _has_classes(logits, targets) and not self.by_batch
+        classes = has_classes(logits, targets) and not self.by_batch
         self._by_loss = self._metric == "loss" or (self._metric is None and not classes)
         if self._by_loss:
             return losses
@@ -123,20 +128,8 @@ class HeldBlock:
             needs = "outputs of one row of class scores and one label for each example"
             raise DataError(f'metric={self._metric!r} needs {needs}: use metric="loss"')
         if self._metric == "probability":
-            return 1 - logits.float().softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
+            return 1 - logits.float().softmax(1).gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
         return (logits.argmax(1) != targets).float()
-
-
-def _has_classes(outputs: Any, targets: Any) -> bool:
-    tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-    return (
-        tensors
-        and outputs.dim() == 2
-        and targets.dim() == 1
-        and len(outputs) == len(targets)
-        and outputs.shape[1] > 1
-        and not (targets.is_floating_point() or targets.is_complex())
-    )
 
 
 def _tensor(rows: Any) -> Tensor:

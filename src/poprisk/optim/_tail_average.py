@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from poprisk.errors import HyperparameterError, StateDictError
+from poprisk.errors import HyperparameterError, RunError, StateDictError
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.optim._model_tensors import ModelTensors, check_followed, check_keys, reshard, unwrapped
 from poprisk.optim._shards import is_sharded, local_part
@@ -33,6 +33,9 @@ class TailAverage:
     kernels of :class:`poprisk.PopRiskAdamW` move the first average in the same pass over memory as the weights. 16-bit
     weights are averaged in float32. Under FSDP2 (``fully_shard``) each process averages its own shards; apply
     ``fully_shard`` first.
+
+    A copy (``copy.deepcopy``, ``pickle``) has the averages and follows no optimizer, as torch drops the hooks of a
+    copied optimizer. To go on with a copied model, construct a new one and load :meth:`state_dict`.
 
     Args:
         model: The model whose weights are averaged. Frozen parameters (``requires_grad=False``) are left alone until
@@ -87,10 +90,14 @@ class TailAverage:
         reshard(self._model)
         self._means = [[_wide(each) for each in self._tensors.current()] for _ in self.tails]
         self._in_step: StepAverage | None = None
+        self._optimizer: Optimizer | None = optimizer
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_hooks": [], "_in_step": None, "_optimizer": None}
 
     def close(self) -> None:
         """Stop following the optimizer; the averages stay as they are."""
@@ -124,6 +131,8 @@ class TailAverage:
     def swapped(self, which: int = 0, *, batch_norm: Iterable[Any] | None = None) -> Iterator[nn.Module]:
         """The model with the average in place of its weights; they come back when the block ends.
 
+        A step of the optimizer inside the block would be lost, and raises an error.
+
         Args:
             which: Index of the average, where ``tail`` has several.
             batch_norm: A loader of training batches (inputs, or tuples that begin with them), from which the
@@ -133,10 +142,15 @@ class TailAverage:
         reshard(self._model)
         everything = self._all_buffers.current()
         kept = [each.detach().clone() for each in everything]
+        guard = None if self._optimizer is None else self._optimizer.register_step_pre_hook(_refuse_step)
+        if guard is not None and self._optimizer is not None:
+            self._optimizer._optimizer_step_pre_hooks.move_to_end(guard.id, last=False)  # before others act
         try:
             self.copy_to_model(which, batch_norm=batch_norm)
             yield self._model
         finally:
+            if guard is not None:
+                guard.remove()
             reshard(self._model)
             with torch.no_grad():
                 torch._foreach_copy_(self._all_buffers.current(), kept)
@@ -246,6 +260,13 @@ class TailAverage:
         added = self._tensors.current()[place : place + len(names)]
         for means in self._means:
             means[place:place] = [_wide(each) for each in added]
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    raise RunError(
+        "optimizer.step() was called inside `with average.swapped():`, where the model has the average in place of its "
+        "weights: the step would be lost when the block ends. Call it outside of the block"
+    )
 
 
 @torch.no_grad()
