@@ -11,8 +11,8 @@ from torch import Tensor
 
 from poprisk._core.autodiff import resolve_loss
 from poprisk.errors import RunError
-from poprisk.risk._audit.moments import Network
 from poprisk.risk._error import example_losses_of, unseen_mistake
+from poprisk.risk._moments import Network
 from poprisk.risk._verdict import LAST_WEIGHTS, Found, RiskEstimate, judge_held_back, judge_kept
 from poprisk.runs import Run
 

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk.errors import DataError
-from poprisk.risk._audit.moments import buffers_at
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._error import NestedSplit, nested_error
+from poprisk.risk._moments import buffers_at
 from poprisk.risk._resampled import (
     Resampled,
     RetrainOptions,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from poprisk._core.autodiff import Inputs, resolve_loss, slices, take_examples
 from poprisk.errors import DataError
-from poprisk.risk._audit.moments import buffers_at
 from poprisk.risk._error import inflated_error, unseen_mistake
+from poprisk.risk._moments import buffers_at
 from poprisk.risk._retraining.members import Buffers, Members
 from poprisk.risk._retraining.one_by_one import module_outputs
 from poprisk.risk._retraining.retrain import example_losses, member_outputs, retrain

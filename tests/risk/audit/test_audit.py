@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.risk._audit.moments import choose_moments
 from poprisk.risk._audit.run_audit import audit
 from poprisk.risk._audit.table import DESCRIPTIONS
+from poprisk.risk._moments import choose_moments
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._run import Run

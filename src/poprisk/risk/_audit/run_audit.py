@@ -15,8 +15,8 @@ from poprisk.risk._audit.classes import ClassView, class_view, own_and_other
 from poprisk.risk._audit.confident import read_count, wrong_count
 from poprisk.risk._audit.exact import exact_columns, exact_obstacle
 from poprisk.risk._audit.histories import ClassHistory, ResidualHistory, rank_share
-from poprisk.risk._audit.moments import choose_moments, evaluate, has_changing_buffers
 from poprisk.risk._audit.table import AuditTable
+from poprisk.risk._moments import choose_moments, evaluate, has_changing_buffers
 from poprisk.runs import Problem, Run
 
 Tier = Literal["auto", "any", "exact"]
