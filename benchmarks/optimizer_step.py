@@ -91,7 +91,7 @@ def compare(case: Case, device: str, rounds: int, repeats: int) -> dict:
     """Interleaved rounds of both optimizers on the same parameters and gradients."""
     params = step_parameters(case.shapes, device)
     baseline = torch.optim.AdamW(params, fused=True)
-    ours = PopRiskAdamW(params, fused=True if device == "cuda" else None, **case.options)
+    ours = PopRiskAdamW(params, **{"fused": True if device == "cuda" else None, **case.options})
     if case.average:
         TailAverage(torch.nn.ParameterList(params), ours)
     for optimizer in (baseline, ours, baseline, ours, ours):
