@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
 from poprisk.errors import DataError, HyperparameterError, StateDictError
+from poprisk.optim._held_block import HeldBlock
 from poprisk.optim._held_curve import HeldCurve, Moment
 from poprisk.optim._keep_best import KeepBest
 from poprisk.optim._tail_average import TailAverage
@@ -221,14 +222,33 @@ def test_the_loss_decides_where_the_accuracy_does_not():
         scores[:wrong] = 1
         return Moment(step, None, torch.full((100,), loss), scores)
 
-    rows = [moment(30, 1.0, 1), moment(29, 1.1, 2), moment(31, 0.9, 3), moment(20, 1.5, 4), moment(22, 0.5, 5)]
+    rows = [moment(30, 1.0, 1), moment(29, 1.1, 2), moment(31, 0.9, 3), moment(20, 1.5, 4), moment(25, 0.5, 5)]
     curve, plain = HeldCurve(), HeldCurve(plain=True)
-    # One error fewer is no more than a standard error; ten are; two more are too many, whatever the loss.
+    # One error fewer is no more than a standard error; ten are; five more are too many, whatever the loss.
     assert [curve.add(each) for each in rows] == [True, False, True, True, False]
     assert [plain.add(each) for each in rows] == [True, True, False, True, False]
     again = HeldCurve()
     again.restore(curve.packed())
     assert again.best.step == curve.best.step == 4
+
+
+def test_being_too_sure_does_not_count_against_a_moment():
+    """A network that goes on learning becomes surer of itself, and its few mistakes cost more: it is still better."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(3, (60,), generator=generator)
+    early = functional.one_hot(y, 3) + 0.5 * torch.randn(60, 3, generator=generator)
+    late = 8 * (early + 0.2 * functional.one_hot(y, 3))
+    curve, by_loss = HeldCurve(), []
+    for step, logits in enumerate((early, late)):
+        block = HeldBlock((logits, y), functional.cross_entropy, None)
+        losses, scores, calibrated = block.measure(nn.Identity(), batch_size=25)
+        by_loss.append(float(losses.mean()))
+        curve.add(Moment(step, None, losses, scores, calibrated))
+    assert by_loss[0] < by_loss[1]
+    assert curve.best.step == 1
+    again = HeldCurve()
+    again.restore(curve.packed())
+    assert again.best.step == 1
 
 
 def test_the_risk_is_not_too_small_after_choosing_by_errors():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from poprisk.errors import DataError
-from poprisk.optim import ExampleLosses, Metric, evaluating, field
+from poprisk.optim import ExampleLosses, Metric, calibrated, evaluating, field
 
 
 class _Rows(NamedTuple):
@@ -20,6 +20,8 @@ class _Rows(NamedTuple):
     sums: Tensor
     counts: Tensor
     scores: Tensor | None = None
+    classes: tuple[Tensor, Tensor] | None = None
+    """Logits and labels, where scores are errors."""
 
 
 class TrainerBlock:
@@ -56,8 +58,8 @@ class TrainerBlock:
         """Whether the outputs do not explain the trainer's loss."""
         return self._losses.by_batch
 
-    def measure(self, model: nn.Module, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Loss and score of every held-back example, on the CPU."""
+    def measure(self, model: nn.Module, batch_size: int) -> tuple[Tensor, ...]:
+        """Loss and score of every held-back example, on the CPU; calibrated losses where scores are errors."""
         found: list[_Rows] = []
         with evaluating(model) as device, _logs_kept(self._trainer):
             start = 0
@@ -71,7 +73,10 @@ class TrainerBlock:
         losses = (sums.double() * (self.count / counts.double().sum().clamp(min=1))).float()
         scores = [each.scores for each in found if each.scores is not None]
         if len(scores) == len(found) and self._metric != "loss":
-            return losses, torch.cat(scores).float().cpu()
+            classes = [each.classes for each in found if each.classes is not None]
+            logits, labels = (torch.cat(each).cpu() for each in zip(*classes, strict=True)) if classes else (None, None)
+            more = () if logits is None or labels is None else (calibrated(logits, labels),)
+            return losses, torch.cat(scores).float().cpu(), *more
         if self._metric in ("accuracy", "probability"):
             raise DataError(f'metric={self._metric!r} needs one label for each example: use metric="loss"')
         return losses, losses
@@ -93,7 +98,9 @@ class TrainerBlock:
         logits = field(outputs, "logits")
         logits = logits if isinstance(logits, Tensor) and len(logits) == count else None
         sums, counts = self._losses(SimpleNamespace(loss=loss, logits=logits), labels)
-        return _Rows(sums, counts, self._scores(logits, labels, sums))
+        scores = self._scores(logits, labels, sums)
+        known = scores is not None and logits is not None and self._metric is None
+        return _Rows(sums, counts, scores, (logits.detach().float(), labels) if known else None)
 
     def _scores(self, logits: Tensor | None, labels: Any, losses: Tensor) -> Tensor | None:
         if self.one_at_a_time or logits is None or logits.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from poprisk.optim._evaluation import evaluating
     from poprisk.optim._example_losses import ExampleLosses, Loss, field
     from poprisk.optim._held_block import HeldBlock
-    from poprisk.optim._held_curve import Metric, Moment
+    from poprisk.optim._held_curve import Metric, Moment, calibrated
     from poprisk.optim._hold_back import hold_back
     from poprisk.optim._keep_best import KeepBest, KeptRisk
     from poprisk.optim._projector_descent import PopulationProjectorDescent
@@ -91,6 +91,7 @@ _LAZY = {
     "Loss": "poprisk.optim._example_losses",
     "Metric": "poprisk.optim._held_curve",
     "Moment": "poprisk.optim._held_curve",
+    "calibrated": "poprisk.optim._held_curve",
     "evaluating": "poprisk.optim._evaluation",
     "field": "poprisk.optim._example_losses",
 }

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim._evaluation import evaluating
 from poprisk.optim._example_losses import ExampleLosses, Loss, field, has_classes
-from poprisk.optim._held_curve import Metric
+from poprisk.optim._held_curve import Metric, calibrated
 from poprisk.optim._hold_back import check_examples, common_length
 
 _UNITS = 16
@@ -27,8 +27,11 @@ class Measurable(Protocol):
     count: int
     """Number of held-back examples."""
 
-    def measure(self, model: nn.Module, batch_size: int) -> tuple[Float[Tensor, "held"], Float[Tensor, "held"]]:
-        """Loss and score of every held-back example, on the CPU; smaller scores are better."""
+    def measure(self, model: nn.Module, batch_size: int) -> tuple[Float[Tensor, "held"], ...]:
+        """Loss and score of every held-back example, on the CPU; smaller scores are better.
+
+        Where scores are errors, a third part may have losses to compare moments of about the same accuracy by.
+        """
         ...
 
 
@@ -71,10 +74,11 @@ class HeldBlock:
         """Whether the block is measured batch by batch, since the model tells no loss of single examples."""
         return self._losses.by_batch
 
-    def measure(self, model: nn.Module, batch_size: int) -> tuple[Float[Tensor, "held"], Float[Tensor, "held"]]:
+    def measure(self, model: nn.Module, batch_size: int) -> tuple[Float[Tensor, "held"], ...]:
         """Losses and scores of every held-back example, on the CPU; the model is in evaluation mode meanwhile.
 
-        Examples whose label is ignored (-100) are left out.
+        Examples whose label is ignored (-100) are left out. Where scores are errors, the calibrated losses follow
+        (:func:`~poprisk.optim._held_curve.calibrated`).
 
         The losses of tokens are added up for each example, and divided by the mean number of tokens of an example:
         their mean is that over all tokens that are not ignored.
@@ -84,14 +88,16 @@ class HeldBlock:
             few = max(1, self.count // _UNITS)
             if self.by_batch and few < batch_size:  # known after the first batch
                 found = self._sweep(model, few, device)
-        losses, divisors, scores = (torch.cat(list(each)).cpu() for each in zip(*found, strict=True))
+        losses, divisors, scores, *classes = (torch.cat(list(each)).cpu() for each in zip(*found, strict=True))
         counted = divisors > 0
         if not bool(counted.any()):
             raise DataError("the labels of all held-back examples are ignored (-100): hold others back")
         losses, scores = losses[counted] / divisors[counted].mean(), scores[counted]
-        return losses, losses if self._by_loss else scores
+        if self._by_loss:
+            return losses, losses
+        return (losses, scores, calibrated(*(each[counted] for each in classes))) if classes else (losses, scores)
 
-    def _sweep(self, model: nn.Module, batch_size: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _sweep(self, model: nn.Module, batch_size: int, device: torch.device) -> list[tuple[Tensor, ...]]:
         found = []
         dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
         for start in range(0, self.count, batch_size):
@@ -102,7 +108,8 @@ class HeldBlock:
             if isinstance(targets, Tensor) and targets.dtype == torch.float64 and isinstance(logits, Tensor):
                 targets = targets.to(logits.dtype)
             losses, divisors = self._losses(outputs, targets)
-            found.append((losses.detach(), divisors, self._score(logits, targets, losses.detach())))
+            rows = losses.detach(), divisors, self._score(logits, targets, losses.detach())
+            found.append(rows if self._by_loss or self._metric else (*rows, logits.detach().float(), targets))
             if self.by_batch and batch_size > max(1, self.count // _UNITS):
                 break
         return found

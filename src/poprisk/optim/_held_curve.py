@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 Metric = Literal["accuracy", "loss", "probability"]
+_COLDEST, _HOTTEST, _HALVINGS = -6.0, 6.0, 24
+"""Logarithms of the smallest and the largest factor of logits that are tried, and in how many steps."""
 _RESAMPLES = 400
 _FEWEST = 10
 """Held-back examples below which their spread says too little."""
-_CLEAR = 1.01
-"""Standard errors of a paired difference from which one measurement is taken to score better than another. A single
-example that is got right makes a difference of exactly 1, and does not decide."""
+_NEAR = 1.01
+"""Standard errors of the least error rate within which other moments are compared by their loss. Where no example is
+got wrong, the error is that of one mistake, which does not decide."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +31,36 @@ class Moment:
     losses: Float[Tensor, "held"]
     scores: Float[Tensor, "held"]
     """What the choice is made by, smaller is better: errors (0 or 1), 1 - probability of the label, or the losses."""
+    calibrated: Float[Tensor, "held"] | None = None
+    """The losses at the temperature that suits these weights best, where there are classes (:func:`calibrated`)."""
+
+    @property
+    def counts_errors(self) -> bool:
+        """Whether scores are errors, not losses."""
+        errors = bool(((self.scores == 0) | (self.scores == 1)).all())
+        return errors and not torch.equal(self.scores, self.losses)
 
 
 class HeldCurve:
     """All measurements of a training, and the choice among them.
 
     Args:
-        plain: Choose the least mean score. By default a measurement replaces the chosen one if its score is lower by
-            more than a standard error of the paired difference, or about the same with a lower loss: the accuracy on a
-            small block is too coarse to decide alone, and on a large block it chooses better than the loss.
+        plain: Choose the least mean score. By default, where scores are errors, the moment with the least calibrated
+            loss among those whose error rate is within a standard error of the least: the accuracy on a small block is
+            too coarse to decide alone. The loss itself decides badly, since it rises when a network becomes too sure
+            of itself, whatever its accuracy does (Berta, Holzmüller, Jordan and Bach, 2025).
     """
 
     def __init__(self, plain: bool = False) -> None:
         self.moments: list[Moment] = []
         self.plain = plain
         self._best: Moment | None = None
+        self._least = math.inf
         self._bending = True
 
     def add(self, moment: Moment) -> bool:
         """Append a measurement; True if it is chosen over those before it."""
+        self._least = min(self._least, _rank(moment)[0])
         better = self._best is None or self._beats(moment, self._best)
         self.moments.append(moment)
         if better:
@@ -65,10 +78,11 @@ class HeldCurve:
         return self._bending
 
     def _beats(self, new: Moment, old: Moment) -> bool:
-        if self.plain or not math.isfinite(_rank(new)[0] + _rank(old)[0]):
+        if self.plain or not (new.counts_errors and old.counts_errors):
             return _rank(new) < _rank(old)
-        difference = _paired(new.scores - old.scores)
-        return difference < -_CLEAR or (difference <= _CLEAR and _rank(new)[1] < _rank(old)[1])
+        limit = self._least + _NEAR * _error_of_rate(self._least, len(new.scores))
+        near, was_near = _rank(new)[0] <= limit, _rank(old)[0] <= limit
+        return near and (not was_near or _calibrated_rank(new) < _calibrated_rank(old))
 
     def _is_bending(self) -> bool:
         own = [each for each in self.moments if each.tail == self.moments[-1].tail]
@@ -114,15 +128,18 @@ class HeldCurve:
         """The moment that each resample of the examples chooses, by the rule of :meth:`add`."""
         count = losses.shape[1]
         mean_losses, mean_scores = weights @ losses.T / count, weights @ scores.T / count
-        if self.plain:
+        if self.plain or not all(each.counts_errors for each in self.moments):
             return (mean_scores + 1e-9 * mean_losses).argmin(1)
+        deciding = [each.losses if each.calibrated is None else each.calibrated for each in self.moments]
+        decided = weights @ torch.stack(deciding).double().T / count
+        limits = mean_scores.cummin(1).values
+        limits = limits + _NEAR * (limits * (1 - limits)).clamp(min=(1 - 1 / count) / count).div(count).sqrt()
         rows, chosen = torch.arange(len(weights)), torch.zeros(len(weights), dtype=torch.long)
         for new in range(1, len(losses)):
-            difference = mean_scores[:, new] - mean_scores[rows, chosen]
-            squares = (weights * (scores[new] - scores[chosen]).square()).sum(1) / count
-            clear = _CLEAR * ((squares - difference.square()).clamp(min=0) / max(count - 1, 1)).sqrt()
-            lower = mean_losses[:, new] < mean_losses[rows, chosen]
-            chosen = torch.where((difference < -clear) | ((difference <= clear) & lower), new, chosen)
+            near = mean_scores[:, new] <= limits[:, new]
+            was_near = mean_scores[rows, chosen] <= limits[:, new]
+            lower = decided[:, new] < decided[rows, chosen]
+            chosen = torch.where(near & (~was_near | lower), new, chosen)
         return chosen
 
     def state(self) -> dict[str, Any]:
@@ -132,12 +149,13 @@ class HeldCurve:
             "tails": [each.tail for each in self.moments],
             "losses": _stacked([each.losses for each in self.moments]),
             "scores": _stacked([each.scores for each in self.moments]),
+            "calibrated": _stacked([each.calibrated for each in self.moments if each.calibrated is not None]),
         }
 
     def packed(self) -> str:
         """The state as text: one value whatever its size, as ``torch.distributed.checkpoint`` needs it."""
         state = self.state()
-        numbers = {name: state[name].numpy().tobytes().hex() for name in ("losses", "scores")}
+        numbers = {name: state[name].numpy().tobytes().hex() for name in ("losses", "scores", "calibrated")}
         return json.dumps({**state, **numbers})
 
     def restore(self, text: str) -> None:
@@ -145,14 +163,53 @@ class HeldCurve:
         state = json.loads(text)
         steps = state["steps"]
         losses, scores = (_unpacked(state[name], len(steps)) for name in ("losses", "scores"))
-        self.moments, self._best, self._bending = [], None, True
-        for row in zip(steps, state["tails"], losses, scores, strict=True):
+        calibrated = _unpacked(state["calibrated"], len(steps)) if state.get("calibrated") else [None] * len(steps)
+        self.moments, self._best, self._least, self._bending = [], None, math.inf, True
+        for row in zip(steps, state["tails"], losses, scores, calibrated, strict=True):
             self.add(Moment(*row))
 
 
 def _rank(moment: Moment) -> tuple[float, float]:
     score, loss = float(moment.scores.double().mean()), float(moment.losses.double().mean())
     return (score if math.isfinite(score) else math.inf, loss if math.isfinite(loss) else math.inf)
+
+
+def _calibrated_rank(moment: Moment) -> float:
+    loss = float((moment.losses if moment.calibrated is None else moment.calibrated).double().mean())
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _error_of_rate(rate: float, count: int) -> float:
+    """The standard error of a rate of errors; of a single error where there are none."""
+    return math.sqrt(max(rate * (1 - rate), (1 - 1 / count) / count) / count)
+
+
+def calibrated(logits: Float[Tensor, "held classes"], targets: Int[Tensor, "held"]) -> Float[Tensor, "held"]:
+    r"""Cross-entropy of each example with all logits multiplied by the one factor that makes its mean least.
+
+    What is left is what the network cannot tell apart; how sure it is of itself no longer counts. Examples whose target
+    is no class count as 0.
+
+    >>> logits = torch.tensor([[9.0, 0.0], [9.0, 0.0], [9.0, 0.0], [9.0, 0.0]])
+    >>> calibrated(logits, torch.tensor([0, 0, 0, 1])).mean()  # right in three of four cases: the entropy of 1/4
+    tensor(0.5623)
+    """
+    known = (targets >= 0) & (targets < logits.shape[1])
+    z, y = logits.double(), targets.where(known, 0)
+    z = z - z.amax(1, keepdim=True)
+    own, counted = z.gather(1, y.unsqueeze(1)).squeeze(1), known.double()
+
+    def losses(log_factor: Tensor) -> Tensor:
+        factor = log_factor.exp()
+        return ((z * factor).logsumexp(1) - own * factor) * counted
+
+    low, high = z.new_tensor(_COLDEST), z.new_tensor(_HOTTEST)
+    for _ in range(_HALVINGS):  # the mean is convex in the factor, so that its slope changes its sign once
+        middle = (low + high) / 2
+        factor = middle.exp()
+        slope = (((z * factor).softmax(1) * z).sum(1) - own) @ counted
+        low, high = (low, middle) if slope > 0 else (middle, high)
+    return losses((low + high) / 2).to(logits.dtype if logits.dtype == torch.float64 else torch.float32)
 
 
 def _paired(differences: Tensor) -> float:

@@ -62,8 +62,8 @@ class KeepBest:
         average: A :class:`TailAverage`, the ``tail`` of a new one (or several tails: the block then chooses among
             them, too), or None to measure the weights themselves.
         metric: What to choose by: ``"accuracy"``, ``"loss"``, or ``"probability"`` (of the given label). Default: for
-            classes the accuracy, and the loss between moments whose accuracies differ by less than a standard error;
-            otherwise the loss.
+            classes the accuracy, and between moments within a standard error of the best accuracy the loss at the
+            temperature that suits each of them best; otherwise the loss.
         cost: Most of the training's work that measurements may add, as a share.
         every: Measure after this many steps instead.
         path: File (``.safetensors``) that the best weights are written to whenever they change. It is replaced as a
@@ -151,8 +151,8 @@ class KeepBest:
         tails = [None] if self.average is None else self.average.tails
         for which, tail in enumerate(tails):
             with self._swapped(which):
-                losses, scores = self._agreed(*self._block.measure(self._model, self._batch_size))
-                if self.curve.add(Moment(self.steps, tail, losses, scores)):
+                found = self._agreed(self._block.measure(self._model, self._batch_size))
+                if self.curve.add(Moment(self.steps, tail, *found)):
                     self._kept.keep({"step": self.steps, "tail": tail})
 
     def count_examples(self, number: int) -> None:
@@ -333,14 +333,14 @@ class KeepBest:
         with nullcontext() if self.average is None else self.average.lent(which), precision:
             yield
 
-    def _agreed(self, losses: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _agreed(self, found: Sequence[Tensor]) -> list[Tensor]:
         """The same numbers in every process, so that all of them keep the same moment."""
-        losses, scores = losses.float(), scores.float()
+        numbers = [each.float() for each in found]
         if not _several_processes():
-            return losses, scores
-        both = torch.stack([losses, scores]).to(self._device())
-        distributed.broadcast(both, 0)
-        return both[0].cpu(), both[1].cpu()
+            return numbers
+        stacked = torch.stack(numbers).to(self._device())
+        distributed.broadcast(stacked, 0)
+        return list(stacked.cpu())
 
     def _largest(self, number: float) -> float:
         """The largest of the numbers that the processes have, so that all of them measure at the same steps."""
@@ -360,5 +360,4 @@ def _several_processes() -> bool:
 
 def _accuracy(best: Moment) -> float:
     """Share of examples without an error, where scores are errors (0 or 1)."""
-    errors = bool(((best.scores == 0) | (best.scores == 1)).all()) and not torch.equal(best.scores, best.losses)
-    return float(1 - best.scores.double().mean()) if errors else math.nan
+    return float(1 - best.scores.double().mean()) if best.counts_errors else math.nan
