@@ -58,7 +58,7 @@ def test_every_kind_of_data_is_measured(kind, dtype):
     data = kinds(x, y)[kind]
     _, held = hold_back(data, 0.5, labels=y)
     model = nn.Linear(3, 3).to(dtype)
-    losses, scores = HeldBlock(held, functional.cross_entropy, None).measure(model, 7)
+    losses, scores, *_ = HeldBlock(held, functional.cross_entropy, None).measure(model, 7)
     _, (own_x, own_y) = hold_back((x, y), 0.5)
     outputs = model(own_x.to(dtype))
     assert_close(losses, functional.cross_entropy(outputs, own_y, reduction="none").float())
@@ -76,14 +76,14 @@ def test_a_problem_brings_its_loss():
     x, y = examples()
     held = kinds(x, y)["problem"]
     model = nn.Linear(3, 3)
-    losses, _ = HeldBlock(held, None, None).measure(model, 16)
+    losses, *_ = HeldBlock(held, None, None).measure(model, 16)
     assert_close(losses, functional.cross_entropy(model(x), y, reduction="none"))
 
 
 def test_several_inputs_and_numpy_targets():
     x = np.random.default_rng(0).normal(size=(12, 2))
     model = nn.Bilinear(2, 2, 1)
-    losses, scores = HeldBlock((x, -x, x[:, :1]), functional.mse_loss, None).measure(model, 5)
+    losses, scores, *_ = HeldBlock((x, -x, x[:, :1]), functional.mse_loss, None).measure(model, 5)
     inputs = torch.from_numpy(x).float()
     assert_close(losses, (model(inputs, -inputs) - inputs[:, :1]).square().squeeze(1))
     assert scores is losses
@@ -113,7 +113,7 @@ def test_tokens_that_are_not_ignored_are_averaged(name, batch_size):
     tokens, targets = sequences()
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
     forward = nn.Sequential(model, Turned()) if second else model
-    losses, scores = HeldBlock((tokens, targets), loss, None).measure(forward, batch_size)
+    losses, scores, *_ = HeldBlock((tokens, targets), loss, None).measure(forward, batch_size)
     assert scores is losses  # the accuracy of tokens is not chosen by mistake
     assert losses.shape == (24,)
     whole = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
@@ -156,7 +156,7 @@ class Texts(Dataset):
 def test_a_model_that_returns_its_loss_needs_none(shift):
     data, model = Texts(), Causal(shift)
     block = HeldBlock(data, None, None)
-    losses, scores = block.measure(model, 10)
+    losses, scores, *_ = block.measure(model, 10)
     assert not block.by_batch
     assert len(losses) == 48
     assert scores is losses
@@ -167,10 +167,10 @@ def test_a_model_that_returns_its_loss_needs_none(shift):
 def test_the_mean_loss_of_batches_where_no_more_is_known():
     data, model = Texts(), Causal(extra=1.0)
     block = HeldBlock(data, None, None)
-    losses, _ = block.measure(model, 10)
+    losses, *_ = block.measure(model, 10)
     assert block.by_batch
     assert len(losses) == 16
-    again, _ = block.measure(model, 10)
+    again, *_ = block.measure(model, 10)
     assert torch.equal(losses, again)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     keeper = KeepBest(model, optimizer, data, every=1)
@@ -197,12 +197,14 @@ class Classifier(nn.Module):
 def test_classes_and_numbers_of_a_model_that_returns_its_loss():
     x, y = examples()
     model = Classifier(3)
-    losses, scores = HeldBlock([{"x": a, "label": b} for a, b in zip(x, y, strict=True)], None, None).measure(model, 9)
+    losses, scores, *_ = HeldBlock([{"x": a, "label": b} for a, b in zip(x, y, strict=True)], None, None).measure(
+        model, 9
+    )
     assert_close(losses.mean(), model(x, y)["loss"].detach())
     assert set(scores.tolist()) == {0.0, 1.0}
     model = Classifier(1)
     rows = [{"x": a, "labels": float(b)} for a, b in zip(x, y, strict=True)]
-    losses, scores = HeldBlock(rows, None, None).measure(model, 9)
+    losses, scores, *_ = HeldBlock(rows, None, None).measure(model, 9)
     assert_close(losses.mean(), model(x, y.float())["loss"].detach())
     assert scores is losses
 
@@ -236,7 +238,7 @@ def test_whole_numbers_that_are_no_classes_are_not_ignored():
     x, y = torch.randn(12, 3), torch.arange(12)
     y[3] = -100
     model, loss = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), lambda o, t: (o - t).square().mean()
-    losses, _ = HeldBlock((x, y), loss, None).measure(model, 5)
+    losses, *_ = HeldBlock((x, y), loss, None).measure(model, 5)
     assert len(losses) == 12
     assert_close(losses.mean(), loss(model(x), y).detach())
 

@@ -236,8 +236,8 @@ def test_being_too_sure_does_not_count_against_a_moment():
     """A network that goes on learning becomes surer of itself, and its few mistakes cost more: it is still better."""
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(3, (60,), generator=generator)
-    early = functional.one_hot(y, 3) + 0.5 * torch.randn(60, 3, generator=generator)
-    late = 8 * (early + 0.2 * functional.one_hot(y, 3))
+    early = 2.0 * functional.one_hot(y, 3) + 1.5 * torch.randn(60, 3, generator=generator)
+    late = 20 * (early + 0.1 * functional.one_hot(y, 3))
     curve, by_loss = HeldCurve(), []
     for step, logits in enumerate((early, late)):
         block = HeldBlock((logits, y), functional.cross_entropy, None)

@@ -99,8 +99,9 @@ class TrainerBlock:
         logits = logits if isinstance(logits, Tensor) and len(logits) == count else None
         sums, counts = self._losses(SimpleNamespace(loss=loss, logits=logits), labels)
         scores = self._scores(logits, labels, sums)
-        known = scores is not None and logits is not None and self._metric is None
-        return _Rows(sums, counts, scores, (logits.detach().float(), labels) if known else None)
+        if scores is None or logits is None or labels is None or self._metric is not None:
+            return _Rows(sums, counts, scores)
+        return _Rows(sums, counts, scores, (logits.detach().float(), labels))
 
     def _scores(self, logits: Tensor | None, labels: Any, losses: Tensor) -> Tensor | None:
         if self.one_at_a_time or logits is None or logits.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():

@@ -40,9 +40,9 @@ Maker = Callable[[Any], Optimizer]
 class Residual(nn.Sequential):
     """x + f(x)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The input plus what the layers make of it."""
-        return x + super().forward(x)
+        return input + super().forward(input)
 
 
 @dataclass(frozen=True)
