@@ -10,9 +10,9 @@ from torch.testing import assert_close
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from poprisk import Problem, Run, replay
+from poprisk import Problem, Run, population_risk, replay
 from poprisk.errors import DataError, RunError
-from poprisk.integrations.huggingface import use_poprisk
+from poprisk.integrations.huggingface import KeepBestCallback, use_poprisk
 from poprisk.integrations.huggingface_record import RecordRun, classification_problem
 from poprisk.risk._audit.run_audit import audit
 
@@ -184,3 +184,19 @@ def test_the_example_runs(capsys):
     said = capsys.readouterr().out
     assert "Run(12 steps" in said
     assert "wrong labels" in said
+
+
+@pytest.mark.parametrize("record_first", [True, False])
+def test_with_held_back_examples_the_run_has_the_kept_weights(record_first, tmp_path):
+    data = sentences()
+    record = RecordRun(tmp_path / "run", classification_problem(classifier, data[:28]))
+    keep = KeepBestCallback(data[28:], every=4)
+    made = trainer(tmp_path, *((record, keep) if record_first else (keep, record)), data=data[:28])
+    made.train()
+    run = Run.load(tmp_path / "run", problem=record.problem)
+    assert run.num_steps == STEPS
+    assert run.kept.risk.value == keep.risk.value
+    found = population_risk(run)
+    assert (found.method, found.value, found.standard_error) == ("held_back", keep.risk.value, keep.risk.standard_error)
+    assert_close(run.kept.weights, {f"model.{k}": x for k, x in made.model.state_dict().items()}, rtol=0, atol=0)
+    assert not torch.equal(run.weights(STEPS), torch.cat([p.detach().flatten() for p in made.model.parameters()]))

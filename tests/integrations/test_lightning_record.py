@@ -11,9 +11,10 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from poprisk import PopRiskAdamW, Run, replay
+from poprisk import PopRiskAdamW, Run, hold_back, population_risk, replay
 from poprisk.errors import RunError
 from poprisk.integrations import lightning_record
+from poprisk.integrations.lightning_keep import KeepBestCallback
 from poprisk.integrations.lightning_record import RecordRun
 from poprisk.risk._audit.run_audit import audit
 from poprisk.runs._problem import Problem
@@ -267,3 +268,19 @@ def test_the_example_runs(capsys):
     said = capsys.readouterr().out
     assert "Run(25 steps" in said
     assert "wrong labels" in said
+
+
+@pytest.mark.parametrize("record_first", [True, False])
+def test_with_held_back_examples_the_run_has_the_kept_weights(record_first, tmp_path):
+    (inputs, labels), held = hold_back(points(90), 0.2)
+    record = RecordRun(tmp_path / "run", Problem(network, "cross_entropy", inputs, labels))
+    keep = KeepBestCallback(held, nn.functional.cross_entropy, network="net", every=4)
+    module = Module()
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=12)
+    callbacks = [record, keep] if record_first else [keep, record]
+    pl.Trainer(max_steps=12, callbacks=callbacks, **QUIET).fit(module, record.watch(loader))
+    run = Run.load(tmp_path / "run", problem=record.problem)
+    found = population_risk(run)
+    assert (found.method, found.value, found.standard_error) == ("held_back", keep.risk.value, keep.risk.standard_error)
+    assert_close(run.kept.weights, dict(module.net.state_dict()), rtol=0, atol=0)
+    assert not torch.equal(run.weights(12), torch.cat([p.detach().flatten() for p in module.net.parameters()]))

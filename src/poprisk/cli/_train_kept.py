@@ -14,7 +14,7 @@ def kept_found(run: "Run") -> dict[str, Any] | None:
         return None
     risk = kept.risk
     return {
-        "examples": len(kept.held),
+        "examples": kept.count,
         **{name: _plain(getattr(risk, name)) for name in ("value", "standard_error", "valid", "reason")},
         "step": risk.step,
         "tail": risk.tail,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from poprisk.optim._held_curve import Metric, Moment, calibrated
     from poprisk.optim._hold_back import hold_back
     from poprisk.optim._keep_best import KeepBest, KeptRisk
+    from poprisk.optim._kept_weights import witness_kept
     from poprisk.optim._projector_descent import PopulationProjectorDescent
     from poprisk.optim._tail_average import TailAverage
 
@@ -94,6 +95,7 @@ _LAZY = {
     "calibrated": "poprisk.optim._held_curve",
     "evaluating": "poprisk.optim._evaluation",
     "field": "poprisk.optim._example_losses",
+    "witness_kept": "poprisk.optim._kept_weights",
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, distributed, nn
@@ -17,7 +18,7 @@ from poprisk.errors import HyperparameterError, StateDictError
 from poprisk.optim._example_losses import Loss
 from poprisk.optim._held_block import HeldBlock, Measurable
 from poprisk.optim._held_curve import HeldCurve, Metric, Moment
-from poprisk.optim._kept_weights import KeptWeights, Snapshots
+from poprisk.optim._kept_weights import KeptWeights, Snapshots, witness_of
 from poprisk.optim._measurement_budget import MeasurementBudget
 from poprisk.optim._model_tensors import ForwardHook, check_followed, check_keys, shortened, unwrapped
 from poprisk.optim._tail_average import TailAverage, recompute_batch_norm
@@ -111,7 +112,7 @@ class KeepBest:
         if every is not None and (isinstance(every, bool) or not isinstance(every, Integral) or every < 1):
             raise HyperparameterError(f"every must be a whole number of steps, at least 1, got {shortened(every)}")
         check_followed(model, optimizer)
-        self._model, self._every = unwrapped(model), every
+        self._model, self._every, self._optimizer = unwrapped(model), every, ref(optimizer)
         self._block: Measurable | None = (
             held if held is None or isinstance(held, Measurable) else HeldBlock(held, loss, metric, collate)
         )
@@ -167,6 +168,8 @@ class KeepBest:
     def finish(self, run: Any = None, meter: Any = None, *, batch_norm: Iterable[Any] | None = None) -> KeptRisk:
         """Put the best weights into the model, stop following the optimizer, and estimate their risk.
 
+        If a :class:`~poprisk.Recorder` records the training, it stores them as ``run.kept``.
+
         Args:
             run: The recorded run (:class:`~poprisk.Run`) of this training. Used only where nothing was held back.
             meter: A :class:`~poprisk.RiskMeter`, which reads the run at the moments that were kept. The moment of the
@@ -181,9 +184,14 @@ class KeepBest:
             model ends with. A further call returns the same estimate and changes nothing, unless it has a meter.
         """
         if self._risk is None or (self._block is None and run is not None and meter is not None):
+            record = None if self._block is None else witness_of(self._optimizer())
+            if record is not None:
+                record.before_kept()
             self._risk = self._finish_unmeasured(run, meter) if self._block is None else self._finish_measured()
             if batch_norm is not None:
                 recompute_batch_norm(self._model, batch_norm)
+            if record is not None:
+                record.after_kept(self._risk, self.steps, self.curve.moments)
         return self._risk
 
     def _finish_measured(self) -> KeptRisk:

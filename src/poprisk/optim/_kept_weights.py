@@ -1,10 +1,13 @@
 """Weights set aside during training: the best so far, in memory and in a file, or a few moments spread over the run."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
 
 from poprisk._core.store import write_tensors
 from poprisk.errors import StateDictError
@@ -15,6 +18,32 @@ _MOST = 16
 """Moments that are kept where nothing was held back."""
 _BYTES = 2**30
 """Memory that they may take altogether."""
+
+
+class KeptWitness(Protocol):
+    """A record of a training that takes over what is kept at its end."""
+
+    def before_kept(self) -> None:
+        """Called while the model still has the weights of its last step."""
+        ...
+
+    def after_kept(self, risk: Any, steps: int, moments: Sequence[Any]) -> None:
+        """Called when it has the kept weights: with their risk, the steps that were counted, and all measurements."""
+        ...
+
+
+_WITNESSES: "WeakKeyDictionary[Optimizer, ReferenceType[KeptWitness]]" = WeakKeyDictionary()
+
+
+def witness_kept(optimizer: Optimizer, witness: KeptWitness) -> None:
+    """Tell this record, while it exists, what a :class:`~poprisk.KeepBest` of the optimizer keeps."""
+    _WITNESSES[optimizer] = ref(witness)
+
+
+def witness_of(optimizer: Optimizer | None) -> KeptWitness | None:
+    """The record of this optimizer's training, if there is one."""
+    found = None if optimizer is None else _WITNESSES.get(optimizer)
+    return None if found is None else found()
 
 
 class KeptWeights:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -14,7 +13,7 @@ from poprisk._core.store import pack, unpack
 from poprisk.errors import HyperparameterError
 from poprisk.optim import KeepBest, KeptRisk, Moment, hold_back
 from poprisk.runs._problem import Problem
-from poprisk.runs._storage import Content
+from poprisk.runs._storage import Content, RunWriter
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +29,15 @@ class Kept:
     weights: dict[str, Tensor]
     """The state of the module, buffers included."""
     held: Int[Tensor, "held"]
-    """Indices of the examples that were held back; no step trained on them."""
+    """Indices of the examples that were held back; no step trained on them. Empty if they are not among the examples of
+    the run, as in a loop of your own with a :class:`~poprisk.Recorder` for the other examples."""
     moments: tuple[Moment, ...]
     """All measurements: the loss and the score of every held-back example."""
+
+    @property
+    def count(self) -> int:
+        """Number of held-back examples."""
+        return len(self.moments[0].losses)
 
     def content(self) -> Content:
         """Tensors and notes for a file."""
@@ -43,6 +48,32 @@ class Kept:
     def from_content(cls, content: Content) -> "Kept":
         """The opposite of :meth:`content`."""
         return cls(**unpack(content[1], content[0], (KeptRisk, Moment)))
+
+
+class KeptWriter:
+    """Stores what a :class:`~poprisk.KeepBest` of the same optimizer keeps beside the record, when it finishes.
+
+    Args:
+        writer: Writes the run.
+        module: The module that is recorded.
+    """
+
+    held: Int[Tensor, "held"] = torch.empty(0, dtype=torch.long)
+    """Indices of the held-back examples, if they are among those of the run."""
+
+    def __init__(self, writer: RunWriter, module: nn.Module) -> None:
+        self._writer, self._module = writer, module
+
+    def before_kept(self) -> None:
+        """Write the last steps while the module still has their weights."""
+        if not self._writer.is_finished:
+            self._writer.flush()
+
+    def after_kept(self, risk: KeptRisk, steps: int, moments: Sequence[Moment]) -> None:
+        """Write the kept weights, if they are of all steps of this run."""
+        if self._writer.has_begun and steps == self._writer.num_steps:
+            weights = {name: x.detach().cpu().clone() for name, x in self._module.state_dict().items()}
+            self._writer.keep(Kept(risk, weights, self.held, tuple(moments)).content())
 
 
 class HeldBack:
@@ -78,7 +109,7 @@ class HeldBack:
             return losses if reduction == "none" else losses.mean()
 
         held = self._problem.batch(self.held, dtype=dtype)
-        self._module, self._keeper = module, KeepBest(module, optimizer, held, loss, average=self._tail)
+        self._keeper = KeepBest(module, optimizer, held, loss, average=self._tail)
 
     def count(self, examples: int) -> None:
         """Say how many examples the coming step trains on."""
@@ -96,12 +127,10 @@ class HeldBack:
         assert self._keeper is not None
         self._keeper.load_state_dict(unpack(content[1], content[0], ()))
 
-    def finish(self) -> Kept:
-        """Choose the best weights; the module has them afterwards."""
+    def finish(self) -> None:
+        """Choose the best weights; the module has them afterwards, and the recorder of the training stores them."""
         assert self._keeper is not None
-        risk = self._keeper.finish()
-        weights: dict[str, Any] = {name: x.detach().cpu().clone() for name, x in self._module.state_dict().items()}
-        return Kept(risk, weights, self.held, tuple(self._keeper.curve.moments))
+        self._keeper.finish()
 
     def close(self) -> None:
         """Stop following the optimizer."""

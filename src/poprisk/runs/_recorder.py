@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from poprisk._core.autodiff import ExampleLoss
 from poprisk.errors import HyperparameterError, RunError
+from poprisk.optim import witness_kept
 from poprisk.runs._dataset import IndexedDataset
 from poprisk.runs._disk_use import announce, bytes_per_step, usual_segment
 from poprisk.runs._gradients import GradientWatch, check_gradient
+from poprisk.runs._held_back import KeptWriter
 from poprisk.runs._layout import layout_of
 from poprisk.runs._linearize import Linearizer, unexplained
 from poprisk.runs._manifest import check_same_run, describe_training, obstacles, plain
@@ -49,7 +51,8 @@ class Recorder:
     Clipping by norm and unscaling are detected, micro-batches may be accumulated, and learning rates and other options
     of each parameter group may change. In dense recording, any other change of the weights before the block ends is
     kept as the step's source. With a ``problem``, the first steps are checked: the gradient must be that of the
-    recorded examples under the recorded loss.
+    recorded examples under the recorded loss. With a :class:`~poprisk.KeepBest` for the same optimizer,
+    ``keeper.finish()`` stores the kept weights and their risk in the run; call it before :meth:`close`.
 
     Supported optimizers: torch's SGD (momentum, dampening, Nesterov), Adam and AdamW (also with amsgrad) in every
     implementation, and PopRiskAdamW. Other optimizers, ``maximize`` and sparse gradients raise an error. PopRiskAdamW
@@ -130,6 +133,8 @@ class Recorder:
         storage = MemoryStorage() if path is None else DirectoryStorage(path)
         trained = (self.layout, model, self._parameters, optimizer)
         self._writer = RunWriter(storage, *trained, self.examples, self._segment_steps)
+        self.kept_writer = KeptWriter(self._writer, model)
+        witness_kept(optimizer, self.kept_writer)
         self._open: StepContext | None = None
         self._closed = self._broken = False
         self._versions: list[int] | None = None

@@ -164,9 +164,10 @@ class Run:
 
     @cached_property
     def kept(self) -> Kept | None:
-        """What a finished ``train(…, hold_back=…)`` kept: the best averaged weights; None without held-back examples.
+        """What :class:`~poprisk.KeepBest` kept: the best averaged weights; None without held-back examples.
 
-        The steps of the run are not changed by it: ``weights(num_steps)`` are those of the last step.
+        It is there after ``train(…, hold_back=…)``, or ``keeper.finish()`` in a loop of your own. The steps of the run
+        are not changed by it: ``weights(num_steps)`` are those of the last step.
         """
         record = self._manifest.get("kept")
         return None if record is None else Kept.from_content(self._storage.read(record))

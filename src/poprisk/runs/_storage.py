@@ -224,6 +224,7 @@ class RunWriter:
         self._layout, self._module, self._parameters, self._optimizer = layout, module, parameters, optimizer
         self._examples, self._segment_steps = examples, segment_steps
         self._manifest: dict[str, Any] | None = None
+        self._finished = False
         self._options: list[dict[str, Any]] = []
         self._raw: dict[int, list[Any]] = {}
         self._first_buffers: dict[str, Tensor | None] = {}
@@ -242,10 +243,16 @@ class RunWriter:
         return None if record is None else self.storage.read(record)
 
     def keep(self, content: Content) -> None:
-        """Write the outcome beside the record; the next manifest lists it."""
+        """Write the outcome beside the record, and the manifest that lists it."""
         assert self._manifest is not None
         self.wait()
         self._manifest["kept"] = self.storage.write("kept", *content)
+        self.storage.write_manifest(self._manifest)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is recorded any more."""
+        return self._finished
 
     def begin(self, about: dict[str, Any]) -> None:
         """The first checkpoint, and the manifest."""
@@ -295,6 +302,7 @@ class RunWriter:
         """Write the remaining steps (unless the last one is not ``whole``), and whether the run was ``closed``."""
         if self._manifest is None:
             return
+        self._finished = True
         if whole:
             self.flush()
         self.wait()

@@ -131,14 +131,14 @@ def train(
                 made.step()
             report(k + 1, step.loss)
         if held is not None and (start < steps or recorder.writer.read_beside("kept") is None):
-            recorder.flush()
-            recorder.writer.keep(held.finish().content())
+            held.finish()
     return recorder.run
 
 
 def _follow(held: HeldBack, recorder: Recorder, module: nn.Module, optimizer: Optimizer) -> None:
     """Measure along the run, and write the state with each of its segments; a resumed run goes on from there."""
     held.follow(module, optimizer)
+    recorder.kept_writer.held = held.held
     state = recorder.writer.read_beside("held_back")
     if state is not None:
         held.restore(state)

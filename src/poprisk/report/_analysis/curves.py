@@ -147,7 +147,7 @@ def held_back_curve(run: Run) -> HeldBackCurve | None:
     kept = run.kept
     if kept is None:
         return None
-    count = len(kept.held)
+    count = kept.count
     lines = []
     for tail in dict.fromkeys(moment.tail for moment in kept.moments):
         own = [moment for moment in kept.moments if moment.tail == tail]
