@@ -82,15 +82,17 @@ def test_what_is_stored_is_not_made_again_and_a_broken_line_is(folder, tmp_path,
 
 
 def test_estimates_that_methods_share_are_those_of_single_calls(folder):
-    rows = {r["method"]: r for r in stored(folder) if r["setting"].startswith("tune 051")}
-    run = one("tune 051").run()
+    rows = {r["method"]: r for r in stored(folder) if r["setting"].startswith("tune 025")}
+    run = one("tune 025").run()
     for name, call in {
         "exclusion": lambda: population_risk(run, "exclusion"),
+        "first_order": lambda: population_risk(run, "first_order"),
         "auto10": lambda: population_risk(run, retrain_budget=10),
         "k_fold": lambda: population_risk(run, "k_fold", retrain_budget=10),
     }.items():
         found = call()
-        assert math.isclose(rows[name]["value"], found.value, rel_tol=1e-6), name
+        if rows[name]["value"] is not None:  # first order is not computed where exclusion is not valid
+            assert math.isclose(rows[name]["value"], found.value, rel_tol=1e-6), name
         assert rows[name]["valid"] == found.valid
 
 

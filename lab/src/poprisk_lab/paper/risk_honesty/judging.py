@@ -7,8 +7,9 @@ from typing import Any
 
 from scipy.stats import beta
 
-from poprisk_lab.paper.risk_honesty.methods import JUDGED
+from poprisk_lab.paper.risk_honesty.methods import JUDGED, STOPPING
 from poprisk_lab.paper.risk_honesty.networks import KINKED
+from poprisk_lab.paper.risk_honesty.stopping import excess
 
 KIND = "risk honesty"
 WRONG_SHARE, WRONG_ERRORS, COVERED_ERRORS = 0.2, 2.5, 2.0
@@ -96,7 +97,7 @@ def judge(settings: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]:
 
 def summarize(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Every method over all settings, the share of valid answers in each group, and whether the bars are met."""
-    names = list(dict.fromkeys(name for s in settings for name in s["answers"]))
+    names = list(dict.fromkeys(name for s in settings for name in s["answers"] if name != STOPPING))
     methods = {name: judge(settings, name) for name in names}
     groups = {
         group: {
@@ -106,7 +107,14 @@ def summarize(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         for group, inside in GROUPS.items()
     }
-    return {"settings": len(settings), "methods": methods, "groups": groups, "bars": _bars(methods, groups)}
+    watched = [s["answers"][STOPPING] for s in settings if "truth" in s["answers"].get(STOPPING, {})]
+    return {
+        "settings": len(settings),
+        "methods": methods,
+        "groups": groups,
+        "bars": _bars(methods, groups),
+        "stopping": excess(watched),
+    }
 
 
 def _bars(methods: Mapping[str, Any], groups: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -4,20 +4,28 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, get_args, get_type_hints
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from poprisk.errors import PopRiskError
-from poprisk.risk import RiskEstimate, _risk, population_risk
+from poprisk.risk import RiskEstimate, _exclusion, _first_order, _risk, population_risk
 from poprisk.runs import Run, train
 from poprisk_lab.paper.risk_honesty.baselines import kernel_gcv_risk, takeuchi_risk
-from poprisk_lab.paper.risk_honesty.settings import Setting, Truth, final_module, mean_loss
+from poprisk_lab.paper.risk_honesty.settings import Setting, Truth, final_module
+from poprisk_lab.paper.risk_honesty.stopping import is_watched, watch
 
+Answer = RiskEstimate | Truth | float | dict[str, Any]
 BUDGET = 10
 """Number of trainings allowed where trainings are allowed."""
 JUDGED = ("exclusion", "first_order", "leverage", "held_back", "k_fold", "auto", "auto10")
 """Methods that say whether they are valid."""
+_ARGUMENTS = signature(_exclusion.exclusion)
+STOPPING = "stopping"
+"""Name of the line with what rules for stopping looked at; it is no estimate."""
 _HELD_OUT = 0.2
 _LARGEST_KERNEL = 1500
 """Largest number of outputs on the training set for which a tangent kernel is decomposed."""
@@ -30,7 +38,7 @@ class Method:
     """How an estimate is made."""
 
     name: str
-    estimate: Callable[[Setting, Run], RiskEstimate | Truth | float]
+    estimate: Callable[[Setting, Run], Answer]
     defined: Callable[[Setting], bool] = lambda _: True
 
 
@@ -43,17 +51,20 @@ def available() -> dict[str, Method]:
         Method("k_fold", lambda _, run: population_risk(run, "k_fold", retrain_budget=BUDGET)),
         Method("holdout", _held_out),
         Method("gcv", _kernel_gcv, lambda setting: setting.loss == "squared" and _small(setting)),
+        Method(STOPPING, _stopping, is_watched),
         Method("takeuchi", _takeuchi, lambda setting: setting.loss in ("squared", "cross_entropy") and _small(setting)),
     ]
     for name in JUDGED:
         if name in known and name not in ("auto", "k_fold"):
-            call = _first_order if name == "first_order" else _named(name)
+            call = _first_order_risk if name == "first_order" else _named(name)
             made.append(Method(name, call, _has_block if name == "held_back" else lambda _: True))
     return {method.name: method for method in made}
 
 
-def as_row(found: RiskEstimate | Truth | float) -> dict[str, Any]:
+def as_row(found: Answer) -> dict[str, Any]:
     """An answer as JSON values; numbers that are not finite become None."""
+    if isinstance(found, dict):
+        return found
     if isinstance(found, RiskEstimate):
         about = {"valid": bool(found.valid), "reason": found.reason, "target": found.target, "by": found.method}
         return {"value": finite(found.value), "standard_error": finite(found.standard_error), **about}
@@ -74,30 +85,48 @@ def finite(x: Any) -> float | None:
 @contextmanager
 def remembered() -> Iterator[None]:
     """Let every estimate be made once for a run, however many methods use it: the answers are those of single calls."""
-    before, known = _risk.ROADS, {}
-
-    def once(road: _risk.Road) -> Callable[[_risk.Question], RiskEstimate]:
-        def estimate(question: _risk.Question) -> RiskEstimate:
-            key = (road.method, id(question.run), question.weights, question.retrain_budget if road.trainings else 0)
-            if key not in known:
-                try:
-                    known[key] = road.estimate(question)
-                except PopRiskError as error:
-                    known[key] = error
-            if isinstance(known[key], PopRiskError):
-                raise known[key]
-            return known[key]
-
-        return estimate
-
-    _risk.ROADS = tuple(replace(road, estimate=once(road)) for road in before)
-    try:
+    shared = _once(_exclusion.exclusion, _exclusion_key)
+    roads = tuple(replace(road, estimate=_once(road.estimate, _question_key(road))) for road in _risk.ROADS)
+    with (
+        patch.object(_exclusion, "exclusion", shared),
+        patch.object(_first_order, "exclusion", shared),
+        patch.object(_risk, "ROADS", roads),
+    ):
         yield
-    finally:
-        _risk.ROADS = before
 
 
-def _first_order(_: Setting, run: Run) -> RiskEstimate:
+def _once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its answers and its errors kept by key."""
+    known: dict[Any, Any] = {}
+
+    def answer(*arguments: Any, **options: Any) -> Any:
+        which = key(*arguments, **options)
+        if which not in known:
+            try:
+                known[which] = function(*arguments, **options)
+            except PopRiskError as error:
+                known[which] = error
+        if isinstance(known[which], PopRiskError):
+            raise known[which]
+        return known[which]
+
+    return answer
+
+
+def _question_key(road: _risk.Road) -> Callable[[_risk.Question], Any]:
+    return lambda question: (id(question.run), question.weights, question.retrain_budget if road.trainings else 0)
+
+
+def _exclusion_key(*arguments: Any, **options: Any) -> Any:
+    """The run and every other argument, whether it was given or not."""
+    bound = _ARGUMENTS.bind(*arguments, **options)
+    bound.apply_defaults()
+    run = bound.arguments.pop("run")
+    rest = ((name, x.tolist() if isinstance(x, Tensor) else x) for name, x in bound.arguments.items())
+    return id(getattr(run, "run", run)), getattr(run, "stop", None), repr(list(rest))
+
+
+def _first_order_risk(_: Setting, run: Run) -> RiskEstimate:
     """First order, where exclusion is valid: elsewhere it is not valid by its own rule, and is not computed."""
     checked = population_risk(run, "exclusion")
     if checked.valid:
@@ -119,12 +148,12 @@ def _small(setting: Setting) -> bool:
     return setting.n * outputs <= _LARGEST_KERNEL and setting.model not in _NO_KERNEL
 
 
-def _held_out(setting: Setting, run: Run) -> Truth:
-    """A fifth of the examples kept aside, one training on the others: what most people do."""
-    problem, n = run.problem, run.num_examples
+def _without_fifth(setting: Setting, run: Run) -> tuple[Run, Tensor]:
+    """The same training without a fifth of the examples, and their indices: what most people do."""
+    n = run.num_examples
     order = torch.randperm(n, generator=torch.Generator().manual_seed(setting.seed))
     held, kept = order.split([round(_HELD_OUT * n), n - round(_HELD_OUT * n)])
-    rest, block = problem.held_back(kept, held)
+    rest, _ = run.problem.held_back(kept, held)
     again = train(
         rest,
         setting.make_optimizer,
@@ -135,9 +164,16 @@ def _held_out(setting: Setting, run: Run) -> Truth:
         dtype=setting.dtype,
         progress=False,
     )
-    inputs, targets = block.batch()
-    assert isinstance(inputs, torch.Tensor)
-    return mean_loss(final_module(again), setting.loss, inputs, targets)
+    return again, held
+
+
+def _held_out(setting: Setting, run: Run) -> Truth:
+    again, held = _without_fifth(setting, run)
+    return setting.risk_on(final_module(again), held)
+
+
+def _stopping(setting: Setting, run: Run) -> dict[str, Any]:
+    return watch(setting, run, _without_fifth(setting, run))
 
 
 def _kernel_gcv(_: Setting, run: Run) -> float:

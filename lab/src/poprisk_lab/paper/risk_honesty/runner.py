@@ -1,7 +1,7 @@
 """``python -m poprisk_lab.paper.risk_honesty.runner``: run the settings of a split, one JSON line for each answer.
 
     python -m poprisk_lab.paper.risk_honesty.runner --split tune --folder DIR --limit 20 --methods auto k_fold
-    python -m poprisk_lab.paper.risk_honesty.runner --split report --folder DIR --workers 2 --output risk_honesty.json
+    python -m poprisk_lab.paper.risk_honesty.runner --split tune report --folder DIR --workers 2 --output FILE
 
 Lines go to ``DIR/SPLIT.jsonl`` as they come, each in one write. What is there is not made again, so that a run that was
 interrupted goes on where it was. With ``--output`` the lines of both splits, if they are there, are condensed into a
@@ -11,6 +11,7 @@ result with its summary. RULE.md says how answers are judged.
 import argparse
 import json
 import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,29 +154,34 @@ def condensed(folder: Path) -> dict[str, Any]:
     return found
 
 
+def run_split(split: Split, names: Sequence[str], folder: Path, limit: int | None, workers: int) -> None:
+    """Make what is missing of a split, in so many processes, and say so."""
+    count = len(settings(split))
+    chosen = list(range(count))[:: max(1, count // limit) if limit else 1][:limit]
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        jobs = [pool.submit(_worker, split, i, names, folder) for i in chosen]
+        for done, each in enumerate(as_completed(jobs), 1):
+            print(f"{done} of {len(jobs)}: {each.result()}", flush=True)
+
+
 def main() -> None:
     """Parse the options, run, condense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--split", choices=list(SPLITS), help="without it nothing is run, only condensed")
-    parser.add_argument("--folder", type=Path, required=True, help="where the lines are stored")
-    parser.add_argument("--limit", type=int, help="run only so many settings, spread over the design")
+    parser.add_argument("--split", nargs="*", choices=list(SPLITS), default=[], help="none: only condense")
+    parser.add_argument("--folder", type=Path, help="where the lines are stored; default: a temporary folder")
+    parser.add_argument("--limit", type=int, help="run only so many settings of a split, spread over the design")
     parser.add_argument("--methods", nargs="*", default=[], help="names of methods; default: all there are")
     parser.add_argument("--workers", type=int, default=1, help="number of processes, one thread each")
+    parser.add_argument("--smoke", action="store_true", help="a small version, to see that it works")
     parser.add_argument("--output", type=Path, help="write the condensed result to this file")
     arguments = parser.parse_args()
-    if arguments.split is not None:
-        count = len(settings(arguments.split))
-        chosen = list(range(count))[:: max(1, count // arguments.limit) if arguments.limit else 1][: arguments.limit]
-        with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
-            job = (arguments.methods, arguments.folder)
-            jobs = [pool.submit(_worker, arguments.split, i, *job) for i in chosen]
-            for done, each in enumerate(as_completed(jobs), 1):
-                print(f"{done} of {len(jobs)}: {each.result()}", flush=True)
-    if arguments.output is not None:
-        result = condensed(arguments.folder)
-        save_result(
-            arguments.output, KIND, {"rule": "RULE.md", "splits": {k: v.seed for k, v in SPLITS.items()}}, result
-        )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        for split in arguments.split:
+            run_split(split, arguments.methods, folder, 2 if arguments.smoke else arguments.limit, arguments.workers)
+        if arguments.output is not None:
+            config = {"rule": "RULE.md", "seeds": {split: levels.seed for split, levels in SPLITS.items()}}
+            save_result(arguments.output, KIND, config, condensed(folder))
 
 
 if __name__ == "__main__":

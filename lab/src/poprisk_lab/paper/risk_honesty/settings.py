@@ -170,7 +170,7 @@ class Setting:
 
     def truth(self, run: Run) -> Truth:
         """The risk of the run's final model: its mean loss on fresh examples with the same noise."""
-        return self._risk(final_module(run))
+        return self.risk_of(final_module(run))
 
     def kept_truth(self, run: Run) -> Truth | None:
         """The risk of the weights that the held-back examples chose; None without such examples."""
@@ -178,16 +178,22 @@ class Setting:
             return None
         module = run.module()
         module.load_state_dict(run.kept.weights)
-        return self._risk(module)
+        return self.risk_of(module)
 
     def training_loss(self, run: Run) -> float:
         """The mean loss of the final model on its training examples, in evaluation mode."""
         x, y, _, _ = self._data
         return mean_loss(final_module(run), self.loss, x, self._targets(y)).value
 
-    def _risk(self, module: nn.Module) -> Truth:
+    def risk_of(self, module: nn.Module) -> Truth:
+        """The risk of any module: its mean loss on the test examples."""
         _, _, x, y = self._data
         return mean_loss(module, self.loss, x, self._targets(y))
+
+    def risk_on(self, module: nn.Module, rows: Tensor) -> Truth:
+        """The mean loss of a module on some of the training examples."""
+        x, y, _, _ = self._data
+        return mean_loss(module, self.loss, x[rows], self._targets(y[rows]))
 
     def _targets(self, y: Tensor) -> Tensor:
         return y.double().reshape(-1, 1) if self.loss == "logistic" else y
