@@ -52,6 +52,10 @@ class LiteralGateWarning(PopRiskWarning):
     """A loaded optimizer state has a gate that is not normalized, so its learning rate is not in AdamW's units."""
 
 
+class UnexplainedGradientWarning(PopRiskWarning):
+    """The gradients of a recorded loop are no longer those of its problem; exact analyses end before that step."""
+
+
 class RunError(PopRiskError, RuntimeError):
     """A training run cannot be recorded, resumed, opened or replayed as requested."""
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from poprisk import Problem, Run, population_risk, replay
-from poprisk.errors import DataError, RunError
+from poprisk.errors import DataError, RunError, UnexplainedGradientWarning
 from poprisk.integrations.huggingface import KeepBestCallback, use_poprisk
 from poprisk.integrations.huggingface_record import RecordRun, classification_problem
 from poprisk.risk._audit.run_audit import audit
@@ -107,6 +107,22 @@ def test_the_exact_tier_takes_eager_attention(tmp_path, attention):
     table = audit(record.run, progress=False)
     assert ("loo_loss" in table.columns) == (attention == "eager")
     assert any("no exact columns: vmap" in note for note in table.notes) == (attention == "sdpa")
+
+
+def test_a_penalty_that_begins_later_is_found_and_the_run_is_kept(tmp_path):
+    class Penalized(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            begun = self.state.global_step >= 5
+            return loss + 0.01 * sum(p.square().sum() for p in model.parameters()) if begun else loss
+
+    record = RecordRun(None, Problem.build(problem))
+    args = TrainingArguments(str(tmp_path), **QUIET)
+    made = Penalized(classifier(), args, train_dataset=sentences(), data_collator=padded, callbacks=[record])
+    with pytest.warns(UnexplainedGradientWarning, match=r"at step 8 .*an L2 penalty whose gradient is 0.02 times"):
+        made.train()
+    assert record.run.num_steps == STEPS
+    assert record.run.unexplained.step == 2
 
 
 def test_without_a_problem_there_are_batches_and_losses(tmp_path):

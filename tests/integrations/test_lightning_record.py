@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from poprisk import PopRiskAdamW, Run, hold_back, population_risk, replay
-from poprisk.errors import RunError
+from poprisk.errors import RunError, UnexplainedGradientWarning
 from poprisk.integrations import lightning_record
 from poprisk.integrations.lightning_keep import KeepBestCallback
 from poprisk.integrations.lightning_record import RecordRun
@@ -127,6 +127,19 @@ def test_accumulated_batches_are_one_step():
     assert [len(run.recorded(k).parts(k)) for k in range(4)] == [4, 2, 4, 2]
     assert_close(run.losses[:2].tolist(), [sum(module.losses[:4]) / 4, sum(module.losses[4:6]) / 4])
     assert max(replay(run, tolerate=True).deviations.values()) < 1e-6
+
+
+def test_a_loss_that_changes_later_is_found_and_the_run_is_kept():
+    class Changing(Module):
+        def training_step(self, batch, index):
+            self.factor = 1.0 if self.trainer.global_step < 5 else 3.0
+            return super().training_step(batch, index)
+
+    record = RecordRun(None, problem())
+    with pytest.warns(UnexplainedGradientWarning, match=r"at step 8 .*scale of the loss changed by 3"):
+        fit(record, Changing(torch.optim.AdamW, lr=0.1))
+    assert record.run.num_steps == 18
+    assert record.run.unexplained.step == 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])

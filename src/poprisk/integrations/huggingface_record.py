@@ -115,7 +115,8 @@ class RecordRun(TrainerRecording, TrainerCallback):
         problem: What is trained, or None.
         every: Steps between checkpoints; 1 records every step, about three weight vectors each.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random; the run cannot be analyzed exactly.
-        verify_steps: Number of initial steps to compare with the problem; no effect with dropout.
+        verify_steps: Number of initial steps to compare with the problem, a sample of later ones follows; 0 turns both
+            off. No effect with dropout.
 
     Raises:
         RunError: When training begins: what cannot be recorded, and what to do.

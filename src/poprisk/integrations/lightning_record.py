@@ -46,8 +46,9 @@ class RecordRun(TrainerRecording, Callback):
 
     The problem's examples must be those of the loader's dataset, in the same order, and its model a part of the module
     (the module itself, ``module.net``, …). The targets of each batch and the gradients of the first steps are checked,
-    so a ``training_step`` with another loss than the problem's gives an error. The gradients cannot be checked if the
-    network is random (dropout) or mixes the examples of a batch.
+    so a ``training_step`` with another loss than the problem's gives an error; a loss that changes later gives a
+    warning, and exact analyses end before that step. The gradients cannot be checked if the network is random (dropout)
+    or mixes the examples of a batch.
 
     Args:
         path: Directory for the run, new or empty; None keeps it in memory.
@@ -57,7 +58,7 @@ class RecordRun(TrainerRecording, Callback):
         network: Name of the part of the module that is the problem's model; by default, the part with its parameters.
         every: Steps between checkpoints; 1 records every step, about three weight vectors each.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random; the run cannot be analyzed exactly.
-        verify_steps: Number of initial steps to compare with the problem.
+        verify_steps: Number of initial steps to compare with the problem; 0 also turns off the later samples.
 
     Raises:
         RunError: When training begins: what cannot be recorded, and what to do.

@@ -3,7 +3,8 @@
 Examples: a :class:`torch.utils.data.DataLoader` draws the indices of its batches in the main process, whatever the
 number of its workers, and returns the batches in the order in which it drew them. The draws are noted, and each batch
 that is trained on takes the next one. Every batch is compared with its examples: their number, and their targets if the
-batch has a tensor of the same shape and dtype. The first gradients are compared with the problem's.
+batch has a tensor of the same shape and dtype. The gradients of the first steps, and of some later ones, are compared
+with the problem's.
 
 Block: it is opened just before the optimizer step and closed right after it, before schedulers.
 """
@@ -169,7 +170,7 @@ class TrainerRecording:
         problem: What is trained, or None.
         every: Steps between checkpoints; 1 records every step, about three weight vectors each.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random.
-        verify_steps: Number of initial steps to compare with the problem.
+        verify_steps: Number of initial steps to compare with the problem; 0 also turns off the later samples.
     """
 
     def __init__(

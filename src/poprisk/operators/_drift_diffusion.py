@@ -117,7 +117,7 @@ def drift_diffusion(
     >>> torch.allclose(split.drift, split.displacement)  # full batches do not fluctuate, a linear model does not bend
     True
     """
-    check_run(trajectory, targets)
+    check_run(trajectory, targets, stop)
     start, stop = window_limits(trajectory, start, stop)
     laws = batch_laws(trajectory, targets.shape[0], start=start, stop=stop, sampling=sampling)
     first = in_dtype_of(model, trajectory.buffer(start))

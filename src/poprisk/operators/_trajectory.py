@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk.errors import DataError, RunError
-from poprisk.runs import AffineStep
+from poprisk.runs import AffineStep, Run
 
 
 @runtime_checkable
@@ -31,15 +31,17 @@ class Trajectory(Protocol):
         ...
 
 
-def check_run(trajectory: Trajectory, targets: Tensor) -> None:
-    """Refuses what is known to be wrong; a trajectory that says nothing about itself is taken at its word.
+def check_run(trajectory: Trajectory, targets: Tensor, stop: int | None = None) -> None:
+    """Refuses what is known to be wrong before step ``stop``; a trajectory that says nothing is taken at its word.
 
     Raises:
         RunError: no exact analysis is possible, or inputs were augmented.
         DataError: the training set has another size than the recorded one.
     """
     obstacles = getattr(trajectory, "obstacles", ())
-    if obstacles:
+    if isinstance(trajectory, Run):
+        trajectory.require_exact(stop)
+    elif obstacles:
         raise RunError(f"no exact analysis of this run is possible: {obstacles[0]}")
     if getattr(trajectory, "augmented", False):
         raise RunError(

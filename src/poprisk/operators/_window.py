@@ -88,7 +88,7 @@ class Window(SweptOperators):
         secant: bool = True,
         memory: int = _MEMORY,
     ) -> None:
-        check_run(trajectory, targets)
+        check_run(trajectory, targets, stop)
         stop = trajectory.num_steps if stop is None else stop
         if not 0 <= start < stop <= trajectory.num_steps:
             raise DataError(
@@ -147,9 +147,9 @@ class Window(SweptOperators):
         >>> Window.of_run(run, start=1).train_transfer.shape
         (2, 2)
         """
-        check_run(run, run.problem.targets)
+        check_run(run, run.problem.targets, stop)
         model = run.model(dtype)
-        check_first_steps(run, model)
+        check_first_steps(run, model, stop)
         inputs, targets = run.problem.batch(dtype=dtype)
         if test_inputs is None and run.problem.test is not None:
             test_inputs = run.problem.test[0]

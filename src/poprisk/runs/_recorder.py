@@ -15,7 +15,8 @@ from poprisk.errors import HyperparameterError, RunError
 from poprisk.optim import witness_kept
 from poprisk.runs._dataset import IndexedDataset
 from poprisk.runs._disk_use import announce, bytes_per_step, usual_segment
-from poprisk.runs._gradients import GradientWatch, check_gradient
+from poprisk.runs._gradient_check import GradientCheck
+from poprisk.runs._gradients import GradientWatch
 from poprisk.runs._held_back import KeptWriter
 from poprisk.runs._layout import layout_of
 from poprisk.runs._linearize import Linearizer, unexplained
@@ -51,8 +52,10 @@ class Recorder:
     Clipping by norm and unscaling are detected, micro-batches may be accumulated, and learning rates and other options
     of each parameter group may change. In dense recording, any other change of the weights before the block ends is
     kept as the step's source. With a ``problem``, the first steps are checked: the gradient must be that of the
-    recorded examples under the recorded loss. With a :class:`~poprisk.KeepBest` for the same optimizer,
-    ``keeper.finish()`` stores the kept weights and their risk in the run; call it before :meth:`close`.
+    recorded examples under the recorded loss. Later a sample of the steps is checked, and the last one. A difference
+    there is a warning; the run is recorded to its end, and exact analyses refuse the steps that the problem does not
+    explain. With a :class:`~poprisk.KeepBest` for the same optimizer, ``keeper.finish()`` stores the kept weights and
+    their risk in the run; call it before :meth:`close`.
 
     Supported optimizers: torch's SGD (momentum, dampening, Nesterov), Adam and AdamW (also with amsgrad) in every
     implementation, and PopRiskAdamW. Other optimizers, ``maximize`` and sparse gradients raise an error. PopRiskAdamW
@@ -71,7 +74,8 @@ class Recorder:
         augmentation: ``"seeded"`` if all random changes of inputs are ``problem.augment`` with ``step.generator``,
             ``"unseeded"`` if there are others: recorded, but no exact analysis is possible. Default: seeded if the
             problem has an augmentation, else none.
-        verify_steps: Number of initial steps to check against the problem; each check costs one gradient.
+        verify_steps: Number of initial steps to check against the problem; 0 also turns off the later samples, about
+            one step of 64. Each check costs one gradient.
         segment_steps: Number of steps per file of a dense run; default: about 32 MiB.
         resume: Continue the run in the directory: model and optimizer are restored from its last checkpoint.
         training: Any JSON value that describes the training loop; kept in the manifest.
@@ -127,7 +131,9 @@ class Recorder:
             raise RunError("PopRiskAdamW with a variance source cannot be replayed: record it with every=1")
         self._segment_steps = every if every > 1 else segment_steps or usual_segment(self.layout)
         self._augmentation = augmentation or ("seeded" if problem is not None and problem.augment else None)
-        self._verify_steps = 0 if problem is None or self._augmentation == "unseeded" else verify_steps
+        first = 0 if self._augmentation == "unseeded" else verify_steps
+        checked = (problem, model, self.layout, self._parameters)
+        self._check = GradientCheck(*checked, first=first, seed=seed, steps=steps)
         self._loss = problem.loss if problem is not None else loss or ""
         self._training = training
         storage = MemoryStorage() if path is None else DirectoryStorage(path)
@@ -286,9 +292,11 @@ class Recorder:
             assert step.gradient is not None
             assert step.weights_before is not None
             moved = (step.weights_before, self._weights_after)
+            self._check.keep(step)
             record.source = unexplained(self.layout, step.linear, step.gradient, *moved, self._parameters)
         self._versions = [p._version for p in self._parameters]
         self._writer.add(record)
+        self._mark()
 
     def _pre_step(self, _: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         # args[0] is the optimizer; a closure computes the gradients, so they are looked at after it.
@@ -330,8 +338,7 @@ class Recorder:
         step.factor = self._watch.factor()
         if self.is_dense:
             step.gradient = self.layout.flatten([p.grad for p in self._parameters if p.grad is not None])
-        if self.num_steps < self._verify_steps and self.problem is not None:
-            check_gradient(self.problem, self._model, self._parameters, step)
+        self._check.look(step)
         step.state = "moving"
 
     def _post_step(self, *_: Any) -> None:
@@ -361,7 +368,7 @@ class Recorder:
         if self.problem is not None and manifest["problem"] is not None:
             self.problem.check_is(manifest["problem"])
         run = Run(storage)
-        steps = run.num_steps
+        steps, self._check.found = run.num_steps, run.unexplained
         self._writer.resume(manifest, steps, run.checkpoint(steps), run.options(steps))
 
     def _begin(self, step: StepContext) -> None:
@@ -392,7 +399,16 @@ class Recorder:
         self._watch.close()
         for hook in self._hooks:
             hook.remove()
-        self._writer.finish(whole=not self._broken, closed=closed)
+        try:
+            self._check.finish()
+        finally:
+            self._mark()
+            self._writer.finish(whole=not self._broken, closed=closed)
+
+    def _mark(self) -> None:
+        found = self._check.found
+        if found is not None and self._writer.has_begun:
+            self._writer.mark("unexplained", vars(found))
 
 
 def _moved(step: int) -> RunError:

@@ -13,6 +13,7 @@ from poprisk._core.autodiff import FlatModel
 from poprisk._core.html import card, sparkline
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.runs import _checkpoint as checkpoint
+from poprisk.runs._gradient_check import Unexplained
 from poprisk.runs._held_back import Kept
 from poprisk.runs._layout import Layout
 from poprisk.runs._problem import Problem
@@ -197,16 +198,27 @@ class Run:
     @property
     def obstacles(self) -> tuple[str, ...]:
         """The reasons why exact analyses are not possible; empty if they are."""
-        return tuple(self._manifest["obstacles"])
+        found = self.unexplained
+        return (*self._manifest["obstacles"], *(() if found is None else (found.reason,)))
 
-    def require_exact(self) -> None:
-        """Check that exact analyses of this run are possible.
+    @property
+    def unexplained(self) -> Unexplained | None:
+        """From which step on the recorded problem does not explain the gradients, and why; None if it does."""
+        found = self._manifest.get("unexplained")
+        return None if found is None else Unexplained(**found)
+
+    def require_exact(self, stop: int | None = None) -> None:
+        """Check that exact analyses of this run, or of its steps before ``stop``, are possible.
 
         Raises:
             RunError: they are not; the message gives the first of the ``obstacles``.
         """
-        if self.obstacles:
-            raise RunError(f"no exact analysis of this run is possible: {self.obstacles[0]}")
+        found = self.unexplained
+        agrees = found is None or (stop is not None and stop <= found.step)
+        obstacles = self._manifest["obstacles"] if agrees else self.obstacles
+        if obstacles:
+            until = "" if agrees or found is None or not found.step else f" (possible up to stop={found.step})"
+            raise RunError(f"no exact analysis of this run is possible: {obstacles[0]}{until}")
 
     @property
     def augmented(self) -> bool:

@@ -111,9 +111,14 @@ class StepContext:
             self._add(indices, weights)
 
     @property
+    def seed(self) -> int:
+        """The seed of the recording."""
+        return self._recorder.seed
+
+    @property
     def generator(self) -> Generator:
         """A new generator, seeded for this step; augmentation that draws only from it can be replayed."""
-        return step_generator(self._recorder.seed, self.number)
+        return step_generator(self.seed, self.number)
 
     def micro_batch(self, indices: Indices, weights: Tensor | None = None) -> None:
         """Add the examples of one micro-batch to the step.

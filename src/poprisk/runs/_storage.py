@@ -254,6 +254,14 @@ class RunWriter:
         """Whether nothing is recorded any more."""
         return self._finished
 
+    def mark(self, name: str, value: Any) -> None:
+        """Write an entry into the manifest, unless it is there."""
+        assert self._manifest is not None
+        if self._manifest.get(name) != value:
+            self.wait()
+            self._manifest[name] = value
+            self.storage.write_manifest(self._manifest)
+
     def begin(self, about: dict[str, Any]) -> None:
         """The first checkpoint, and the manifest."""
         if isinstance(self.storage, DirectoryStorage):

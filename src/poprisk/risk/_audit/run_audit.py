@@ -211,8 +211,10 @@ class _Look:
                     f"batch statistics were recorded at checkpoints only: at {between} of {len(self.steps)} steps they "
                     "are estimated from the training examples"
                 )
-        if self.run.obstacles:
-            found.append(f"evaluated in evaluation mode, unlike the training: {self.run.obstacles[0]}")
+        changed = self.run.unexplained
+        for obstacle in self.run.obstacles[:1]:
+            mode = "evaluated in evaluation mode, unlike the training: "
+            found.append(obstacle if changed and obstacle == changed.reason else f"{mode}{obstacle}")
         if len(self.steps) < 8:
             found.append(f"only {len(self.steps)} steps were recorded, so that averages over training are coarse")
         if self.skipped:
