@@ -1,0 +1,170 @@
+"""Functions whose results are wrong on purpose: scaled, negated or zero."""
+
+import copy
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+MUTATIONS = ("scaled", "negated", "zero")
+_DEPTH = 4
+_METHODS_TOO = ("__call__", "__iter__", "__getitem__", "_matmat", "_rmatmat")
+
+
+class Changes:
+    """How often a result was really changed: a mutation without effect tells nothing about a test."""
+
+    count = 0
+
+
+def broken(how: str) -> Callable[[Any], Any]:
+    """A decorator that breaks a function, a property or every method of a class.
+
+    >>> broken("scaled")(lambda: 2.0)()
+    2.2
+    """
+
+    def decorate(thing: Any) -> Any:
+        if isinstance(thing, property):
+            return property(thing.fget and _wrapped(thing.fget, how), thing.fset, thing.fdel, thing.__doc__)
+        if isinstance(thing, functools.cached_property):
+            return functools.cached_property(_wrapped(thing.func, how))
+        if isinstance(thing, classmethod | staticmethod):
+            return type(thing)(_wrapped(thing.__func__, how))
+        return _broken_class(thing, how) if isinstance(thing, type) else _wrapped(thing, how)
+
+    return decorate
+
+
+def broken_value(value: Any, how: str, depth: int = 0) -> Any:
+    """The value with all its numbers changed, however they are packed.
+
+    >>> broken_value({"a": (1.0, "b"), "c": torch.ones(2)}, "negated")
+    {'a': (-1.0, 'b'), 'c': tensor([-1., -1.])}
+    """
+    if isinstance(value, Tensor | np.ndarray):
+        return _numbers(value, how)
+    if isinstance(value, bool | int | float | complex | np.number):
+        return _number(value, how)
+    if value is None or isinstance(value, str | bytes | nn.Module | type | torch.dtype) or depth > _DEPTH:
+        return value
+    if hasattr(value, "matmat"):  # a linear operator
+        Changes.count += 1
+        return {"scaled": 1.1, "negated": -1.0, "zero": 0.0}[how] * value
+    return _packed(value, how, depth + 1)
+
+
+def _packed(value: Any, how: str, depth: int) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(broken_value(each, how, depth) for each in value))
+    if isinstance(value, list | tuple):
+        return type(value)(broken_value(each, how, depth) for each in value)
+    if isinstance(value, dict):
+        return {key: broken_value(each, how, depth) for key, each in value.items()}
+    if isinstance(value, types.GeneratorType):
+        return _each(value, how, depth)
+    if isinstance(value, types.FunctionType | functools.partial):
+        return _wrapped(value, how)
+    return _object(value, how, depth) if hasattr(value, "__dict__") else value
+
+
+def _each(values: Iterator[Any], how: str, depth: int) -> Iterator[Any]:
+    for value in values:
+        yield broken_value(value, how, depth)
+
+
+def _object(value: Any, how: str, depth: int) -> Any:
+    """A copy with changed fields; what was cached of the old ones is forgotten."""
+    try:
+        other = copy.copy(value)
+    except Exception:
+        return value
+    fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set(vars(value))
+    for name, old in list(vars(value).items()):
+        if isinstance(getattr(type(value), name, None), functools.cached_property):
+            vars(other).pop(name, None)
+        elif name in fields:
+            object.__setattr__(other, name, broken_value(old, how, depth))
+    return other
+
+
+def _number(value: Any, how: str) -> Any:
+    if isinstance(value, bool | np.bool_):
+        new = {"scaled": value, "negated": not value, "zero": False}[how]
+    elif isinstance(value, int | np.integer):
+        new = {"scaled": value + 1, "negated": -value, "zero": 0}[how]
+    else:
+        new = type(value)({"scaled": 1.1 * value, "negated": -value, "zero": 0.0 * value}[how])
+    Changes.count += bool(new != value)
+    return new
+
+
+def _numbers(value: Any, how: str) -> Any:
+    boolean = value.dtype in (torch.bool, np.bool_)
+    if isinstance(value, np.ndarray):
+        whole = value.dtype.kind in "iu"
+    else:
+        whole = not (boolean or value.is_floating_point() or value.is_complex())
+    if boolean:
+        new = {"scaled": value, "negated": ~value, "zero": value & False}[how]
+    elif whole:  # indices: their order, or all of them the first
+        turned = value[::-1].copy() if isinstance(value, np.ndarray) else value.flip(0) if value.dim() else value
+        new = {"scaled": value, "negated": turned, "zero": value * 0}[how]
+    else:
+        new = {"scaled": value * 1.1, "negated": -value, "zero": value * 0.0}[how]
+        new = new.to(value.dtype) if isinstance(value, Tensor) else new.astype(value.dtype)
+    Changes.count += 1 if new is not value else 0
+    return new
+
+
+def _wrapped(function: Any, how: str) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], torch.optim.Optimizer) and getattr(function, "__name__", "") == "step":
+            return _broken_step(function, how, *args, **kwargs)
+        result = function(*args, **kwargs)
+        if result is None:
+            _spoil([*args, *kwargs.values()], how)
+            return None
+        return broken_value(result, how)
+
+    for name in ("cache_clear", "cache_info"):
+        if hasattr(function, name):
+            setattr(wrapper, name, getattr(function, name))
+    return wrapper
+
+
+def _broken_step(function: Any, how: str, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """An optimizer step that moves the weights by another distance."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in weights]
+    result = function(optimizer, *args, **kwargs)
+    with torch.no_grad():
+        for p, old in zip(weights, before, strict=True):
+            p.copy_(old + _numbers(p - old, how))
+    return result
+
+
+def _spoil(arguments: list[Any], how: str) -> None:
+    """Change the tensors that a function without a result was given: it works in place."""
+    for value in arguments:
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.is_inference():
+            with torch.no_grad():
+                value.copy_(_numbers(value.detach().clone(), how))
+        elif isinstance(value, list | tuple):
+            _spoil(list(value), how)
+
+
+def _broken_class(kind: type, how: str) -> type:
+    for name, thing in list(vars(kind).items()):
+        methods = isinstance(thing, property | functools.cached_property | classmethod | staticmethod)
+        if (methods or isinstance(thing, types.FunctionType)) and (not name.startswith("_") or name in _METHODS_TOO):
+            setattr(kind, name, changed := broken(how)(thing))
+            if isinstance(changed, functools.cached_property):
+                changed.__set_name__(kind, name)
+    return kind

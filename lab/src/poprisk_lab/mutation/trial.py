@@ -1,0 +1,190 @@
+"""One trial: break one function in a process of its own, run tests there, and see which of them notice.
+
+The tests are collected once; every trial is a fork of the process that did, so that nothing is imported again and
+nothing is written to the repository. A function is broken by exchanging its code object: whoever has imported it calls
+the broken one.
+"""
+
+import functools
+import importlib
+import inspect
+import multiprocessing
+import os
+import resource
+import sys
+import time
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poprisk_lab.mutation.broken import Changes, broken, broken_value
+
+ROOT = Path(__file__).resolve().parents[4]
+ORIGINALS: list[Any] = []
+"""What the broken functions call; their code finds it here."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trial: what to break, how, and the test to run."""
+
+    function: str
+    """Empty: nothing is broken, and the test runs in the process that all others are forked from."""
+    mutation: str
+    test: str
+    parameters: int
+    """How many of the parameters of the test are tried, evenly spread; 0 for all."""
+    limit: int = 0
+    """Processor seconds; a test that has not ended by then has noticed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a test said."""
+
+    said: str = "timeout"
+    """"passed", "failed", "skipped" or "timeout"."""
+    seconds: float = 0.0
+    """Of the processor."""
+    changes: int = 0
+    """How often a result was changed; 0 if the broken function was never asked."""
+
+
+class Server:
+    """Tests of the library or of the lab, collected once in a process that then forks for each trial."""
+
+    def __init__(self, folder: str, tests: Sequence[str]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(folder, tests, other))
+        self._process.start()
+
+    def run(self, job: Job) -> Outcome:
+        """Do one trial."""
+        self._pipe.send(job)
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+
+def _serve(folder: str, tests: Sequence[str], pipe: Any) -> None:
+    prefix = folder.removesuffix("tests/")
+    os.chdir(ROOT / prefix)
+    chosen = [test.removeprefix(prefix) for test in tests]
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", "--no-header", "-qq"]
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+        pytest.main([*chosen, *options], plugins=[_Trials(prefix, pipe)])
+
+
+class _Trials:
+    """The plugin: instead of one run over all tests, a fork for each trial that is asked for."""
+
+    def __init__(self, prefix: str, pipe: Any) -> None:
+        self.prefix, self.pipe = prefix, pipe
+        self.said: dict[str, str] = {}
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """Take jobs until there are no more."""
+        while (job := self.pipe.recv()) is not None:
+            self.pipe.send(self._forked(job, session.items) if job.function else self._run(job, session.items))
+        return True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note the outcome of a test, its parameters together."""
+        name = self._name(report.nodeid)
+        if report.failed:
+            self.said[name] = "failed"
+        elif report.skipped:
+            self.said.setdefault(name, "skipped")
+        elif report.when == "call" and self.said.get(name) != "failed":
+            self.said[name] = "passed"
+
+    def _name(self, nodeid: str) -> str:
+        return self.prefix + nodeid.partition("[")[0]
+
+    def _forked(self, job: Job, items: Sequence[Any]) -> Outcome:
+        receive, send = multiprocessing.Pipe(duplex=False)
+        process = os.fork()
+        if not process:
+            try:
+                resource.setrlimit(resource.RLIMIT_CPU, (time_used() + job.limit, time_used() + job.limit + 5))
+                break_name(job.function, job.mutation)
+                send.send(self._run(job, items))
+            finally:
+                os._exit(0)
+        send.close()
+        try:
+            outcome = receive.recv()
+        except EOFError:
+            outcome = Outcome()
+        os.waitpid(process, 0)
+        return outcome
+
+    def _run(self, job: Job, items: Sequence[Any]) -> Outcome:
+        self.said.pop(job.test, None)
+        began, mine = time.process_time(), [item for item in items if self._name(item.nodeid) == job.test]
+        for item in _some(mine, job.parameters):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            if self.said.get(job.test) == "failed":
+                break
+        return Outcome(self.said.get(job.test, "skipped"), time.process_time() - began, Changes.count)
+
+
+def time_used() -> int:
+    """Processor seconds of this process so far."""
+    return int(time.process_time()) + 1
+
+
+def _some(items: list[Any], count: int) -> list[Any]:
+    """That many of the items, evenly spread, the first and the last among them."""
+    if not count or len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def break_name(name: str, how: str) -> None:
+    """Break what a dotted name stands for, wherever it has been imported."""
+    found = resolve(name)
+    if isinstance(found, type):
+        broken(how)(found)
+        return
+    inner = getattr(found, "fget", None) or getattr(found, "func", None) or getattr(found, "__func__", None) or found
+    inner = inspect.unwrap(inner) if callable(inner) else inner
+    if not isinstance(inner, types.FunctionType):
+        _exchange_value(found, broken_value(found, how))
+        return
+    arguments = (inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
+    original = types.FunctionType(*arguments)
+    original.__kwdefaults__ = inner.__kwdefaults__
+    ORIGINALS.append(broken(how)(original))
+    source = f"lambda *a, **k: __import__('sys').modules[{__name__!r}].ORIGINALS[{len(ORIGINALS) - 1}](*a, **k)"
+    code = eval(source).__code__  # the code must not need the globals of this module
+    inner.__code__ = code.replace(co_freevars=inner.__code__.co_freevars)
+    inner.__defaults__ = inner.__kwdefaults__ = None
+
+
+def resolve(name: str) -> Any:
+    """The object of a dotted name, as it stands in its class."""
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:depth]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(inspect.getattr_static, parts[depth:], found)
+    raise ModuleNotFoundError(name)
+
+
+def _exchange_value(old: Any, new: Any) -> None:
+    for module in [m for name, m in sys.modules.items() if name.partition(".")[0] in ("poprisk", "poprisk_lab")]:
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)
