@@ -50,7 +50,7 @@ _NAMES_BY_ROOM = {
         "population_risk",
         "self_influence",
     ),
-    "poprisk.runs": ("Problem", "Recorder", "Run", "replay", "train"),
+    "poprisk.runs": ("Problem", "Recorder", "Run", "refit", "replay", "train"),
 }
 _ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
 logging.getLogger("poprisk").addHandler(logging.NullHandler())  # the application chooses the handlers

@@ -36,6 +36,7 @@ from poprisk.risk import self_influence as self_influence
 from poprisk.runs import Problem as Problem
 from poprisk.runs import Recorder as Recorder
 from poprisk.runs import Run as Run
+from poprisk.runs import refit as refit
 from poprisk.runs import replay as replay
 from poprisk.runs import train as train
 

@@ -345,3 +345,33 @@ def dying(*args, **options):
 _training.add_gradients = dying
 cli.main(sys.argv[1:])
 """
+
+
+def test_refit_trains_again_on_all_examples_and_goes_on_after_a_kill(folder, capsys):
+    command = ["train", "task.py:make_task", "--steps", 30, "--every", 2, "--hold-back", 0.3, "--refit"]
+    code, out, err = call(capsys, *command, "--output", "whole")
+    assert code == 0, err
+    first, final = Run.load("whole"), Run.load("whole/refit")
+    assert final.num_steps == round(first.kept.risk.step * 36 / 25)
+    line = (
+        f"Trained again on all 36 examples for {final.num_steps} steps, as many passes: the final weights are kept in "
+    )
+    assert f"{line}whole/refit. They are not measured; the held-back risk is that of the first training." in out
+    code, out, err = call(capsys, *command, "--output", "whole", "--json")
+    found = json.loads(out)["refit"]
+    assert (found["run"], found["steps"]) == ("whole/refit", final.num_steps)
+    module = final.module()
+    module.load_state_dict(final.kept.weights)
+    inputs, labels = final.problem.test
+    assert found["test"]["accuracy"] == pytest.approx(float((module(inputs).argmax(1) == labels).float().mean()))
+    (folder / "dies.py").write_text(DIES.replace("23", "38"))  # by SIGKILL, in the second training
+    killed = subprocess.run(
+        [sys.executable, "dies.py", *map(str, command), "--output", "killed"], capture_output=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert 0 < Run.load("killed/refit").num_steps < final.num_steps
+    code, _, err = call(capsys, *command, "--output", "killed")
+    assert code == 0, err
+    torch.testing.assert_close(Run.load("killed/refit").kept.weights, final.kept.weights, rtol=0, atol=0)
+    code, _, err = call(capsys, "train", "task.py:make_task", "--hold-back", 0, "--refit", "--output", "none")
+    assert (code, "held-back examples chose" in err) == (2, True)

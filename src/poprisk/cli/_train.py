@@ -11,7 +11,7 @@ import typer
 from poprisk.cli._options import AsJson, built, examples, number
 from poprisk.cli._outcome import interrupt_says, interrupt_waits, note, user_code
 from poprisk.cli._output import show
-from poprisk.cli._train_kept import kept_found, kept_lines
+from poprisk.cli._train_kept import REFIT, kept_found, kept_lines, refit_lines, refitted
 from poprisk.cli._train_plan import HOLD_BACK, LIMITS, OPTIMIZER, OPTIMIZERS, SHARE, TAIL, TrainPlan, read_plan
 from poprisk.errors import RunError
 
@@ -103,6 +103,15 @@ def train(
             show_default=False,
         ),
     ] = None,
+    refit: Annotated[
+        bool | None,
+        typer.Option(
+            "--refit",
+            help="After the held-back examples chose the moment, train again on all examples for as many passes, into "
+            "the folder refit of the run's directory, and end with those weights.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train your own model and record the run, for poprisk report, analyze and audit.
@@ -113,13 +122,14 @@ def train(
     """
     given = {"steps": steps, "epochs": epochs, "batch_size": batch_size, "seed": seed, "every": every}
     given |= {"optimizer": optimizer, "lr": lr, "output": output, "clip_norm": clip_norm}
-    given |= {"hold_back": hold_back, "tail": tail}
+    given |= {"hold_back": hold_back, "tail": tail, "refit": refit or None}
     plan = read_plan(task, given)
     make_optimizer = plan.make_optimizer()
     problem = built(plan.task, **plan.arguments)
     began = time.perf_counter()
     start, run = _train(plan, problem, make_optimizer)
-    found = _found(plan, run, start, time.perf_counter() - began)
+    again = refitted(run, make_optimizer, plan.output / REFIT) if plan.refit else None
+    found = _found(plan, run, start, time.perf_counter() - began) | {"refit": again}
     show(_lines(problem, run, found), found, as_json)
 
 
@@ -233,6 +243,7 @@ def _lines(problem: "Problem", run: "Run", found: dict[str, Any]) -> list[str]:
         f"from {drawn} examples; batch loss {found['first_loss']:.3g} at the first step, "
         f"{found['last_loss']:.3g} at the last.",
         *(kept_lines(kept, run.num_steps) if kept else ()),
+        *(refit_lines(found["refit"], run.num_examples) if found["refit"] else ()),
         f"Recorded in {found['run']} ({size}).",
         f"Next: {found['next']}",
     ]

@@ -1,10 +1,19 @@
-"""What ``poprisk train --hold-back`` says at its end: the risk of the kept weights, and how they do on the test set."""
+"""The end of ``poprisk train --hold-back``: the risk of the kept weights, the test set, and the training on all."""
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from poprisk.cli._outcome import interrupt_says, interrupt_waits, user_code
+
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from poprisk.runs import Run
+
+REFIT = "refit"
+"""Folder of the second training, in the directory of the first."""
 
 
 def kept_found(run: "Run") -> dict[str, Any] | None:
@@ -44,6 +53,45 @@ def kept_lines(found: dict[str, Any], steps: int) -> list[str]:
         shown = [f"{each[by]:.1%}" if by == "accuracy" else f"{each[by]:.3g}" for each in (kept, last)]
         lines.append(f"Test {by}: {shown[0]} with the kept weights, {shown[1]} with those of the last step.")
     return lines
+
+
+def refitted(run: "Run", make_optimizer: "Callable[..., Optimizer]", folder: Path) -> dict[str, Any]:
+    """Train again on all examples; facts about the final weights as JSON values."""
+    from poprisk._core.progress import training_progress
+    from poprisk.runs import DirectoryStorage, refit, refit_steps
+
+    steps = refit_steps(run)
+
+    def done() -> int:
+        manifest = DirectoryStorage(folder).read_manifest()
+        return 0 if manifest is None else manifest["num_steps"]
+
+    def kept() -> str:
+        return f"{done()} of {steps} steps on all examples are kept in {folder}; the same command continues from there"
+
+    shown = training_progress(f"{run.problem.name}, all examples", min(done(), steps), steps)
+    with interrupt_says(kept), interrupt_waits("this step") as asked, user_code("the training"), shown as report:
+
+        def after_step(k: int, loss: Any) -> None:
+            report(k, loss)
+            if asked() and k < steps:
+                raise KeyboardInterrupt
+
+        second = refit(run, make_optimizer, path=folder, resume=True, progress=after_step)
+    tested = _tested(second)
+    return {"run": folder.as_posix(), "steps": steps, "test": None if tested is None else tested["kept"]}
+
+
+def refit_lines(found: dict[str, Any], examples: int) -> list[str]:
+    """The same as sentences."""
+    test, right = found["test"], ""
+    if test is not None:
+        by = "loss" if test["accuracy"] is None else "accuracy"
+        right = f" Test {by}: {test[by]:.1%}." if by == "accuracy" else f" Test loss: {test['loss']:.3g}."
+    return [
+        f"Trained again on all {examples} examples for {found['steps']} steps, as many passes: the final weights are "
+        f"kept in {found['run']}. They are not measured; the held-back risk is that of the first training.{right}"
+    ]
 
 
 def _tested(run: "Run") -> dict[str, dict[str, float | None]] | None:

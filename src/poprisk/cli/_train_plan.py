@@ -57,10 +57,14 @@ class TrainPlan:
     hold_back: float = HOLD_BACK
     """Share of the examples to hold back; 0 holds none back."""
     tail: float = TAIL
+    refit: bool = False
+    """Whether to train again on all examples after the held-back ones chose the moment."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise HyperparameterError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        if self.refit and not self.hold_back:
+            raise HyperparameterError("refit trains again for the length that held-back examples chose: hold some back")
         if self.steps is not None and self.epochs is not None:
             raise HyperparameterError(
                 f"give steps or epochs, not both: got steps={self.steps} and epochs={self.epochs}"
@@ -164,7 +168,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({error.strerror or error}): name an existing file") from None
     except ValueError as error:
         raise DataError(f"{path} is not valid TOML ({error})") from None
-    known = {"task", "arguments", "optimizer", "output", *LIMITS}
+    known = {"task", "arguments", "optimizer", "output", "refit", *LIMITS}
     strange = next((name for name in content if name not in known), None)
     if strange is not None:
         raise DataError(f"{path} has the unknown key {strange!r}; known keys are {', '.join(sorted(known))}")
@@ -177,6 +181,9 @@ def _from_file(path: Path) -> dict[str, Any]:
     plan["options"] = tables["optimizer"]
     if "output" in content:
         plan["output"] = Path(str(content.pop("output")))
+    if not isinstance(again := content.pop("refit", False), bool):
+        raise HyperparameterError(f"{path}: refit must be true or false, got {again!r}")
+    plan["refit"] = again
     return plan | {name: _within(path, name, value) for name, value in content.items()}
 
 

@@ -38,7 +38,7 @@ def held_back_risk(run: Run, weights: Weights = "kept", step: int | None = None)
     trained = torch.ones(run.num_examples, dtype=torch.bool)
     trained[kept.held] = False
     if weights == "kept":
-        return judge_kept(kept.risk, run.num_steps, _training_loss(run, kept.weights, trained))
+        return judge_kept(kept.risk, run.num_steps, _training_loss(run, kept.weights, trained), kept.target)
     if not len(kept.held):
         raise RunError(
             "the held-back examples are not among the examples of the run: only the risk of the kept weights is known"

@@ -96,10 +96,10 @@ def trained_on(kept: int | tuple[int, int], n: int) -> str:
     return f"a model trained on {low if low == high else f'{low} to {high}'} of the {n} examples"
 
 
-def judge_kept(risk: KeptRisk, steps: int, training_loss: float) -> RiskEstimate:
+def judge_kept(risk: KeptRisk, steps: int, training_loss: float, target: str = "") -> RiskEstimate:
     """The estimate that ``KeepBest`` made, in the form of the others; its verdict stays."""
     mean = "" if risk.tail is None else f", averaged over about the last {100 * risk.tail:.3g}% of the steps up to it"
-    target = f"the kept weights, step {risk.step} of {steps}{mean}"
+    target = target or f"the kept weights, step {risk.step} of {steps}{mean}"
     reason = risk.reason if risk.valid else f"{risk.reason}. {_LAST_INSTEAD}"
     about = {"target": target, "method": "held_back", "training_loss": training_loss, "cost": risk.cost}
     return RiskEstimate(risk.value, risk.standard_error, risk.valid, reason, **about)

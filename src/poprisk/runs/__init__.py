@@ -37,6 +37,7 @@ from poprisk import _moved
 from poprisk.runs._digits import digits_split, replace_labels
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
+from poprisk.runs._refit import refit
 from poprisk.runs._replay import Replay, replay
 from poprisk.runs._run import Run
 from poprisk.runs._step import AffineStep, PerWeight, StepContext
@@ -63,6 +64,7 @@ from poprisk.runs._gradients import add_gradients, randomness_of
 from poprisk.runs._layout import layout_of
 from poprisk.runs._linearize import OPTIMIZERS
 from poprisk.runs._manifest import plain
+from poprisk.runs._refit import refit_steps
 from poprisk.runs._replay import options_of, rebuilt
 from poprisk.runs._segment import SegmentReader
 from poprisk.runs._storage import MANIFEST, DirectoryStorage, file_records
@@ -76,6 +78,7 @@ __all__ = [
     "Run",
     "StepContext",
     "digits_split",
+    "refit",
     "replace_labels",
     "replay",
     "train",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -32,16 +33,18 @@ class Kept:
     """Indices of the examples that were held back; no step trained on them. Empty if they are not among the examples of
     the run, as in a loop of your own with a :class:`~poprisk.Recorder` for the other examples."""
     moments: tuple[Moment, ...]
-    """All measurements: the loss and the score of every held-back example."""
+    """All measurements: the loss and the score of every held-back example; none if these weights were not measured."""
+    target: str = ""
+    """The model that ``risk`` is about, if it is not the one with these weights."""
 
     @property
     def count(self) -> int:
         """Number of held-back examples."""
-        return len(self.moments[0].losses)
+        return len(self.moments[0].losses) if self.moments else 0
 
     def content(self) -> Content:
         """Tensors and notes for a file."""
-        form, tensors = pack({name: getattr(self, name) for name in ("risk", "weights", "held", "moments")})
+        form, tensors = pack({name: getattr(self, name) for name in ("risk", "weights", "held", "moments", "target")})
         return tensors, form
 
     @classmethod
@@ -72,8 +75,12 @@ class KeptWriter:
     def after_kept(self, risk: KeptRisk, steps: int, moments: Sequence[Moment]) -> None:
         """Write the kept weights, if they are of all steps of this run."""
         if self._writer.has_begun and steps == self._writer.num_steps:
-            weights = {name: x.detach().cpu().clone() for name, x in self._module.state_dict().items()}
-            self._writer.keep(Kept(risk, weights, self.held, tuple(moments)).content())
+            self.store(risk, moments)
+
+    def store(self, risk: KeptRisk, moments: Sequence[Moment], target: str = "") -> None:
+        """Write the weights that the module has as the kept ones."""
+        weights = {name: x.detach().cpu().clone() for name, x in self._module.state_dict().items()}
+        self._writer.keep(Kept(risk, weights, self.held, tuple(moments), target).content())
 
 
 class HeldBack:
@@ -96,7 +103,7 @@ class HeldBack:
         rows = (torch.arange(len(problem)), problem.targets.cpu())
         (self.train, _), (self.held, _) = hold_back(rows, share, seed=seed)
         tails = list(tail) if isinstance(tail, Sequence) else tail
-        self.settings = {"share": float(share), "tail": tails, "examples": len(self.held)}
+        self.settings = {"hold_back": {"share": float(share), "tail": tails, "examples": len(self.held)}}
         self._keeper: KeepBest | None = None
 
     def follow(self, module: nn.Module, optimizer: Optimizer) -> None:
@@ -127,7 +134,7 @@ class HeldBack:
         assert self._keeper is not None
         self._keeper.load_state_dict(unpack(content[1], content[0], ()))
 
-    def finish(self) -> None:
+    def finish(self, recorder: Any) -> None:
         """Choose the best weights; the module has them afterwards, and the recorder of the training stores them."""
         assert self._keeper is not None
         self._keeper.finish()

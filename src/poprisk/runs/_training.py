@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Int
@@ -19,6 +19,7 @@ from poprisk.runs._held_back import HeldBack
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._run import Run
+from poprisk.runs._storage import Content
 
 
 def train(
@@ -84,6 +85,75 @@ def train(
     [0, 1, 2, 3]
     """
     held = None if hold_back is None else HeldBack(problem, hold_back, seed, tail)
+    return train_followed(
+        problem,
+        optimizer,
+        steps,
+        held,
+        batch_size=batch_size,
+        seed=seed,
+        path=path,
+        every=every,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        schedule=schedule,
+        dtype=dtype,
+        segment_steps=segment_steps,
+        resume=resume,
+        progress=progress,
+    )
+
+
+class Follower(Protocol):
+    """What accompanies a training: it names the examples to train on, measures or averages, and ends with weights."""
+
+    train: Int[Tensor, "examples"]
+    """Indices of the examples to train on."""
+    held: Int[Tensor, "held"]
+    """Indices of the examples that are held back."""
+    settings: dict[str, Any]
+    """Named like the option of the training that asks for it; kept in the manifest."""
+
+    def follow(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Begin with the module as it is."""
+        ...
+
+    def count(self, examples: int) -> None:
+        """Say how many examples the coming step trains on."""
+        ...
+
+    def state(self) -> Content:
+        """Everything needed to go on from the present step."""
+        ...
+
+    def restore(self, content: Content) -> None:
+        """Go on from :meth:`state`."""
+        ...
+
+    def finish(self, recorder: Recorder) -> None:
+        """End with the chosen weights, which the recorder stores beside the run."""
+        ...
+
+
+def train_followed(
+    problem: Problem,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    steps: int,
+    held: Follower | None,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    path: str | Path | None = None,
+    every: int = 1,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    schedule: Callable[[int], float] | None = None,
+    dtype: torch.dtype | None = None,
+    segment_steps: int | None = None,
+    resume: bool = False,
+    progress: bool | Callable[[int, Tensor], None] = True,
+) -> Run:
+    """:func:`train` with whatever accompanies it."""
     examples = len(problem) if held is None else len(held.train)
     batch_size = examples if batch_size is None else batch_size
     _check(examples, steps, batch_size, accumulate, resume, path)
@@ -95,7 +165,7 @@ def train(
     set_up: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "clip_norm": clip_norm}
     set_up["seeded_forward"] = seeds_forward
     if held is not None:
-        set_up["hold_back"] = held.settings
+        set_up |= held.settings
     recorder = Recorder(
         path,
         module,
@@ -131,11 +201,11 @@ def train(
                 made.step()
             report(k + 1, step.loss)
         if held is not None and (start < steps or recorder.writer.read_beside("kept") is None):
-            held.finish()
+            held.finish(recorder)
     return recorder.run
 
 
-def _follow(held: HeldBack, recorder: Recorder, module: nn.Module, optimizer: Optimizer) -> None:
+def _follow(held: Follower, recorder: Recorder, module: nn.Module, optimizer: Optimizer) -> None:
     """Measure along the run, and write the state with each of its segments; a resumed run goes on from there."""
     held.follow(module, optimizer)
     recorder.kept_writer.held = held.held

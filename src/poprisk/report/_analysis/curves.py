@@ -145,7 +145,7 @@ def scores_on_test(problem: Problem, module: nn.Module) -> tuple[Float[Tensor, "
 def held_back_curve(run: Run) -> HeldBackCurve | None:
     """The measurements on held-back examples, and what was chosen; None if the run kept nothing."""
     kept = run.kept
-    if kept is None:
+    if kept is None or not kept.moments:
         return None
     count = kept.count
     lines = []

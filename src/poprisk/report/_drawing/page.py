@@ -189,7 +189,7 @@ def training_call(run: Run) -> str:
     if source is None or source["path"] is None or not isinstance(training, dict) or "batch_size" not in training:
         return ""  # a problem that cannot be rebuilt, or the user's own training loop
     groups = run.options(0)
-    if len(groups) != 1 or groups != run.options(run.num_steps):
+    if len(groups) != 1 or groups != run.options(run.num_steps) or "refit" in training:
         return ""  # a schedule, of which only the values are known
     name = manifest["optimizer"]["name"]
     defaults = {k: p.default for k, p in inspect.signature(OPTIMIZERS[name].__init__).parameters.items()}
