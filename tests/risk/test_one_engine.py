@@ -83,7 +83,8 @@ def test_folds_that_divide_and_leave_one_out(run):
     alone = leave_one_out(run).risk
     same(cross_validation_risk(run, 1), alone)
     folds = k_fold(run, N, SEED).risk
-    assert (folds.value, folds.standard_error) == pytest.approx((alone.value, alone.standard_error), rel=1e-6)
+    assert folds.value == pytest.approx(alone.value, rel=1e-6)
+    assert folds.standard_error == pytest.approx(alone.standard_error, rel=1e-3)  # K-fold's has the folds' lag too
     assert (folds.valid, folds.target, folds.reason) == (alone.valid, alone.target, alone.reason)
 
 

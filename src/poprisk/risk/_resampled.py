@@ -13,7 +13,9 @@ from torch import Tensor
 
 from poprisk._core.autodiff import Inputs, resolve_loss, slices, take_examples
 from poprisk.errors import DataError
+from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._error import inflated_error, unseen_mistake
+from poprisk.risk._fold_checks import MOST_MEMBERS, FoldChecks, compared, probe_inputs, twin_share
 from poprisk.risk._moments import buffers_at
 from poprisk.risk._retraining.members import Buffers, Members
 from poprisk.risk._retraining.one_by_one import module_outputs
@@ -21,6 +23,8 @@ from poprisk.risk._retraining.retrain import example_losses, member_outputs, ret
 from poprisk.risk._verdict import Found, RiskEstimate, judge_retraining, trained_on
 from poprisk.runs import Run
 
+_CHECKED = 500
+"""Approximate number of training examples on which fold models are compared with the run's model."""
 _FEW = 2**22
 """Number of outputs kept at a time, where most of them are not needed."""
 
@@ -215,9 +219,7 @@ def held_out_result(
         target: The models whose risk this is; default: trained on the examples that are left.
         partition: Whether every example is held out once; then rows are in the order of the examples.
     """
-    n, sizes = run.num_examples, [len(index) for index in held]
-    target = trained_on((n - max(sizes), n - min(sizes)), n) if target is None else target
-    buffers = trained.buffers
+    n, buffers = run.num_examples, trained.buffers
     last = None if buffers is None else buffers[-1:]
     own = member_outputs(run, trained.own_weights.unsqueeze(0), run.problem.inputs, buffers=last)[0]
     own_losses = losses_of(run, own, run.problem.targets)
@@ -227,18 +229,60 @@ def held_out_result(
         order = example.argsort()
         member, example, outputs = member[order], example[order], outputs[order.to(outputs.device)]
     losses = losses_of(run, outputs, run.problem.targets[example])
-    distinct = len(example.unique())
+    units = _units(run, example) if partition else example
+    distinct = len(units.unique())
     mistake = mistake_of(run, outputs, example) if distinct else 0.0
     groups = member.to(losses.device) if partition else None
     seen = own_losses[example]
-    error = inflated_error(losses, example.to(losses.device), seen, groups, mistake) if distinct else math.nan
+    error = inflated_error(losses, units.to(losses.device), seen, groups, mistake) if distinct else math.nan
     value = float(losses.double().mean())
     kind = "k_fold" if partition else method
     about = (float(own_losses.double().mean()), trained.trainings, distinct, n, trained.notes)
-    risk = judge_retraining(Found(value, error, kind, target, *about))
+    checks = _checks(run, held, trained, own_losses, partition)
+    error = math.hypot(error, checks.lag)
+    found = Found(value, error, kind, _target(run, held) if target is None else target, *about)
+    risk = judge_retraining(found, checks)
     displacement, weights = outputs - own[example], (trained.weights, run, trained.own_weights)
     fields = (risk, example, member, outputs, losses, seen, displacement, *weights, trained.notes, partition)
-    return Resampled(method, target, *fields, buffers=buffers)
+    return Resampled(method, found.target, *fields, buffers=buffers)
+
+
+def _units(run: Run, example: Tensor) -> Tensor:
+    """What counts once in an error: examples with equal inputs together, unless all are equal."""
+    groups = duplicate_groups(run.problem.inputs)
+    return groups[example] if int(groups.max()) else example
+
+
+def _target(run: Run, held: list[Tensor]) -> str:
+    """The models whose risk it is; examples that were held back from the run are in no training."""
+    trained = torch.ones(run.num_examples, dtype=torch.bool)
+    if run.kept is not None:
+        trained[run.kept.held] = False
+    sizes = [int(trained.sum()) - int(trained[index].sum()) for index in held]
+    return trained_on((min(sizes), max(sizes)), run.num_examples)
+
+
+def _checks(run: Run, held: list[Tensor], trained: Trained, own_losses: Tensor, partition: bool) -> FoldChecks:
+    """What speaks against the held-out losses as the risk of the run's model."""
+    problem, buffers = run.problem, trained.buffers
+    left_out = torch.zeros(len(held), run.num_examples, dtype=torch.bool)
+    for k, index in enumerate(held):
+        left_out[k, index] = True
+    member = torch.cat([torch.full((len(index),), k) for k, index in enumerate(held)])
+    twins = twin_share(problem.inputs, torch.cat(held), left_out, member)
+    if not partition:
+        return FoldChecks(twins=twins)
+    some = slice(0, MOST_MEMBERS)
+    probes, weights = probe_inputs(problem.inputs), torch.cat([trained.own_weights[None], trained.weights[some]])
+    last = None if buffers is None else (buffers[-1], *buffers[:-1][some])
+    outputs = member_outputs(run, weights, probes, buffers=last)
+    rows = torch.arange(0, run.num_examples, max(1, run.num_examples // _CHECKED))
+    there = take_examples(problem.inputs, rows.to(problem.device))
+    fitted = member_outputs(run, trained.weights[some], there, buffers=buffers and buffers[:-1][some])
+    losses = member_losses_of(run, fitted, problem.targets[rows.to(problem.device)]).double().cpu()
+    kept = ~left_out[some][:, rows]
+    own = own_losses[rows.to(own_losses.device)].double().cpu().expand_as(losses)
+    return FoldChecks(*compared(outputs[0], outputs[1:]), losses[kept].mean().item(), own[kept].mean().item(), twins)
 
 
 def mistake_of(run: Run, outputs: Float[Tensor, "evaluations *out"], example: Int[Tensor, "evaluations"]) -> float:

@@ -10,8 +10,12 @@ method                risk of                                   valid while
                                                                 whole displacement for at most 5% of the examples
 ``"first_order"``     this model                                exclusion is valid and differs by at most 10%, and
                                                                 the standard error is at most 7% of the risk
-``"k_fold"`` and      a model trained on the examples kept      no training diverged
-other retraining
+``"k_fold"`` and      a model trained on the examples kept      no training diverged, and at most 5% of the held-out
+other retraining                                                inputs were also trained on; for K-fold, the run's
+                                                                model is no further from the fold models than these
+                                                                are from each other, its outputs are not 1.2 times
+                                                                as large or small, and the fold models fit their
+                                                                own examples as well, to 25% of the risk
 ===================== ========================================= ===================================================
 
 All of them need 10 examples and finite numbers. A reason says what was measured, the limit, and what to do.
@@ -23,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from poprisk._core.estimate import Estimate
 from poprisk.optim import KeptRisk
+from poprisk.risk._fold_checks import FoldChecks
 
 FOLDS = 10
 """Number of folds of K-fold, if the budget allows it."""
@@ -40,6 +45,14 @@ DOUBTFUL_BEND = 0.25
 """The same difference, beyond which the prediction for this example is marked as doubtful."""
 DOUBTFUL_SENSITIVITY = 0.5
 """Sensitivity to an example's own label beyond which changing the label does not stand for removing the example."""
+LARGEST_FOLD_DISTANCE = 1.0
+"""Largest distance of the run's model from the fold models, relative to that between two fold models (about 0.7)."""
+LARGEST_SIZE_RATIO = 1.2
+"""Largest ratio, in either direction, of the standard deviations of the outputs of the run's model and fold models."""
+LARGEST_LAG = 0.25
+"""Largest difference between the losses of fold models and the run's model on kept examples, as a share of the risk."""
+LARGEST_TWIN_SHARE = 0.05
+"""Largest share of held-out examples whose inputs may have been trained on."""
 LARGEST_ERROR_SHARE = 0.07
 """Largest standard error of the first order, as a share of the risk; it does not cover the higher orders."""
 
@@ -130,10 +143,34 @@ def narrower(held: RiskEstimate, other: RiskEstimate) -> RiskEstimate:
     return replace(other, reason=f"{other.reason}; the held-back examples agree: {size}")
 
 
-def judge_retraining(found: Found) -> RiskEstimate:
+def judge_retraining(found: Found, checks: FoldChecks | None = None) -> RiskEstimate:
     """The verdict on a mean held-out loss."""
     reason = _too_few(found) or _not_finite(found, "a training without some of the examples diverged")
+    reason = reason or _against_folds(found, FoldChecks() if checks is None else checks)
     return _verdict(found, reason, f"risk of {found.target}")
+
+
+def _against_folds(found: Found, checks: FoldChecks) -> str:
+    """Why the fold models do not stand for the run's model; comparisons with NaN are False."""
+    if checks.twins > LARGEST_TWIN_SHARE:
+        return (
+            f"{100 * checks.twins:.0f}% of the held-out inputs were also trained on (limit "
+            f"{100 * LARGEST_TWIN_SHARE:.0f}%). Use k_fold, which leaves equal inputs out together."
+        )
+    if checks.distance > LARGEST_FOLD_DISTANCE or max(checks.size, 1 / max(checks.size, 1e-9)) > LARGEST_SIZE_RATIO:
+        return (
+            "the models trained without a fold do not stand for the run's model: it is "
+            f"{checks.distance:.1f} times as far from them as they are from each other (limit "
+            f"{LARGEST_FOLD_DISTANCE:g}), its outputs are {checks.size:.1f} times as large (limit "
+            f"{LARGEST_SIZE_RATIO:g}), as happens where a model just fits all of its examples. {_HOLD_BACK}"
+        )
+    if checks.lag > LARGEST_LAG * found.value:
+        return (
+            f"the models trained without a fold are behind: their loss on the examples they kept is "
+            f"{checks.kept_loss:.3g}, that of the run on the same {checks.own_loss:.3g} (limit: a difference of "
+            f"{100 * LARGEST_LAG:.0f}% of the risk). Train longer, or {_HOLD_BACK[0].lower()}{_HOLD_BACK[1:]}"
+        )
+    return ""
 
 
 def judge_exclusion(found: Found, actual: float, lost: float) -> RiskEstimate:
@@ -190,6 +227,7 @@ def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:
     return _verdict(found, reason, f"within {100 * apart:.1f}% of the risk by exclusion")
 
 
+_HOLD_BACK = "Hold examples back: train(…, hold_back=0.1)."
 _LAST_INSTEAD = 'For the weights at the last step: population_risk(run, weights="last").'
 
 

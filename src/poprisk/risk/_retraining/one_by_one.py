@@ -201,7 +201,7 @@ class _Trainer:
                 "so the training cannot be repeated: do it in the model's forward"
             )
         optimizer.zero_grad()
-        with seeded(step_seed(self.seed, k)):
+        with seeded(self._forward_seed(k, data)):
             loss = self._backward(k, module, data)
         for p in parameters if loss is None else ():
             p.grad = torch.zeros_like(p)
@@ -213,6 +213,13 @@ class _Trainer:
                     p.grad.mul_(factor)
         optimizer.step()
         return torch.zeros(()) if loss is None else loss
+
+    def _forward_seed(self, k: int, data: MemberExamples) -> int:
+        """The recorded seed; for a batch that is not the recorded one, a seed that no other member shares."""
+        own, batch = step_seed(self.seed, k), self.recorded(k).batch(k).to(data.weights.device)
+        if bool((data.weights[0, batch] > 0).all()):
+            return own
+        return step_seed(own, int(data.weights[0].nonzero().sum()))
 
     def _backward(self, k: int, module: nn.Module, data: MemberExamples) -> Tensor | None:
         """Add the gradients of the examples that are left; None if there are none."""
