@@ -5,13 +5,14 @@ import pytest
 import torch
 from networks import build, draw
 from recorded_runs import LOSSES, NETWORKS, RULES, STEPS, operators_of, oracle_steps, relative, trained, window_of
+from torch import nn
 from torch.testing import assert_close
 
 import oracles.run_operators as oracle
 from oracles.linear_model import linear_operators
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk._core.linalg.adjoint import adjoint_mismatch
-from poprisk.errors import DataError
+from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._channels import dissipation_channels
 from poprisk.operators._coupling import Coupling
 from poprisk.operators._gradient_descent import gradient_descent
@@ -184,3 +185,28 @@ def test_bad_windows_are_refused():
     untold = gradient_descent(model, problem.inputs, problem.targets, lr=0.1, steps=2)  # says nothing about itself
     with pytest.raises(DataError, match="pass all training inputs"):
         Window(untold, model, problem.inputs[:3], problem.targets[:3])
+
+
+def test_operators_of_a_relu_network_are_exact_when_steps_are_split_at_kinks():
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)
+    model = FlatModel(nn.Sequential(*layers).double(), "cross_entropy")
+    x = torch.randn(9, 3, dtype=torch.float64)
+    y = torch.arange(6) % 2
+    path = gradient_descent(model, x[:6], y, lr=3.0, steps=3)
+
+    def operators(**options):
+        ops = Window(path, model, x[:6], y, test_inputs=x[6:], dense=True, **options).dense_operators()
+        return ops.propagator, ops.train_transfer, ops.test_transfer, ops.dissipation_gramian
+
+    def errors(others):
+        return [float((a - b).norm() / b.norm()) for a, b in zip(others, exact, strict=True)]
+
+    exact = operators(quadrature="kinks")
+    bare = operators(quadrature="kinks", secant=False)
+    assert max(errors(bare)) <= 1e-10  # nothing is left for the secant to close
+    usual, coarse, fine = (errors(operators(nodes=nodes)) for nodes in (None, 4, 64))
+    assert 1e-4 < max(usual) < 1e-1  # at the cap of nodes
+    assert all(f < c / 4 for f, c in zip(fine, coarse, strict=True))  # more nodes lead there
+    with pytest.raises(HyperparameterError, match="quadrature must be"):
+        operators(quadrature="relu")

@@ -22,7 +22,7 @@ from torch import Tensor
 from poprisk._core.autodiff import FlatModel, Inputs, SegmentCurvature, SegmentJacobian, take_examples
 from poprisk._core.html import card
 from poprisk._core.linalg import tsqr_append
-from poprisk.errors import DataError, PopRiskError
+from poprisk.errors import DataError, HyperparameterError, PopRiskError
 from poprisk.operators._coupling import anchored_coupling_of_jacobians
 from poprisk.operators._cumulative import CumulativeError, LiftedStep, cumulative_error
 from poprisk.operators._dense import Operators, Sources
@@ -51,6 +51,9 @@ class Window(SweptOperators):
         dense: Form the Jacobians of every step once (fast for small windows) instead of multiplying by them; default:
             if all of them fit in ``memory``.
         nodes: Number of quadrature nodes per step; default: as many as each step needs.
+        quadrature: ``"gauss"`` averages the Jacobians over each step; ``"kinks"`` splits the step of each example where
+            one of its ReLUs (or another piecewise linear activation) switches, so that the operators are exact to
+            rounding on such networks too. See the page on operators for the error and the cost.
         secant: Correct Jacobians and curvature so that they reproduce each step up to rounding. Without it, what
             remains is the accuracy of the quadrature, which tests that the operators are not made to fit.
         memory: Bytes for the Jacobians of a dense window, and for the matrices of ``dense_operators``,
@@ -59,6 +62,7 @@ class Window(SweptOperators):
             formed again; where even those do not fit, columns are taken in turns.
 
     Raises:
+        HyperparameterError: an unknown quadrature.
         DataError: the window is empty or not within the run, indices are outside the training set, sizes do not fit, or
             the model does not accept the inputs.
         RunError: no exact analysis of the run is possible (the message says why), or its inputs were augmented.
@@ -85,6 +89,7 @@ class Window(SweptOperators):
         stop: int | None = None,
         dense: bool | None = None,
         nodes: int | None = None,
+        quadrature: str = "gauss",
         secant: bool = True,
         memory: int = _MEMORY,
     ) -> None:
@@ -98,7 +103,9 @@ class Window(SweptOperators):
         self.start, self.stop, self.memory = start, stop, memory
         self.dtype, self.device = model.weights.dtype, model.weights.device
         self._trajectory = trajectory
-        self._nodes, self._secant = nodes, secant
+        if quadrature not in ("gauss", "kinks"):
+            raise HyperparameterError(f'quadrature must be "gauss" or "kinks", got {quadrature!r}')
+        self._nodes, self._kinks, self._secant = nodes, quadrature == "kinks", secant
         # Requested once and in order: a sparse run recomputes weights and steps between its checkpoints.
         self._momentum = trajectory.buffer(start).to(self.device, self.dtype)
         self._path = [trajectory.weights(start).to(self.device, self.dtype)]
@@ -132,7 +139,7 @@ class Window(SweptOperators):
             start: First step of the window, s.
             stop: Step after the last one of the window, T; default: the end of the run.
             dtype: Data type of the operators; use float32 for large windows.
-            options: ``dense``, ``nodes``, ``secant`` and ``memory``, as in the constructor.
+            options: ``dense``, ``nodes``, ``quadrature``, ``secant`` and ``memory``, as in the constructor.
 
         Raises:
             RunError: no exact analysis of the run is possible, its inputs were augmented, its problem is not known, or
@@ -324,10 +331,10 @@ class Window(SweptOperators):
             )
         before, after = self._weights(k), self._weights(k + 1)
         options = {"nodes": self._nodes, "secant": self._secant}
-        train = SegmentJacobian(self.model, before, after, self.inputs, **options)
+        train = SegmentJacobian(self.model, before, after, self.inputs, kinks=self._kinks, **options)
         test = None
         if self.test_inputs is not None:
-            test = SegmentJacobian(self.model, before, after, self.test_inputs, **options)
+            test = SegmentJacobian(self.model, before, after, self.test_inputs, kinks=self._kinks, **options)
         curvature = SegmentCurvature(
             self.model.loss,
             self.model.batch_outputs(before, self.inputs),

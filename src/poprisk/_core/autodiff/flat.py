@@ -97,7 +97,7 @@ class FlatModel(BatchProducts):
         named = zip(self.parameters.items(), pieces, strict=True)
         return {name: piece.view(p.shape).to(p.dtype) for (name, p), piece in named}
 
-    def outputs(self, w: Float[Tensor, "d"], inputs: Inputs) -> Float[Tensor, "b p"]:
+    def outputs(self, w: Float[Tensor, "d"] | Float[Tensor, "b d"], inputs: Inputs) -> Float[Tensor, "b p"]:
         """F(w, z) for each example, flattened."""
         forward = self._forward()
         return self._map(lambda w, x: forward(w, x).reshape(-1), w, inputs)
@@ -119,7 +119,7 @@ class FlatModel(BatchProducts):
         gradients, losses = self._map(grad_and_value(self._loss()), w, inputs, targets)
         return losses, gradients
 
-    def output_jacobian(self, w: Float[Tensor, "d"], inputs: Inputs) -> Float[Tensor, "b p d"]:
+    def output_jacobian(self, w: Float[Tensor, "d"] | Float[Tensor, "b d"], inputs: Inputs) -> Float[Tensor, "b p d"]:
         r"""The full Jacobian :math:`J_a = D_w F(w, z_a)`, never summed over outputs; p backward passes per example."""
         forward = self._forward()
         return self._map(jacrev(lambda w, x: forward(w, x).reshape(-1)), w, inputs)

@@ -3,16 +3,21 @@ r"""The Jacobian averaged over one step of the weights, closed so that it maps t
 from copy import copy
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk._core.autodiff.blocks import plan_blocks, slices
 from poprisk._core.autodiff.flat import FlatModel
+from poprisk._core.autodiff.kinks import average_between, find_kinks
 from poprisk._core.autodiff.loss_derivatives import flatten_outputs
 from poprisk._core.autodiff.products import Inputs, take_examples
 from poprisk._core.autodiff.quadrature import DEFAULT_TOLERANCE, NODE_CAP, check_nodes, choose_nodes, gauss_legendre
 from poprisk._core.linalg import LinearOperator
 from poprisk.errors import DataError
+
+_CELLS, _MOST_CELLS = 4, 64
+"""Parts of a step in which kinks are looked for, at first and where some were missed."""
+_PIECE_NODES = 8
 
 
 class SegmentJacobian(LinearOperator):
@@ -37,6 +42,9 @@ class SegmentJacobian(LinearOperator):
             the level of rounding), or to ``max_nodes``. Smooth networks need 2 to 8; kinks (ReLU) end at the cap.
         tolerance: Default: 1e-12 in float64, 1e-5 in float32.
         max_nodes: Default: 32 in float64, 8 in float32.
+        kinks: Whether to look for the kinks of piecewise linear activations (ReLU, max-pooling, …) on the step of each
+            example, and to average between them: exact to rounding where "cap" is 1e-3. The rows of the examples that
+            cross a kink are kept, [p, d] each. A network without kinks is averaged as before.
         secant: Whether to close; without, ``push`` maps Δw to the outputs' change up to the quadrature's error.
 
     Raises:
@@ -61,6 +69,7 @@ class SegmentJacobian(LinearOperator):
         nodes: int | None = None,
         tolerance: float | None = None,
         max_nodes: int | None = None,
+        kinks: bool = False,
         secant: bool = True,
     ) -> None:
         check_nodes(nodes, tolerance, max_nodes)
@@ -85,6 +94,11 @@ class SegmentJacobian(LinearOperator):
 
         # Twice the rounding of the outputs: the products round as well.
         target = max(tolerance or DEFAULT_TOLERANCE[start.dtype], 2 * self.noise)
+        self.crossing: Int[Tensor, "m"] = torch.zeros(0, dtype=torch.long, device=start.device)
+        """The examples that cross a kink, if these were looked for."""
+        self._rows = start.new_zeros(0)
+        if kinks and moved:
+            self._split(target * moved)
         self.nodes: int = nodes or choose_nodes(error, target, max_nodes or NODE_CAP[start.dtype])
         """Gauss–Legendre nodes used."""
         self._residual = left[self.nodes] if self.nodes in left else self._left_over(self.nodes)
@@ -92,6 +106,24 @@ class SegmentJacobian(LinearOperator):
         """‖Δu - J̃ Δw‖ / ‖Δu‖, the share of the change that the secant supplies; 0 where nothing changed."""
         self.closed: bool = secant and self.noise <= eps**0.5
         """Whether the secant is in: asked for, and the change of the outputs stands out of rounding."""
+
+    def _split(self, target: float) -> None:
+        """Find the examples that cross kinks, more closely where some are missed, and average their rows."""
+        n, found, cells = _examples(self.inputs), {}, _CELLS
+        left = torch.arange(n, device=self.device)
+        while len(left) and cells <= _MOST_CELLS:
+            found |= find_kinks(self.model, self.start, self.step, self.inputs, left, cells)
+            if not found:
+                return
+            self.crossing = torch.tensor(sorted(found), device=self.device)
+            ordered, nodes = {i: found[i] for i in self.crossing.tolist()}, 1
+            while True:
+                self._rows = average_between(self.model, self.start, self.step, self.inputs, ordered, nodes)
+                open_ = self._left_over(nodes).view(n, -1).norm(dim=1)
+                if nodes >= _PIECE_NODES or bool(open_.norm() <= target):
+                    break
+                nodes *= 2
+            left, cells = (open_ > target / n**0.5).nonzero()[:, 0], 4 * cells
 
     def with_nodes(self, nodes: int) -> "SegmentJacobian":
         """The same average with another number of nodes, closed anew; a product costs in proportion to them.
@@ -147,6 +179,8 @@ class SegmentJacobian(LinearOperator):
         for w, weight in self._nodes(self.nodes):
             for rows in slices(n, few):
                 dense[rows].add_(self.model.output_jacobian(w, take_examples(self.inputs, rows)), alpha=weight)
+        if len(self.crossing):
+            dense[self.crossing] = self._rows
         dense = dense.view(N, d)
         return dense.addr_(self._residual, self._dual_step()) if self.closed else dense
 
@@ -154,12 +188,19 @@ class SegmentJacobian(LinearOperator):
         total = torch.zeros(self.shape[0], X.shape[1], dtype=self.dtype, device=self.device)
         for w, weight in self._nodes(self.nodes):
             total.add_(self.model.jvp(w, self.inputs, X), alpha=weight)
+        if len(self.crossing):
+            total.view(_examples(self.inputs), -1, X.shape[1])[self.crossing] = self._rows @ X
         return total.addr_(self._residual, self._dual_step() @ X) if self.closed else total
 
     def _rmatmat(self, Y: Tensor) -> Tensor:
         total = torch.zeros(self.shape[1], Y.shape[1], dtype=self.dtype, device=self.device)
+        smooth = Y
+        if len(self.crossing):
+            of_example = Y.reshape(_examples(self.inputs), -1, Y.shape[1])
+            total += torch.einsum("mpd,mpk->dk", self._rows, of_example[self.crossing])
+            smooth = of_example.index_fill(0, self.crossing, 0.0).reshape(Y.shape)
         for w, weight in self._nodes(self.nodes):
-            total.add_(self.model.vjp(w, self.inputs, Y), alpha=weight)
+            total.add_(self.model.vjp(w, self.inputs, smooth), alpha=weight)
         return total.addr_(self._dual_step(), self._residual @ Y) if self.closed else total
 
     def _nodes(self, count: int) -> list[tuple[Tensor, float]]:
@@ -175,6 +216,10 @@ class SegmentJacobian(LinearOperator):
         left = self.displacement.clone()
         for w, weight in self._nodes(count):
             left.sub_(self.model.jvp(w, self.inputs, self.step), alpha=weight)
+        if len(self.crossing):
+            n = _examples(self.inputs)
+            between = self.displacement.view(n, -1)[self.crossing] - self._rows @ self.step
+            left.view(n, -1)[self.crossing] = between
         return left
 
     def _dual_step(self) -> Tensor:
