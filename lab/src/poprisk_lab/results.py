@@ -84,6 +84,12 @@ SCRIPTS: dict[str, Script] = {
         data="fashion",
         device="GPU",
     ),
+    "recipe_public": Script(
+        "KeepBest, its refit and the swap by the library's public functions, on the small tasks",
+        ("-m", "poprisk_lab.recipes.public", "--data", "{data}", "--output", "{output}"),
+        data="fashion",
+        smoke="--small",
+    ),
     "label_wave": Script(
         "Label Wave, a stopping rule without held-back examples, on digits and the teacher",
         ("-m", "poprisk_lab.recipes.label_wave", "{output}"),

@@ -20,6 +20,7 @@ from poprisk_lab.recipes.judging import (
     swap_test,
 )
 from poprisk_lab.recipes.label_wave import outcome
+from poprisk_lab.recipes.public_numbers import public_slots
 from poprisk_lab.recipes.stored_tasks import StoredTask, read, stored_tasks
 from poprisk_lab.recipes.wording import arm_words, gain_words, recipe_words, task_words, value_words
 
@@ -94,6 +95,7 @@ def page_slots(results: Path) -> dict[str, Any]:
         "cifar_controls": cifar_control_table(results),
         "fine_tuning": recipe_slots(results),
         "waves": waves,
+        "public": public_slots(results, tasks),
     }
 
 
