@@ -251,6 +251,21 @@ def test_being_too_sure_does_not_count_against_a_moment():
     assert again.best.step == 1
 
 
+def test_of_moments_with_about_the_same_loss_the_latest_is_kept():
+    """One example decides nothing: on clean data a network goes on learning after the block is got right."""
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.rand(50, generator=generator)
+    noise = torch.randn(50, generator=generator)
+    noise = noise - noise.mean()
+
+    def moment(step, more):
+        return Moment(step, None, losses + more + noise * step, torch.zeros(50))
+
+    curve = HeldCurve()
+    added = [curve.add(moment(step, more)) for step, more in ((0, 0.0), (1, 0.02), (2, 2.0), (3, -0.1), (4, -0.08))]
+    assert added == [True, True, False, True, True]
+
+
 def test_the_risk_is_not_too_small_after_choosing_by_errors():
     """Errors of equal moments, with losses that go along with them."""
     generator = torch.Generator().manual_seed(0)

@@ -63,10 +63,11 @@ def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path, monkeypatch):
     x, y, _ = noisy()
     page = (Path(__file__).parents[2] / "docs/averaging.md").read_text(encoding="utf-8")
     found = {"dataset": TensorDataset(x, y), "model": network(), "make_model": network, "epochs": 4, "path": "state.pt"}
+    found["problem"] = Problem(network, "cross_entropy", x, y)
     for code in blocks(page):
         exec(code, found)
         save_file(found["model"].state_dict(), "kept.safetensors")
-    assert found["keeper"].steps == found["risk"].step  # the second training has the chosen length
+    assert found["final"].num_steps == round(found["run"].kept.risk.step * len(x) / (len(x) - len(found["held"])))
     assert found["risk"].valid
 
 
@@ -372,4 +373,4 @@ def test_training_on_all_examples_at_the_chosen_length():
         risk = keeper.finish()
         right[name] = float((model(x).argmax(1) == clean).float().mean())
         right.setdefault("last", float((last == clean).float().mean()))
-    assert right["all"] > right["held back"] - 0.03 > right["last"]
+    assert min(right["all"], right["held back"]) > right["last"] + 0.02, right

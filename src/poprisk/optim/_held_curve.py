@@ -13,6 +13,8 @@ from torch import Tensor
 Metric = Literal["accuracy", "loss", "probability"]
 _COLDEST, _HOTTEST, _HALVINGS = -6.0, 6.0, 24
 """Logarithms of the smallest and the largest factor of logits that are tried, and in how many steps."""
+_LATER = 0.25
+"""Standard errors of the paired difference by which the loss of a later moment may be above the least one."""
 _RESAMPLES = 400
 _FEWEST = 10
 """Held-back examples below which their spread says too little."""
@@ -35,6 +37,12 @@ class Moment:
     """The losses at the temperature that suits these weights best, where there are classes (:func:`calibrated`)."""
 
     @property
+    def decided_by(self) -> Float[Tensor, "held"]:
+        """The losses that decide between moments of about the same accuracy."""
+        losses = (self.losses if self.calibrated is None else self.calibrated).double()
+        return losses if bool(losses.isfinite().all()) else torch.full_like(losses, math.inf)
+
+    @property
     def counts_errors(self) -> bool:
         """Whether scores are errors, not losses."""
         errors = bool(((self.scores == 0) | (self.scores == 1)).all())
@@ -45,16 +53,18 @@ class HeldCurve:
     """All measurements of a training, and the choice among them.
 
     Args:
-        plain: Choose the least mean score. By default, where scores are errors, the moment with the least calibrated
-            loss among those whose error rate is within a standard error of the least: the accuracy on a small block is
-            too coarse to decide alone. The loss itself decides badly, since it rises when a network becomes too sure
-            of itself, whatever its accuracy does (Berta, Holzmüller, Jordan and Bach, 2025).
+        plain: Choose the least mean score. By default, where scores are errors, the choice is among the moments whose
+            error rate is within a standard error of the least, because the accuracy on a small block is too coarse to
+            decide alone: the moment with the least calibrated loss, or a later one whose loss is about the same. The
+            loss itself decides badly, since it rises when a network becomes too sure of itself, whatever its accuracy
+            does (Berta, Holzmüller, Jordan and Bach, 2025).
     """
 
     def __init__(self, plain: bool = False) -> None:
         self.moments: list[Moment] = []
         self.plain = plain
         self._best: Moment | None = None
+        self._leader: Moment | None = None
         self._least = math.inf
         self._bending = True
 
@@ -81,8 +91,13 @@ class HeldCurve:
         if self.plain or not (new.counts_errors and old.counts_errors):
             return _rank(new) < _rank(old)
         limit = self._least + _NEAR * _error_of_rate(self._least, len(new.scores))
-        near, was_near = _rank(new)[0] <= limit, _rank(old)[0] <= limit
-        return near and (not was_near or _calibrated_rank(new) < _calibrated_rank(old))
+        leader = old if self._leader is None else self._leader
+        if _rank(new)[0] > limit:
+            return False
+        if _rank(leader)[0] > limit or new.decided_by.mean() < leader.decided_by.mean():
+            self._leader = new
+            return True
+        return _rank(old)[0] > limit or _paired(new.decided_by - leader.decided_by) <= _LATER
 
     def _is_bending(self) -> bool:
         own = [each for each in self.moments if each.tail == self.moments[-1].tail]
@@ -130,16 +145,20 @@ class HeldCurve:
         mean_losses, mean_scores = weights @ losses.T / count, weights @ scores.T / count
         if self.plain or not all(each.counts_errors for each in self.moments):
             return (mean_scores + 1e-9 * mean_losses).argmin(1)
-        deciding = [each.losses if each.calibrated is None else each.calibrated for each in self.moments]
-        decided = weights @ torch.stack(deciding).double().T / count
+        decided = torch.stack([each.decided_by for each in self.moments])
+        means = weights @ decided.T / count
         limits = mean_scores.cummin(1).values
         limits = limits + _NEAR * (limits * (1 - limits)).clamp(min=(1 - 1 / count) / count).div(count).sqrt()
         rows, chosen = torch.arange(len(weights)), torch.zeros(len(weights), dtype=torch.long)
+        leader = chosen
         for new in range(1, len(losses)):
-            near = mean_scores[:, new] <= limits[:, new]
-            was_near = mean_scores[rows, chosen] <= limits[:, new]
-            lower = decided[:, new] < decided[rows, chosen]
-            chosen = torch.where(near & (~was_near | lower), new, chosen)
+            near, limit = mean_scores[:, new] <= limits[:, new], limits[:, new]
+            gap = means[:, new] - means[rows, leader]
+            leads = near & ((mean_scores[rows, leader] > limit) | (gap < 0))
+            squares = (weights * (decided[new] - decided[leader]).square()).sum(1) / count
+            error = ((squares - gap.square()).clamp(min=0) / max(count - 1, 1)).sqrt()
+            keeps = near & ((mean_scores[rows, chosen] > limit) | (gap <= _LATER * error))
+            leader, chosen = torch.where(leads, new, leader), torch.where(leads | keeps, new, chosen)
         return chosen
 
     def state(self) -> dict[str, Any]:
@@ -164,7 +183,7 @@ class HeldCurve:
         steps = state["steps"]
         losses, scores = (_unpacked(state[name], len(steps)) for name in ("losses", "scores"))
         calibrated = _unpacked(state["calibrated"], len(steps)) if state.get("calibrated") else [None] * len(steps)
-        self.moments, self._best, self._least, self._bending = [], None, math.inf, True
+        self.moments, self._best, self._leader, self._least, self._bending = [], None, None, math.inf, True
         for row in zip(steps, state["tails"], losses, scores, calibrated, strict=True):
             self.add(Moment(*row))
 
@@ -172,11 +191,6 @@ class HeldCurve:
 def _rank(moment: Moment) -> tuple[float, float]:
     score, loss = float(moment.scores.double().mean()), float(moment.losses.double().mean())
     return (score if math.isfinite(score) else math.inf, loss if math.isfinite(loss) else math.inf)
-
-
-def _calibrated_rank(moment: Moment) -> float:
-    loss = float((moment.losses if moment.calibrated is None else moment.calibrated).double().mean())
-    return loss if math.isfinite(loss) else math.inf
 
 
 def _error_of_rate(rate: float, count: int) -> float:
