@@ -60,7 +60,8 @@ def test_cleanlab_agrees_on_the_worst(table):
     columns = cleanlab_columns(table, filter_by="both")
     assert columns["cleanlab_is_issue"].shape == columns["cleanlab_quality"].shape == (90,)
     assert set(columns["cleanlab_quality"].argsort()[:6].tolist()) == set(range(6))
-    np.testing.assert_allclose(columns["cleanlab_quality"], table["confidence"].numpy(), atol=1e-5)
+    unseen = table.probabilities[torch.arange(90), table["given_label"]]
+    np.testing.assert_allclose(columns["cleanlab_quality"], unseen.numpy(), atol=1e-5)
 
 
 def test_spotlight_gets_a_frame_and_the_kinds_of_its_columns(table):

@@ -73,6 +73,11 @@ SCRIPTS: dict[str, Script] = {
         "estimates of population risk against the truth",
         ("lab/benchmarks/influence.py", "--part", "honesty", "--output", "{output}"),
     ),
+    "audits": Script(
+        "audits of labels against the truth: counts of wrong labels, and rankings",
+        ("-m", "poprisk_lab.audits.study", "--data", "{data}", "--output", "{output}"),
+        data="fashion",
+    ),
     "mnist_influence": Script(
         "influence of single examples, and mislabelled ones, on MNIST",
         ("lab/benchmarks/influence.py", "--part", "mnist", "--data", "{data}/mnist", "--output", "{output}"),

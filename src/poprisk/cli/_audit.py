@@ -52,12 +52,17 @@ def audit(
         str,
         typer.Option(help="any: what every run allows; exact: also self-influence and more; auto: exact if possible."),
     ] = "auto",
+    retrain: Annotated[
+        int,
+        number(0, 100, "Number of trainings that may be spent on predictions of unseen examples: 0, or at least 3."),
+    ] = 0,
     problem: ProblemReference = None,
     as_json: AsJson = False,
 ) -> None:
     """List the training labels of a recorded run that are probably wrong, and what they should be.
 
-    Works on any run whose problem is available; notes say what is approximate. Nothing is trained again.
+    Works on any run whose problem is available; notes say what is approximate. Nothing is trained again without
+    --retrain.
     """
     from poprisk._core.store import writable_directory
     from poprisk.risk import audit as audit_run
@@ -68,7 +73,7 @@ def audit(
         writable_directory(output.parent)  # before anything slow
     found = opened(run, problem, needs_problem=True)
     with user_code("the audit"):
-        audited = audit_run(found, tier=tier, moments=moments)  # type: ignore[arg-type]  # checked there
+        audited = audit_run(found, tier=tier, moments=moments, retrain_budget=retrain)  # type: ignore[arg-type]  # checked there
     if output is not None:
         audited.save(output)
     written = [] if output is None else [f"Wrote {output}"]

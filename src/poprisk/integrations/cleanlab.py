@@ -11,10 +11,9 @@ from poprisk.risk import AuditTable, OutOfSample
 def cleanlab_inputs(table: AuditTable | OutOfSample) -> dict[str, np.ndarray]:
     """The arguments of cleanlab's functions: ``labels`` and ``pred_probs``.
 
-    cleanlab expects out-of-sample probabilities: pass what :func:`poprisk.out_of_sample_probabilities` returns. With an
-    audit the probabilities are those of the audit: averaged over training, or out-of-fold ones if it was given any.
-    With averages cleanlab's ranking is good, but the longer the training, the more its count of wrong labels is too
-    low; use ``table.wrong_labels`` instead.
+    cleanlab expects out-of-sample probabilities: those of an audit, or what :func:`poprisk.out_of_sample_probabilities`
+    returns. Where a run allows none without training, an audit has averages over training, with which cleanlab's count
+    of wrong labels is too low: allow folds with ``audit(run, retrain_budget=5)``.
 
     >>> import torch
     >>> from functools import partial

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -75,6 +76,26 @@ def buffers_at(run: Run, k: int) -> dict[str, Tensor]:
     return {name: b.detach().clone() for name, b in network.module.named_buffers()}
 
 
+def first_features(run: Run, batch_size: int = 1024) -> Float[Tensor, "n features"] | None:
+    """What the last linear layer receives for each example before the first step; None where there is no such layer."""
+    network = Network(run, batch_size)
+    network.go_to(0)
+    seen: list[Tensor] = []
+    layers = [layer for layer in network.module.modules() if isinstance(layer, nn.Linear)]
+    handles = [layer.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in layers]
+    pieces: list[Tensor] = []
+    with torch.no_grad():
+        for rows in network.batches:
+            network.forward(rows)
+            if not seen or seen[-1].dim() != 2 or len(seen[-1]) != len(rows):
+                break
+            pieces.append(seen[-1].float().cpu())
+            seen.clear()
+    for handle in handles:
+        handle.remove()
+    return torch.cat(pieces) if len(pieces) == len(network.batches) else None
+
+
 def has_changing_buffers(run: Run) -> bool:
     """Whether training changed buffers of the module, as batch normalization does."""
     return any(name.startswith(MODULE_BUFFER) for name in run.checkpoint(run.num_steps))
@@ -106,9 +127,10 @@ class Network:
     def outputs(self) -> Tensor:
         """Outputs for all training examples, on the CPU."""
         with torch.no_grad():
-            return torch.cat([self._forward(rows).cpu() for rows in self.batches])
+            return torch.cat([self.forward(rows).cpu() for rows in self.batches])
 
-    def _forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
+        """Outputs for some of the training examples."""
         inputs, _ = self.problem.batch(rows, dtype=self.parameters[0].dtype)
         return self.module(*inputs) if isinstance(inputs, tuple) else self.module(inputs)
 
@@ -129,7 +151,7 @@ class Network:
             norm.train()
         # A batch of one example has no variance.
         for rows in [rows for rows in self.batches if len(rows) > 1] if norms else []:
-            self._forward(rows)
+            self.forward(rows)
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
             norm.eval()

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.risk._audit.classes import class_view
+from poprisk.risk._classes import class_view
 from poprisk.risk._exclusion import exclusion
 from poprisk.risk._k_fold import k_fold
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate

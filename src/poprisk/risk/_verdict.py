@@ -61,6 +61,17 @@ LARGEST_CONTRADICTION = 2.5
 LAST_WEIGHTS = "the weights at the last step"
 """Target of an estimate for the model of the last step."""
 
+_BY_HAND = "Check some of the suspects by hand."
+_RETRAIN_OR_BY_HAND = f"Use audit(run, retrain_budget=5). {_BY_HAND}"
+LARGEST_TIED_SHARE = 0.5
+"""Share of examples predicted as classes where two labels are about as frequent, beyond which nothing is counted."""
+LEAST_AGREEMENT = 0.8
+"""Share of examples that two kinds of models must predict alike for contradicted labels to be counted as wrong."""
+BEYOND_LOW, BEYOND_HIGH = 0.1, 0.2
+"""How far the number of wrong labels may lie beyond both ends of its range, as a share of the range."""
+WIDEST_OF_ALL, WIDEST_OF_COUNT = 0.12, 0.6
+"""Largest two standard errors of a count of wrong labels, as a share of all examples or of the count."""
+
 
 @dataclass(frozen=True, eq=False)
 class RiskEstimate(Estimate):
@@ -97,6 +108,22 @@ class Found:
     of: int
     """Number of training examples."""
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What out-of-sample predictions say about the number of wrong labels, before the verdict."""
+
+    low: float
+    """Contradicted labels at the rate of the most certain predictions."""
+    high: int
+    """All contradicted labels."""
+    deviation: float
+    """Standard deviation by chance, of both."""
+    tied: float
+    """How many more are wrong if, where two labels are about as frequent, the rarer one is right."""
+    tied_share: float
+    """Share of the examples in predicted classes where two labels are about as frequent."""
 
 
 def trained_on(kept: int | tuple[int, int], n: int) -> str:
@@ -229,6 +256,47 @@ def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:
 
 _HOLD_BACK = "Hold examples back: train(…, hold_back=0.1)."
 _LAST_INSTEAD = 'For the weights at the last step: population_risk(run, weights="last").'
+
+
+def judge_count(found: Counted, agreed: float, n: int, source: str) -> Estimate:
+    """The number of wrong labels, with a standard error two of which reach both ends of its range.
+
+    Args:
+        found: Labels contradicted by out-of-sample predictions.
+        agreed: Share of the examples that another kind of model predicts like them: the network at the step where both
+            agree most, or a regression where they are predictions of networks.
+        n: Number of examples.
+        source: Where the out-of-sample predictions come from.
+    """
+    trusted = agreed >= LEAST_AGREEMENT
+    low = found.low if trusted else 0.0
+    spread = found.high - low
+    low, high = max(low - BEYOND_LOW * spread, 0.0), min(found.high + BEYOND_HIGH * spread + found.tied, float(n))
+    value, error = (low + high) / 2, (high - low) / 4 + found.deviation + 0.5
+    if found.tied_share > LARGEST_TIED_SHARE:
+        reason = (
+            f"for {100 * found.tied_share:.0f}% of the examples two labels are about as frequent where one class is "
+            f"predicted (limit {100 * LARGEST_TIED_SHARE:.0f}%): which one is wrong cannot be told. {_BY_HAND}"
+        )
+        return Estimate(math.nan, math.nan, valid=False, reason=reason)
+    if 2 * error <= max(WIDEST_OF_ALL * n, WIDEST_OF_COUNT * value):
+        return Estimate(value, error, reason=f"{found.high} labels are contradicted by {source}")
+    why = "ambiguous examples"
+    if not trusted:
+        share, limit = (f"{100 * x:.0f}%" for x in (agreed, LEAST_AGREEMENT))
+        other = "the network" if source.startswith("a regression") else "another model"
+        why = f"mistakes of the predictions, which agree with {other} on {share} of the examples (limit {limit})"
+    reason = (
+        f"{found.high} labels are contradicted by {source}, but wrong labels cannot be told from {why}: {low:.0f} to "
+        f"{high:.0f} may be wrong. {_RETRAIN_OR_BY_HAND if source.startswith('a regression') else _BY_HAND}"
+    )
+    return Estimate(value, error, valid=False, reason=reason)
+
+
+def no_count() -> Estimate:
+    """The verdict where nothing predicts an example without having seen it."""
+    reason = f"inputs and network allow no out-of-sample prediction without training. {_RETRAIN_OR_BY_HAND}"
+    return Estimate(math.nan, math.nan, valid=False, reason=reason)
 
 
 def _verdict(found: Found, reason: str, otherwise: str) -> RiskEstimate:

@@ -89,8 +89,13 @@ def test_columns_are_what_they_say(run, table):
     }
     for name, value in expected.items():
         torch.testing.assert_close(table[name].double(), value.double(), rtol=1e-4, atol=1e-5, msg=name)
-    average = (weights[:, None, None] * p).sum(0)
-    torch.testing.assert_close(table.probabilities.double(), average, rtol=1e-5, atol=1e-6)
+    average, unseen = (weights[:, None, None] * p).sum(0), table.probabilities.double()
+    assert (unseen.argmax(1) != labels)[WRONG].double().mean() > 0.9
+    mixed = (average + unseen) / 2
+    others = mixed.scatter(1, labels[:, None], -1).max(1)
+    quality = (1 + mixed[rows, labels] - others.values) / 2
+    torch.testing.assert_close(table["label_quality"].double(), quality, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(table["suggested_label"], others.indices)
     torch.testing.assert_close(table.losses, losses, rtol=1e-5, atol=1e-6)
     assert steps[-1] == run.num_steps
 
@@ -142,12 +147,13 @@ def test_clean_labels_have_few_suspects():
     assert found.wrong_labels.value <= 2
 
 
-def test_out_of_fold_probabilities_take_the_place_of_averages(run, table):
+def test_out_of_fold_probabilities_take_the_place_of_a_regression(run, table):
     _, _, true = clusters()
     known = torch.full((120, CLASSES), 0.02)
     known[torch.arange(120), true] = 1 - 0.02 * (CLASSES - 1)
     found = audit(run, tier="any", out_of_fold=known, progress=False)
-    assert found.wrong_labels.value == pytest.approx(12, abs=1e-3)
+    torch.testing.assert_close(found.probabilities, known)
+    assert found.wrong_labels.value == pytest.approx(12, abs=2)
     torch.testing.assert_close(found["suggested_label"][WRONG], true[WRONG])
     torch.testing.assert_close(found.cleaned_targets(WRONG), true)
     torch.testing.assert_close(found["aum"], table["aum"])

@@ -168,6 +168,7 @@ PAGES: tuple[Page, ...] = (
             for name in (*_CLAIMS, "default_choice")
         ),
     ),
+    Page("docs/label_audits.md", "poprisk_lab.audits.numbers:page_slots", "poprisk_lab.audits/page.md.jinja"),
     Page(
         "docs/population_risk.md",
         "poprisk_lab.paper.risk_honesty.numbers:page_slots",

@@ -48,8 +48,10 @@ def headline(table: AuditTable) -> str:
     n, wrong = len(table), table.wrong_labels
     if table.kind == "loss":
         return f"{n} examples ranked by their loss averaged over training; {wrong.reason}."
-    counted = f"{float(wrong.value):.0f} ± {float(wrong.standard_error):.0f} of {n} labels are estimated to be wrong"
-    return f"{counted}." if wrong.valid else f"{counted} (rough estimate: {wrong.reason})."
+    if wrong.valid:
+        return f"{float(wrong.value):.0f} ± {float(wrong.standard_error):.0f} of {n} labels are estimated to be wrong."
+    known = f"{int(table.is_suspect.sum())} of {n} labels are suspects; how many are wrong is not known"
+    return f"{known}: {as_command(wrong.reason)}."
 
 
 def _memorization_words(found: Memorization, first: float, last: float) -> str:
@@ -75,6 +77,7 @@ def as_command(advice: str) -> str:
     """
     advice = advice.removesuffix(' For the weights at the last step: population_risk(run, weights="last").')
     shorter = re.sub(r"population_risk\(run, retrain_budget=(\d+)\)", r"--retrain \1", advice)
+    shorter = re.sub(r"audit\(run, retrain_budget=(\d+)\)", r"--retrain \1", shorter)
     return shorter.replace('tier="exact"', "--tier exact").removesuffix(".")
 
 

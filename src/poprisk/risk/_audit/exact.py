@@ -13,8 +13,8 @@ from poprisk._core.autodiff import take_examples
 from poprisk._core.progress import Report, training_progress
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.operators import Window
-from poprisk.risk._audit.classes import class_view, own_and_other
 from poprisk.risk._audit.table import AuditTable
+from poprisk.risk._classes import class_view, own_and_other
 from poprisk.risk._exclusion import exclusion
 from poprisk.risk._influence.matrix import cast_inputs, self_influence
 from poprisk.risk._influence.sensitivity import Unrolled

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk.risk._audit.classes import ClassView, own_and_other
-from poprisk.risk._audit.confident import WrongCount, wrong_count
+from poprisk.risk._classes import ClassView, own_and_other
 
 
 class ClassHistory:
@@ -26,7 +25,8 @@ class ClassHistory:
         n = len(view.labels)
         self.total = 0.0
         self.probabilities = torch.zeros(n, view.num_classes)
-        self.counts: list[WrongCount] = []
+        self.predictions: list[Tensor] = []
+        """The predicted class of every example, at each step."""
         self.margin, self.prediction = torch.zeros(n), view.labels
         self._margins, self._own, self._own_squared, self._right = (torch.zeros(n, dtype=torch.float64) for _ in "muor")
         self._was_right = torch.zeros(n, dtype=torch.bool)
@@ -48,7 +48,7 @@ class ClassHistory:
         self._was_right = right
         self.probabilities += share * p
         self.total += share
-        self.counts.append(wrong_count(self.mean_probabilities, self.view.labels))
+        self.predictions.append(self.prediction.to(torch.int32))
 
     @property
     def mean_probabilities(self) -> Float[Tensor, "n classes"]:

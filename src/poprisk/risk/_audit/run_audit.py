@@ -1,5 +1,6 @@
 """Find training examples that are mislabelled, hard or memorized, from one recorded run."""
 
+import math
 from typing import Literal
 
 import torch
@@ -11,12 +12,14 @@ from poprisk._core.autodiff import resolve_loss
 from poprisk._core.estimate import Estimate
 from poprisk._core.progress import training_progress
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.risk._audit.classes import ClassView, class_view, own_and_other
-from poprisk.risk._audit.confident import read_count, wrong_count
+from poprisk.risk._audit.count import agreement, count_wrong
 from poprisk.risk._audit.exact import exact_columns, exact_obstacle
 from poprisk.risk._audit.histories import ClassHistory, ResidualHistory, rank_share
 from poprisk.risk._audit.table import AuditTable
+from poprisk.risk._audit.unseen import Unseen, unseen
+from poprisk.risk._classes import ClassView, class_view, own_and_other
 from poprisk.risk._moments import choose_moments, evaluate, has_changing_buffers
+from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, judge_count, no_count
 from poprisk.runs import Problem, Run
 
 Tier = Literal["auto", "any", "exact"]
@@ -30,6 +33,7 @@ def audit(
     tier: Tier = "auto",
     moments: int = 20,
     out_of_fold: Float[Tensor, "n classes"] | None = None,
+    retrain_budget: int = 0,
     batch_size: int = 1024,
     progress: bool = True,
 ) -> AuditTable:
@@ -38,19 +42,24 @@ def audit(
     **Any run** (also with batch normalization, augmentation, dropout or mixed precision): the recorded network is
     evaluated at some steps of its training on all n examples, without augmentation, in evaluation mode. That gives
     losses, margins (AUM), forgetting, and probabilities averaged over training. A network is overconfident in the
-    labels of its own training examples, the more so the longer it trains. Averages over the whole training suffer much
-    less, and probabilities from networks that did not see the example (``out_of_fold``) not at all.
+    labels of its own training examples, the more so the longer it trains. Therefore each example is also predicted by
+    a model that has not seen it: a kernel regression without the example, on the inputs or on the features that the
+    network had before its first step (:mod:`poprisk.risk._audit.unseen`), which trains nothing; with
+    ``retrain_budget`` the networks of K folds if they predict better; or ``out_of_fold``.
 
-    **Suspicion** of a label y is the mean of two ranks among all examples, from near 0 to 1: of the loss averaged over
-    training, and of :math:`-(\bar p_y - \max_{j \ne y} \bar p_j)` with the averaged probabilities :math:`\bar p`. The
-    pair was chosen by measurement on MNIST and digits, trained briefly and long, with 2 to 40% of the labels changed to
-    a random or to a similar class: averaged over these settings its area under the ROC curve was above those of the
-    last loss, the mean loss, AUM, and the last probabilities' margin. For a regression it is the rank of the loss
+    **Suspicion** of a label y is a mean of ranks among all examples, from near 0 to 1: of the loss averaged over
+    training, of :math:`-(\bar p_y - \max_{j \ne y} \bar p_j)` with the averaged probabilities :math:`\bar p`, and,
+    for as much as both, of the same with the out-of-sample probabilities. For a regression it is the rank of the loss
     averaged over training.
 
-    **Suspects** are the most suspicious examples, as many as labels are estimated to be wrong
-    (:func:`poprisk.risk._audit.confident.read_count`, with a standard error); in a regression those whose mean residual
-    lies 3.5 robust standard deviations above the median.
+    **Count.** ``wrong_labels`` is the number of wrong labels; value ± 2 standard errors holds what the out-of-sample
+    predictions allow, from the rate of contradicted labels among the most certain predictions to all contradicted
+    labels (:mod:`poprisk.risk._audit.count`). It is not valid, and says why, where wrong labels cannot be told from
+    ambiguous examples or from mistakes of the model.
+
+    **Suspects** are the most suspicious examples, as many as labels are estimated to be wrong; where the count is not
+    valid, all whose label the probabilities contradict; in a regression those whose mean residual lies 3.5 robust
+    standard deviations above the median.
 
     **Exact tier**, for networks that map each example by itself with a fixed function of the weights (no active
     dropout, no batch statistics), float32 or float64, not augmented, recorded with their problem: what the label did
@@ -64,7 +73,8 @@ def audit(
             add them if the run allows them and they are cheap, with a note otherwise.
         moments: Number of evenly spaced steps to evaluate at, in addition to a few early ones. If not every step was
             recorded, only checkpoints are used.
-        out_of_fold: Class probabilities of each example by networks trained without it, used instead of the averages.
+        out_of_fold: Class probabilities of each example by networks trained without it, if you have them.
+        retrain_budget: Number of trainings allowed for out-of-sample probabilities: 0, or at least 3 folds.
         batch_size: Number of examples evaluated at a time.
         progress: Whether to show progress on stderr.
 
@@ -91,18 +101,30 @@ def audit(
     """
     if tier not in ("auto", "any", "exact"):
         raise HyperparameterError(f'tier must be "auto", "any" or "exact", got {tier!r}')
+    if retrain_budget and not retrain_budget >= FEWEST_FOLDS:
+        raise HyperparameterError(f"retrain_budget must be 0 or at least {FEWEST_FOLDS}, got {retrain_budget!r}")
     if run.num_examples < 3:
         raise DataError(f"an audit needs at least 3 training examples, got {run.num_examples}")
     obstacle = exact_obstacle(run)
     if tier == "exact" and obstacle is not None:
         raise RunError(f"the exact tier is not possible for this run: {obstacle}")
     looked = _Look(run, choose_moments(run, moments), batch_size, progress)
-    if out_of_fold is not None:
-        _check_probabilities(out_of_fold, looked.view, len(run.problem))
-    table = looked.table(out_of_fold)
+    table = looked.table(_unseen(looked, out_of_fold, retrain_budget, batch_size))
     if tier == "any":
         return table
     return exact_columns(run, table, obstacle, demanded=tier == "exact", progress=progress)
+
+
+def _unseen(looked: "_Look", out_of_fold: Tensor | None, retrain_budget: int, batch_size: int) -> Unseen | None:
+    """The out-of-sample probabilities to use: those given, or the best of those that the run allows."""
+    view = looked.view
+    if out_of_fold is not None:
+        _check_probabilities(out_of_fold, view, len(looked.problem))
+        return Unseen(out_of_fold.detach().cpu().float(), "the probabilities given", math.nan)
+    if view is None:
+        return None
+    folds = min(retrain_budget, FOLDS, len(looked.problem))
+    return unseen(looked.run, view, folds, batch_size=batch_size)
 
 
 class _Look:
@@ -150,55 +172,66 @@ class _Look:
         elif self.problem.loss == "squared" and self.targets.is_floating_point():
             self.history = ResidualHistory(self.targets)
 
-    def table(self, out_of_fold: Tensor | None) -> AuditTable:
+    def table(self, found: Unseen | None) -> AuditTable:
         losses = torch.stack(self.losses)
         weights = torch.tensor(self.shares, dtype=torch.float64)
         mean_loss = (weights[:, None] * losses).sum(0) / weights.sum()
         basic = {"loss": losses[-1], "mean_loss": mean_loss}
         if isinstance(self.history, ClassHistory):
-            return self._classes(self.history, basic, losses, out_of_fold)
+            return self._classes(self.history, basic, losses, found)
         n = len(mean_loss)
         columns = {"example": torch.arange(n), "suspicion": rank_share(mean_loss)}
         suggested = None
         if isinstance(self.history, ResidualHistory):
-            found = self.history.columns
-            suspect = (found["residual_z"] > _OUTLIER) | self.odd
-            number = float(suspect.sum())
-            reason = f"all residuals beyond {_OUTLIER} robust deviations count, also those of heavy-tailed noise"
-            wrong = Estimate(number, number**0.5, valid=False, reason=reason)
+            residuals = self.history.columns
+            suspect = (residuals["residual_z"] > _OUTLIER) | self.odd
+            reason = f"residuals beyond {_OUTLIER} robust deviations are counted, also those of heavy-tailed noise"
+            wrong = Estimate(float(suspect.sum()), math.nan, valid=False, reason=reason)
             suggested = self.history.mean_predictions.reshape(self.targets.shape).to(self.targets.dtype)
             extra: dict[str, Tensor] = {"is_suspect": suspect}
             if suggested[0].numel() == 1:
                 extra |= {"given_target": self.targets.reshape(n), "suggested_target": suggested.reshape(n)}
-            columns |= extra | basic | found
+            columns |= extra | basic | residuals
         else:
-            wrong = Estimate(0.0, float("nan"), valid=False, reason="the targets are neither classes nor numbers")
+            wrong = Estimate(math.nan, math.nan, valid=False, reason="the targets are neither classes nor numbers")
             columns |= {"is_suspect": torch.zeros(n, dtype=torch.bool)} | basic
         kind = "loss" if self.history is None else "regression"
         return AuditTable(columns, kind, wrong, tuple(self.steps), losses, self.targets, suggested, None, self._notes())
 
     def _classes(
-        self, history: ClassHistory, basic: dict[str, Tensor], losses: Tensor, out_of_fold: Tensor | None
+        self, history: ClassHistory, basic: dict[str, Tensor], losses: Tensor, found: Unseen | None
     ) -> AuditTable:
         view, n = history.view, len(self.targets)
-        p = history.mean_probabilities if out_of_fold is None else out_of_fold.detach().cpu().float()
-        own, other, suggested = own_and_other(p, view.labels)
-        contradicted = (other - own).masked_fill(self.odd, torch.inf)
-        suspicion = (rank_share(basic["mean_loss"]) + rank_share(contradicted)) / 2
-        if out_of_fold is None:
-            wrong = read_count(self.steps, history.counts, n, view.num_classes, epoch_steps(self.run))
+        mean = history.mean_probabilities
+        own, other, suggested = own_and_other(mean if found is None else (mean + found.probabilities) / 2, view.labels)
+        quality = (1 + own - other) / 2
+        suspicion = self._suspicion(mean, found, view.labels, basic["mean_loss"])
+        if found is None:
+            wrong = no_count()
         else:
-            count = wrong_count(p, view.labels)
-            wrong = Estimate(count.value, count.deviation)
-        suspect = torch.zeros(n, dtype=torch.bool)
-        number = round(float(wrong.value))
-        suspect[suspicion.argsort(descending=True, stable=True)[:number]] = True
+            agreed = agreement(found.probabilities, history.predictions if found.check is None else [found.check])
+            wrong = judge_count(count_wrong(found.probabilities, view.labels), agreed, n, found.source)
+        suspect = (quality < 0.5) | self.odd
+        if wrong.valid:
+            suspect = torch.zeros(n, dtype=torch.bool)
+            suspect[suspicion.argsort(descending=True, stable=True)[: round(float(wrong.value))]] = True
         columns = {"example": torch.arange(n), "suspicion": suspicion, "is_suspect": suspect}
-        columns |= {"given_label": view.labels, "suggested_label": suggested, "label_quality": (1 + own - other) / 2}
+        columns |= {"given_label": view.labels, "suggested_label": suggested, "label_quality": quality}
         columns |= basic | history.columns
+        p = mean if found is None else found.probabilities
         targets = view.as_targets(suggested)
         about = (tuple(self.steps), losses, self.targets, targets, p, self._notes())
         return AuditTable(columns, "classes", wrong, *about)
+
+    def _suspicion(self, mean: Tensor, found: Unseen | None, labels: Tensor, mean_loss: Tensor) -> Tensor:
+        """Mean rank of the loss, of the averaged contradiction and, for as much again, of the out-of-sample one."""
+
+        def contradiction(p: Tensor) -> Tensor:
+            own, other, _ = own_and_other(p, labels)
+            return rank_share((other - own).masked_fill(self.odd, torch.inf))
+
+        seen = (rank_share(mean_loss) + contradiction(mean)) / 2
+        return seen if found is None else (seen + contradiction(found.probabilities)) / 2
 
     def _notes(self) -> tuple[str, ...]:
         found = []
@@ -230,11 +263,6 @@ def example_losses(problem: Problem, outputs: Tensor) -> Float[Tensor, "n"]:
     wide = outputs.double()
     wanted = targets.double() if targets.is_floating_point() else targets
     return vmap(resolve_loss(problem.loss))(wide, wanted)
-
-
-def epoch_steps(run: Run) -> float:
-    """Steps in one pass over the training examples, by the size of the first batch."""
-    return run.num_examples / len(run.batch(0))
 
 
 def _check_probabilities(given: Tensor, view: ClassView | None, n: int) -> None:

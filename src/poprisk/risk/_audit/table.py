@@ -20,10 +20,11 @@ from poprisk.theory import ExampleGroups
 DESCRIPTIONS = {
     "example": "position in the training set",
     "suspicion": "from near 0 to 1, highest for the most suspicious; audit()'s documentation says how it is computed",
-    "is_suspect": "whether it is among the most suspicious, as many as labels are estimated to be wrong",
+    "is_suspect": "whether it is among the most suspicious, as many as labels are wrong; if that is not known, whether "
+    "the label is contradicted",
     "given_label": "the label trained on",
-    "suggested_label": "the most probable other class, by probabilities averaged over training",
-    "label_quality": "(1 + p_given - p_other) / 2 with the averaged probabilities: 0 contradicted, 1 confirmed",
+    "suggested_label": "the most probable other class, by the mean of out-of-sample and averaged probabilities",
+    "label_quality": "(1 + p_given - p_other) / 2 with the same probabilities: 0 contradicted, 1 confirmed",
     "predicted_label": "the last network's prediction",
     "given_target": "the value trained on",
     "suggested_target": "the prediction averaged over training",
@@ -69,7 +70,7 @@ class AuditTable:
     kind: str
     """``"classes"``, ``"regression"``, or ``"loss"`` where only losses can be compared."""
     wrong_labels: Estimate
-    """Estimated number of wrong labels."""
+    """Number of wrong labels; where it cannot be told it is not valid, and says why and what to do."""
     moments: tuple[int, ...]
     """Steps at which the network was evaluated."""
     losses: Float[Tensor, "moments n"]
@@ -79,7 +80,7 @@ class AuditTable:
     suggested_targets: Tensor | None
     """Suggested targets in the same form; None where nothing can be suggested."""
     probabilities: Float[Tensor, "n classes"] | None = None
-    """Class probabilities averaged over training, or those given as ``out_of_fold``."""
+    """Class probabilities by a model that has not seen the example; averaged over training where there is none."""
     notes: tuple[str, ...] = ()
     """What is approximate in this audit, and why columns are missing."""
 
@@ -103,7 +104,7 @@ class AuditTable:
 
     @property
     def is_suspect(self) -> Bool[Tensor, "n"]:
-        """Whether each label is estimated to be wrong."""
+        """Whether each label is suspected to be wrong."""
         return self.columns["is_suspect"]
 
     def order(self, by: str = "suspicion") -> Tensor:

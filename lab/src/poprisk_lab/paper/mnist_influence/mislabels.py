@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from poprisk.risk import Unrolled, audit, exclusion, influence_on, k_fold
-from poprisk.risk._audit.classes import own_and_other
+from poprisk.risk._classes import own_and_other
 from poprisk.runs import Run, replace_labels
 from poprisk_lab.data.idx import ImageSplit
 from poprisk_lab.paper.mnist_influence.metrics import mislabel_auc, share_found
