@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from poprisk.errors import DataError, HyperparameterError, StateDictError
 from poprisk.optim._held_block import HeldBlock
-from poprisk.optim._held_curve import HeldCurve, Moment
+from poprisk.optim._held_curve import HeldCurve, Moment, held_error
 from poprisk.optim._keep_best import KeepBest
 from poprisk.optim._tail_average import TailAverage
 
@@ -395,3 +395,55 @@ def test_a_block_may_measure_by_itself_and_a_loop_may_count_by_itself():
     assert_close(float(model.weight.detach().square().mean()), least)
     with pytest.raises(HyperparameterError, match="needs the loss"):
         KeepBest(model, optimizer, (torch.zeros(2, 3), torch.zeros(2)))
+
+
+def few_losses(kind, generator, count, repeats=2000):
+    """Mean, spread, worst and truth of a few losses from a known distribution."""
+    if kind == "squared":
+        losses, truth = torch.randn(repeats, count, generator=generator).square(), 1.0
+    else:  # errors of one in ten, each of a loss of 3
+        losses, truth = 3.0 * (torch.rand(repeats, count, generator=generator) < 0.1), 0.3
+    return losses.double(), truth
+
+
+@pytest.mark.parametrize("count", [10, 20, 50])
+@pytest.mark.parametrize("kind", ["squared", "errors"])
+def test_the_error_of_few_losses_is_not_confidently_wrong(kind, count):
+    """Off by more than a fifth and by more than 2.5 errors: plain errors are in several percent of the blocks."""
+    losses, truth = few_losses(kind, torch.Generator().manual_seed(count), count)
+    plain, wrong, covered = 0, 0, 0
+    for row in losses:
+        value, error = float(row.mean()), float(row.std()) / count**0.5
+        unseen = float(row.max()) / count if kind == "squared" else 3.0 / count
+        wide, off = held_error(value, error, unseen, count), abs(value - truth)
+        plain += off > max(2.5 * error, 0.2 * truth)
+        wrong += off > max(2.5 * wide, 0.2 * truth)
+        covered += off <= 2 * wide
+    assert plain > 0.02 * len(losses)
+    assert wrong < 0.02 * len(losses)
+    assert covered > 0.93 * len(losses)
+
+
+def test_an_unseen_mistake_is_part_of_the_error():
+    """Twenty examples that all are right do not say that no example is wrong."""
+    model = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 0.0], [-3.0, 0.0]]))
+    x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    keeper = KeepBest(model, optimizer, (x, torch.tensor([0, 1]).repeat(10)), nn.functional.cross_entropy)
+    nn.functional.cross_entropy(model(x), torch.tensor([0, 1]).repeat(10)).backward()
+    optimizer.step()
+    risk = keeper.finish()
+    assert risk.accuracy == 1.0
+    assert risk.standard_error >= nn.functional.cross_entropy(model(x), torch.tensor([1, 0]).repeat(10)) / 20
+
+
+def test_the_other_of_two_classes_is_a_mistake_for_the_logistic_loss():
+    model, loss = nn.Linear(1, 1, bias=False), nn.functional.binary_cross_entropy_with_logits
+    with torch.no_grad():
+        model.weight.fill_(4.0)
+    x, y = torch.tensor([[1.0], [-1.0]]).repeat(6, 1), torch.tensor([[1.0], [0.0]]).repeat(6, 1)
+    assert HeldBlock((x, y), loss, None).unseen(model, 5) == pytest.approx(loss(model(x), 1 - y).item() / 12)
+    numbers = (x, 3 * y + 0.5)
+    assert HeldBlock(numbers, nn.functional.mse_loss, None).unseen(model, 5) is None

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from poprisk.optim._evaluation import evaluating
     from poprisk.optim._example_losses import ExampleLosses, Loss, field
     from poprisk.optim._held_block import HeldBlock
-    from poprisk.optim._held_curve import Metric, Moment, calibrated
+    from poprisk.optim._held_curve import Metric, Moment, calibrated, held_error
     from poprisk.optim._hold_back import hold_back
     from poprisk.optim._keep_best import KeepBest, KeptRisk
     from poprisk.optim._kept_weights import witness_kept
@@ -95,6 +95,7 @@ _LAZY = {
     "calibrated": "poprisk.optim._held_curve",
     "evaluating": "poprisk.optim._evaluation",
     "field": "poprisk.optim._example_losses",
+    "held_error": "poprisk.optim._held_curve",
     "witness_kept": "poprisk.optim._kept_weights",
 }
 

@@ -97,7 +97,21 @@ class HeldBlock:
             return losses, losses
         return (losses, scores, calibrated(*(each[counted] for each in classes))) if classes else (losses, scores)
 
-    def _sweep(self, model: nn.Module, batch_size: int, device: torch.device) -> list[tuple[Tensor, ...]]:
+    def unseen(self, model: nn.Module, batch_size: int) -> float | None:
+        """What one unseen mistake would add to the mean loss; None where targets are not classes."""
+        if self.by_batch:
+            return None
+        with evaluating(model) as device:
+            found = self._sweep(model, batch_size, device, mistaken=True)
+        if not found:
+            return None
+        losses, divisors = (torch.cat([row[i] for row in found]) for i in range(2))
+        return float(losses.sum() / divisors.sum()) / len(losses)
+
+    def _sweep(
+        self, model: nn.Module, batch_size: int, device: torch.device, mistaken: bool = False
+    ) -> list[tuple[Tensor, ...]]:
+        """What is measured, batch by batch; ``mistaken``: as if the second most likely class were the label."""
         found = []
         dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
         for start in range(0, self.count, batch_size):
@@ -107,6 +121,10 @@ class HeldBlock:
             logits = outputs if isinstance(outputs, Tensor) else field(outputs, "logits")
             if isinstance(targets, Tensor) and targets.dtype == torch.float64 and isinstance(logits, Tensor):
                 targets = targets.to(logits.dtype)
+            if mistaken:
+                targets = _second_class(logits, targets)
+                if targets is None:
+                    return []
             losses, divisors = self._losses(outputs, targets)
             rows = losses.detach(), divisors, self._score(logits, targets, losses.detach())
             found.append(rows if self._by_loss or self._metric else (*rows, logits.detach().float(), targets))
@@ -137,6 +155,16 @@ class HeldBlock:
         if self._metric == "probability":
             return 1 - logits.float().softmax(1).gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
         return (logits.argmax(1) != targets).float()
+
+
+def _second_class(logits: Any, targets: Any) -> Tensor | None:
+    """The most likely class but one, or the other of two; None where targets are not classes."""
+    if has_classes(logits, targets):
+        return logits.topk(2, dim=1).indices[:, 1]
+    alike = isinstance(logits, Tensor) and isinstance(targets, Tensor) and logits.numel() == targets.numel()
+    if not (alike and bool(((targets == 0) | (targets == 1)).all())):
+        return None
+    return (logits <= 0).to(targets.dtype).reshape(targets.shape)
 
 
 def _tensor(rows: Any) -> Tensor:

@@ -188,6 +188,27 @@ class HeldCurve:
             self.add(Moment(*row))
 
 
+def held_error(value: float, error: float, unseen: float, count: int) -> float:
+    r"""A standard error that holds for few losses with a long tail, so that two (or 2.5) of them cover the risk.
+
+    The mean of few losses and their spread are small together, when the block happens to miss the tail. The error
+    contains what one unseen bad example would add and Student's factor for the number of losses, and is as wide as the
+    upper side of an interval for the logarithm of the risk,
+    :math:`\frac{v}{2.5}(e^{2.5 c} - 1)` with the relative error c.
+
+    Args:
+        value: Mean loss.
+        error: Its plain standard error.
+        unseen: What one more bad example would add to the mean.
+        count: Number of losses.
+    """
+    free = max(count - 1, 1)
+    wide = math.hypot(error, unseen) * (1 + 1.25 / free + 1.53 / free**2)
+    if not (value > 0 and math.isfinite(wide)):
+        return wide
+    return value * math.expm1(min(2.5 * wide / value, 50.0)) / 2.5
+
+
 def _rank(moment: Moment) -> tuple[float, float]:
     score, loss = float(moment.scores.double().mean()), float(moment.losses.double().mean())
     return (score if math.isfinite(score) else math.inf, loss if math.isfinite(loss) else math.inf)

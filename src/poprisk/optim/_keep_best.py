@@ -17,7 +17,7 @@ from poprisk._core.estimate import Estimate
 from poprisk.errors import HyperparameterError, StateDictError
 from poprisk.optim._example_losses import Loss
 from poprisk.optim._held_block import HeldBlock, Measurable
-from poprisk.optim._held_curve import HeldCurve, Metric, Moment
+from poprisk.optim._held_curve import HeldCurve, Metric, Moment, held_error
 from poprisk.optim._kept_weights import KeptWeights, Snapshots, witness_of
 from poprisk.optim._measurement_budget import MeasurementBudget
 from poprisk.optim._model_tensors import ForwardHook, check_followed, check_keys, shortened, unwrapped
@@ -203,6 +203,7 @@ class KeepBest:
         assert best is not None
         self._kept.restore()
         value, error, plain = self.curve.chosen_risk()
+        error = held_error(value, error, self._unseen(best), len(best.losses))
         count = len(self.curve.moments)
         moments = f"step {best.step} of {self.steps}, chosen among {count} measurement{'s' if count > 1 else ''}"
         facts = {"step": best.step, "tail": best.tail, "measured": count, "cost": count * self._budget.work}
@@ -218,6 +219,15 @@ class KeepBest:
             reason = few if math.isfinite(plain) else "the loss of the held-back examples is not finite"
             return KeptRisk(value, math.nan, valid=False, reason=f"{reason} ({moments})", **facts)
         return KeptRisk(value, error, reason=moments, **facts)
+
+    def _unseen(self, best: Moment) -> float:
+        """What one more mistake of the kept weights, or an example as bad as the worst, would add to the mean loss."""
+        found = None
+        if isinstance(self._block, HeldBlock) and self._batch_size is not None:
+            precision = nullcontext() if self._autocast is None else torch.autocast(*self._autocast)
+            with precision:
+                found = self._block.unseen(self._model, self._batch_size)
+        return float(best.losses.max()) / len(best.losses) if found is None else found
 
     def _finish_unmeasured(self, run: Any, meter: Any) -> KeptRisk:
         self.close()

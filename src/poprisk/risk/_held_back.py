@@ -11,6 +11,7 @@ from torch import Tensor
 
 from poprisk._core.autodiff import resolve_loss
 from poprisk.errors import RunError
+from poprisk.optim import held_error
 from poprisk.risk._error import example_losses_of, unseen_mistake
 from poprisk.risk._moments import Network
 from poprisk.risk._verdict import LAST_WEIGHTS, Found, RiskEstimate, judge_held_back, judge_kept
@@ -50,8 +51,9 @@ def held_back_risk(run: Run, weights: Weights = "kept", step: int | None = None)
     targets = run.problem.batch(dtype=outputs.dtype)[1].cpu()
     losses = example_losses_of(loss, outputs, targets)
     held, count = losses[kept.held], len(kept.held)
-    mistake = unseen_mistake(loss, outputs[kept.held], targets[kept.held], count)
-    error = math.hypot(held.std().item() / math.sqrt(count), mistake) if count > 1 else math.nan
+    unseen = unseen_mistake(loss, outputs[kept.held], targets[kept.held], count) or held.max().item() / count
+    spread = held.std().item() / math.sqrt(count) if count > 1 else math.nan
+    error = held_error(held.mean().item(), spread, unseen, count)
     target = LAST_WEIGHTS if step == run.num_steps else f"the weights before step {step}"
     about = ("held_back", target, losses[trained].mean().item(), 0.0, count, run.num_examples)
     return judge_held_back(Found(held.mean().item(), error, *about))
