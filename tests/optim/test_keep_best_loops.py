@@ -68,6 +68,7 @@ def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path, monkeypatch):
         exec(code, found)
         save_file(found["model"].state_dict(), "kept.safetensors")
     assert found["final"].num_steps == round(found["run"].kept.risk.step * len(x) / (len(x) - len(found["held"])))
+    assert found["average"].steps == round(found["risk"].step * len(x) / len(found["train_set"]))  # the chosen length
     assert found["risk"].valid
 
 
