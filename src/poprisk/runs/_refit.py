@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from poprisk._core.store import pack, unpack
 from poprisk.errors import RunError
 from poprisk.optim import TailAverage
-from poprisk.runs._held_back import Kept
+from poprisk.runs._held_back import HeldBack, Kept
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._run import Run
 from poprisk.runs._storage import Content
@@ -93,7 +93,7 @@ def refit_steps(run: Run) -> int:
     return max(1, round(kept.risk.step * run.num_examples / (run.num_examples - len(kept.held))))
 
 
-class _Average:
+class _Average(HeldBack):
     """Follows the second training: all examples, and the average of the kept weights at its end."""
 
     def __init__(self, first: Run, steps: int) -> None:

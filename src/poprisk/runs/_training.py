@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -19,7 +19,6 @@ from poprisk.runs._held_back import HeldBack
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._run import Run
-from poprisk.runs._storage import Content
 
 
 def train(
@@ -104,42 +103,11 @@ def train(
     )
 
 
-class Follower(Protocol):
-    """What accompanies a training: it names the examples to train on, measures or averages, and ends with weights."""
-
-    train: Int[Tensor, "examples"]
-    """Indices of the examples to train on."""
-    held: Int[Tensor, "held"]
-    """Indices of the examples that are held back."""
-    settings: dict[str, Any]
-    """Named like the option of the training that asks for it; kept in the manifest."""
-
-    def follow(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Begin with the module as it is."""
-        ...
-
-    def count(self, examples: int) -> None:
-        """Say how many examples the coming step trains on."""
-        ...
-
-    def state(self) -> Content:
-        """Everything needed to go on from the present step."""
-        ...
-
-    def restore(self, content: Content) -> None:
-        """Go on from :meth:`state`."""
-        ...
-
-    def finish(self, recorder: Recorder) -> None:
-        """End with the chosen weights, which the recorder stores beside the run."""
-        ...
-
-
 def train_followed(
     problem: Problem,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     steps: int,
-    held: Follower | None,
+    held: HeldBack | None,
     *,
     batch_size: int | None = None,
     seed: int = 0,
@@ -153,7 +121,7 @@ def train_followed(
     resume: bool = False,
     progress: bool | Callable[[int, Tensor], None] = True,
 ) -> Run:
-    """:func:`train` with whatever accompanies it."""
+    """:func:`train` with what accompanies it: measurements on held-back examples, or an average."""
     examples = len(problem) if held is None else len(held.train)
     batch_size = examples if batch_size is None else batch_size
     _check(examples, steps, batch_size, accumulate, resume, path)
@@ -205,7 +173,7 @@ def train_followed(
     return recorder.run
 
 
-def _follow(held: Follower, recorder: Recorder, module: nn.Module, optimizer: Optimizer) -> None:
+def _follow(held: HeldBack, recorder: Recorder, module: nn.Module, optimizer: Optimizer) -> None:
     """Measure along the run, and write the state with each of its segments; a resumed run goes on from there."""
     held.follow(module, optimizer)
     recorder.kept_writer.held = held.held
