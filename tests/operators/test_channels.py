@@ -113,6 +113,10 @@ def test_closed_forms_of_the_linear_model(n):
     c = channels_of(linear_operators(X, X_test, T))
     assert_close(c.train_roots, tensor(expected[: c.rank]), **EXACT)
     assert c.smallest_train_root == pytest.approx(expected[c.rank - 1])
+    # A training set of its own as test set: whitened, its displacement is C_S on the eigenvectors.
+    ops = linear_operators(X, X_test, T)
+    assert_close(c.whiten(tensor(ops.D)), c.train_channel @ c.vectors, rtol=1e-7, atol=1e-8)
+    assert_close(torch.linalg.svdvals(c.whiten(tensor(ops.D)))[: c.rank], tensor(expected[: c.rank]), **EXACT)
 
 
 def test_a_factor_reaches_below_the_root_of_rounding():

@@ -52,6 +52,12 @@ def test_displacements_are_reproduced_to_rounding(kind, rule, loss):
         if loss == "squared":
             assert relative(len(problem) * ops.train_completion, ops.train_transfer) < 1e-12
         assert ops.first_order_dissipation > 0
+    window = window_of(kind, rule, loss, start=start)  # and as products
+    products = window.train_transfer, window.test_transfer, window.propagator
+    train, test, gradient = (each @ ops.output_gradient for each in products)
+    assert relative(ops.sources.train - train, ops.train_displacement) < 1e-12
+    assert relative(ops.sources.test - test, ops.test_displacement) < 1e-12
+    assert_close(gradient + ops.sources.gradient, later, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +111,11 @@ def test_the_oracle_agrees(rule):
     }
     for name, found in pairs.items():
         np.testing.assert_allclose(found.numpy(), getattr(expected, name), rtol=1e-9, atol=1e-12, err_msg=name)
+    products = {"P": window.propagator, "W": window.dissipation_gramian}
+    products |= {"D": window.train_transfer, "G": window.test_transfer}
+    for name, product in products.items():
+        found = product.to_dense().numpy()
+        np.testing.assert_allclose(found, getattr(expected, name), rtol=1e-9, atol=1e-11, err_msg=f"{name} by products")
 
 
 @pytest.mark.parametrize(("kind", "rule", "loss"), ALL_RUNS)

@@ -118,6 +118,11 @@ SCRIPTS: dict[str, Script] = {
         device="GPU",
         smoke="",
     ),
+    "mutation": Script(
+        "which tests notice when the code that the paper table cites is broken",
+        ("-m", "poprisk_lab.mutation.survey", "--output", "{output}"),
+        smoke="",
+    ),
     "swap": Script(
         "PopRiskAdamW in AdamW's place at AdamW's learning rates: noisy digits, three gates",
         ("-m", "poprisk_lab.recipes.swap", "--output", "{output}"),

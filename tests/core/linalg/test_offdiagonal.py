@@ -10,6 +10,8 @@ from oracles.population import dense_projector, rate_matrix_loop
 from poprisk._core.linalg.low_rank import LowRank, precondition
 from poprisk._core.linalg.offdiagonal import offdiagonal_projector
 from poprisk.errors import DataError
+from poprisk.optim._estimators.rate import population_projector
+from poprisk.optim.rules._gates import hard_gate
 
 # eigenvectors of the small and the large problem agree to rounding over the gap, which is the positive eigenvalue
 TIGHT = {"rtol": 1e-9, "atol": 1e-10}
@@ -40,13 +42,16 @@ def test_no_feasible_matrix_does_better(seed, b, d, signal):
     G = _batch(seed, b, d, signal)
     A = rate_matrix_loop(G)
     P = torch.rand(d, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
-    M = offdiagonal_projector(G, P)
+    M = population_projector(G, P)
     N = torch.linalg.qr(_batch(seed + 2, d, d))[0]
     shares = torch.rand(d, generator=torch.Generator().manual_seed(seed + 3), dtype=torch.float64)
     feasible = P.sqrt()[:, None] * (N * shares @ N.T) * P.sqrt()
     assert (feasible * A).sum() <= M.rate + 1e-12
-    gate = torch.diag(P * (A.diag() > 0))  # the diagonal gate of Corollary thm:diagonal_gate is feasible too
-    assert (gate * A).sum() <= M.rate + 1e-12
+    # The diagonal gate of Corollary thm:diagonal_gate is feasible too, and no other diagonal matrix does better.
+    open_ = hard_gate(G.mean(dim=0), G.var(dim=0) / b, 1.0)
+    best = (P * A.diag()).clamp_min(0).sum()
+    assert (torch.diag(P * open_) * A).sum() <= M.rate + 1e-12
+    assert_close((torch.diag(P * open_) * A).sum(), best, rtol=1e-9, atol=1e-12)
     assert M.rank <= 1
     slack = torch.diag(P) - M.to_dense()
     assert torch.linalg.eigvalsh(slack).min() >= -1e-12
@@ -89,7 +94,7 @@ def test_without_agreement_the_projector_is_zero(G):
 
 def test_mutually_orthogonal_examples_still_have_one_direction():
     G = torch.eye(4, dtype=torch.float64)  # A = (11ᵀ - I)/12: the rate is 3/12 along the diagonal
-    M = offdiagonal_projector(G)
+    M = population_projector(G)
     assert_close(M.to_dense(), torch.full((4, 4), 0.25, dtype=torch.float64))
     assert_close(M.rate, torch.tensor(0.25, dtype=torch.float64))
 

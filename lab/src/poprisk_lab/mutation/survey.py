@@ -7,6 +7,7 @@ interrupted, continued, and made again in part (``--only``) after a test was cha
 
 import argparse
 import json
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ def summary(log: Log, chosen: list[Row]) -> dict[str, Any]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Break every function that the page cites, and run what it cites.")
-    parser.add_argument("--log", type=Path, required=True, help="what every trial said; continued if it exists")
+    parser.add_argument("--log", type=Path, help="what every trial said; continued if it exists")
     parser.add_argument("--output", type=Path, help="where to write the result (lab/results/mutation.json)")
     parser.add_argument("--only", nargs="*", help="labels of rows; default: all")
     parser.add_argument("--again", nargs="*", default=[], help="tests or functions whose trials are made again")
@@ -193,7 +194,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=1, help="parameters tried of each test; 0 for all")
     parser.add_argument("--show", action="store_true", help="show what is in the log and try nothing")
     args = parser.parse_args()
-    log, all_rows = Log(args.log), rows()
+    log, all_rows = Log(args.log or Path(tempfile.mkdtemp()) / "log.jsonl"), rows()
     chosen = [row for row in all_rows if not args.only or row.label in args.only]
     log.forget(set(args.again))
     if not args.show:

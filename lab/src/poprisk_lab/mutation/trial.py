@@ -11,6 +11,7 @@ import inspect
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
 import types
@@ -24,6 +25,8 @@ import pytest
 from poprisk_lab.mutation.broken import Changes, broken, broken_value
 
 ROOT = Path(__file__).resolve().parents[4]
+_PATIENCE = 60.0
+"""Seconds to wait for a trial, beside its share of a busy machine."""
 ORIGINALS: list[Any] = []
 """What the broken functions call; their code finds it here."""
 
@@ -47,7 +50,7 @@ class Outcome:
     """What a test said."""
 
     said: str = "timeout"
-    """"passed", "failed", "skipped" or "timeout"."""
+    """"passed", "failed", "skipped" "timeout" or "hung"."""
     seconds: float = 0.0
     """Of the processor."""
     changes: int = 0
@@ -122,9 +125,11 @@ class _Trials:
                 os._exit(0)
         send.close()
         try:
-            outcome = receive.recv()
+            outcome = receive.recv() if receive.poll(_PATIENCE + 20 * job.limit) else Outcome("hung")
         except EOFError:
             outcome = Outcome()
+        if outcome.said == "hung":  # a lock that was held when the process was forked: this says nothing
+            os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         return outcome
 
