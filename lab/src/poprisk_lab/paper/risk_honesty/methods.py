@@ -1,10 +1,11 @@
 """The estimates of population risk that the honesty study compares: the library's, and those that others use."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
+from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 from unittest.mock import patch
 
@@ -83,10 +84,14 @@ def finite(x: Any) -> float | None:
 
 
 @contextmanager
-def remembered() -> Iterator[None]:
-    """Let every estimate be made once for a run, however many methods use it: the answers are those of single calls."""
+def remembered(stored: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> Iterator[None]:
+    """Let every estimate be made once for a run, however many methods use it: the answers are those of single calls.
+
+    Args:
+        stored: Answers of the run that were made before, by method; the folds among them are not trained again.
+    """
     shared = _once(_exclusion.exclusion, _exclusion_key)
-    roads = tuple(replace(road, estimate=_once(road.estimate, _question_key(road))) for road in _risk.ROADS)
+    roads = tuple(replace(road, estimate=_once(_known(road, stored), _question_key(road))) for road in _risk.ROADS)
     with (
         patch.object(_exclusion, "exclusion", shared),
         patch.object(_first_order, "exclusion", shared),
@@ -111,6 +116,16 @@ def _once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[...
         return known[which]
 
     return answer
+
+
+def _known(road: _risk.Road, stored: Mapping[str, Mapping[str, Any]]) -> Callable[[_risk.Question], RiskEstimate]:
+    """The estimate of folds that were trained before; any other is made."""
+    row = stored.get("k_fold")
+    if road.method != "k_fold" or row is None or "by" not in row:
+        return road.estimate
+    value, error = (math.nan if row[key] is None else row[key] for key in ("value", "standard_error"))
+    found = RiskEstimate(value, error, row["valid"], row["reason"], target=row["target"], method=row["by"])
+    return lambda _: found
 
 
 def _question_key(road: _risk.Road) -> Callable[[_risk.Question], Any]:

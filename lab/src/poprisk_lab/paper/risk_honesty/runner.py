@@ -58,11 +58,11 @@ def lines_of(folder: Path, split: str) -> list[dict[str, Any]]:
 def run_setting(setting: Setting, methods: Mapping[str, Method], folder: Path, *, seconds: float = SECONDS) -> int:
     """Make and store what is missing of one setting; returns how many lines were written."""
     path = folder / f"{setting.split}.jsonl"
-    done = {row["method"] for row in lines_of(folder, setting.split) if row["setting"] == setting.name}
+    done = {row["method"]: row for row in lines_of(folder, setting.split) if row["setting"] == setting.name}
     wanted = [method for method in methods.values() if method.name not in done and method.defined(setting)]
     if not wanted and TRUTH in done:
         return 0
-    with warnings.catch_warnings(), remembered():
+    with warnings.catch_warnings(), remembered(done):
         warnings.simplefilter("ignore")
         run = setting.run()
         if TRUTH not in done:
