@@ -110,7 +110,7 @@ def test_a_risk_that_may_not_be_believed_is_said_to_be_and_not_used(found):
 
 
 def test_trainings_may_be_spent_on_the_risk(folder):
-    found = analyze(Run.load(folder), budget=0.1, retrain=3)
+    found = analyze(Run.load(folder), budget=0.1, retrain=10)
     assert {r.risk.method for r in found.readings} == {"k_fold"}
     assert found.risk.valid
     assert found.memorization.share == pytest.approx(found.risk.gap / (found.curves.train[0] - found.curves.train[-1]))
@@ -305,6 +305,8 @@ def test_a_network_with_batch_statistics_says_why_not():
     for part in ("risk", "operators", "kernel", "neighbours"):
         assert "this run cannot be analyzed exactly" in found.left_out[part]
     assert "batch statistics were recorded at checkpoints only" in found.curves.notes[0]
+    assert found.curves.test[-1] == pytest.approx(found.curves.train[-1], rel=1e-6)  # the same examples
+    assert not any("has no test set" in why for why in found.left_out.values())
     assert report_page(found).count("Not available:") >= 4
 
 

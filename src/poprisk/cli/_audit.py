@@ -87,7 +87,11 @@ def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[Render
 
     from poprisk._core.html import short
     from poprisk.report import as_command, headline
+    from poprisk.risk import STILL_FALLING
 
+    first = [note for note in audited.notes if note.startswith(STILL_FALLING)]
+    for note in first:
+        yield Text(f"{note[0].upper()}{note[1:]}.")
     yield Text(headline(audited), style="bold")
     if top:
         wanted = (*_SHOWN[audited.kind], "self_influence", "loo_loss")
@@ -95,7 +99,7 @@ def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[Render
         rows = [[short(row[name]) for name in names] for row in audited.worst(top)]
         title = f"The {min(top, len(audited))} most suspicious examples"
         yield from table(title, [_HEADINGS.get(name, name) for name in names], rows, width, named=False)
-    for note in audited.notes:
+    for note in [note for note in audited.notes if note not in first]:
         yield Text(f"Note: {as_command(note)}.")
 
 

@@ -23,6 +23,7 @@ from poprisk.risk._first_order import first_order_risk
 from poprisk.risk._held_back import Weights, held_back_risk
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.risk._k_fold import k_fold_curve
+from poprisk.risk._under_training import under_training
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate, narrower
 from poprisk.runs import Run
 
@@ -166,7 +167,7 @@ def population_risk(
             f'{method} estimates the risk of the weights at the last step, got weights="{question.weights}": use '
             'method="held_back" for those that were kept'
         )
-    return _estimated(road, question)
+    return _told(question, _estimated(road, question))
 
 
 def _asked_weights(run: Run | Unrolled, method: str, weights: Weights | None) -> Weights:
@@ -180,6 +181,17 @@ def _asked_weights(run: Run | Unrolled, method: str, weights: Weights | None) ->
 
 def first_valid(question: Question, roads: Sequence[Road]) -> RiskEstimate:
     """What "auto" returns: the first valid estimate; if none is, the first one; if there is none, the first error."""
+    return _told(question, _first_valid(question, roads))
+
+
+def _told(question: Question, estimate: RiskEstimate) -> RiskEstimate:
+    """The estimate, with the reason why the run is unfinished first."""
+    ended = question.stop == question.run.num_steps
+    unfinished = under_training(question.run, estimate) if ended else ""
+    return replace(estimate, reason=f"{unfinished}; {estimate.reason}") if unfinished else estimate
+
+
+def _first_valid(question: Question, roads: Sequence[Road]) -> RiskEstimate:
     found: list[RiskEstimate] = []
     held: RiskEstimate | None = None
     obstacles: list[tuple[Road, RunError]] = []

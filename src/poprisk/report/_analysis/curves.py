@@ -12,7 +12,15 @@ from poprisk._core.autodiff import resolve_loss, take_examples
 from poprisk.errors import DataError
 from poprisk.operators import kernel_drift
 from poprisk.optim import KeptRisk
-from poprisk.risk import AuditTable, RiskEstimate, choose_moments, evaluate, example_losses, has_changing_buffers
+from poprisk.risk import (
+    AuditTable,
+    Network,
+    RiskEstimate,
+    choose_moments,
+    evaluate,
+    example_losses,
+    has_changing_buffers,
+)
 from poprisk.runs import MODULE_BUFFER, Problem, Run
 
 _KERNEL_MOMENTS, _KERNEL_SIDE = 10, 512
@@ -93,27 +101,27 @@ def loss_curves(run: Run, table: AuditTable | None) -> LossCurves:
     if problem.test is None:
         note = "no test loss: the problem has no test set; pass one with Problem(…, test=(inputs, targets))"
         return LossCurves(steps, train, None, None, None, (note,))
-    if has_changing_buffers(run) and any(k not in run.checkpoints for k in steps):
-        note = "no test loss: batch statistics were recorded at checkpoints only"
-        return LossCurves(steps, train, None, None, None, (note,))
     rows = list(_tested(run, steps))
     last = rows[-1][0]
     accuracies = [a for _, a in rows if a is not None]
+    between = has_changing_buffers(run) and any(k not in run.checkpoints for k in steps)
+    note = "batch statistics were recorded at checkpoints only: between them, they are estimated from training examples"
     return LossCurves(
         steps,
         train,
         [losses.mean().item() for losses, _ in rows],
         accuracies or None,
         last.std().item() / math.sqrt(len(last)) if len(last) > 1 else None,
+        (note,) if between else (),
     )
 
 
 def _tested(run: Run, steps: list[int]) -> Iterator[tuple[Float[Tensor, "m"], float | None]]:
     """The loss of each test example, and the accuracy if the targets are classes, before each of the steps."""
-    module = run.module().float().eval() if run.layout.dtype.itemsize < 4 else run.module().eval()
+    network = Network(run, 1024)
     for k in steps:
-        put_weights(run, module, k)
-        yield scores_on_test(run.problem, module)
+        network.go_to(k)
+        yield scores_on_test(run.problem, network.module)
 
 
 @torch.no_grad()

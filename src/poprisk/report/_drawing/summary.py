@@ -7,14 +7,15 @@ from typing import Any
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.curves import Memorization
 from poprisk.report._drawing.svg_chart import number
-from poprisk.risk import AuditTable, Estimate, Reading, RiskEstimate
+from poprisk.risk import AuditTable, Estimate, Reading, RiskEstimate, under_training
 
 _WORST = 20
 
 
 def summary_lines(found: Analysis) -> list[str]:
     """The findings in sentences, the most important first."""
-    lines = []
+    unfinished = under_training(found.run, found.last_risk)
+    lines = [f"{unfinished[0].upper()}{unfinished[1:]}."] if unfinished else []
     curves, table = found.curves, found.table
     if found.memorization is not None and curves is not None:
         lines.append(_memorization_words(found.memorization, curves.train[0], curves.train[-1]))

@@ -19,6 +19,7 @@ from poprisk.risk._audit.table import AuditTable
 from poprisk.risk._audit.unseen import Unseen, unseen
 from poprisk.risk._classes import ClassView, class_view, own_and_other
 from poprisk.risk._moments import choose_moments, evaluate, has_changing_buffers
+from poprisk.risk._under_training import under_training
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, judge_count, no_count
 from poprisk.runs import Problem, Run
 
@@ -234,7 +235,7 @@ class _Look:
         return seen if found is None else (seen + contradiction(found.probabilities)) / 2
 
     def _notes(self) -> tuple[str, ...]:
-        found = []
+        found = [note] if (note := under_training(self.run)) else []
         if self.run.augmented:
             found.append("the run was augmented: examples are evaluated without augmentation")
         if has_changing_buffers(self.run):
