@@ -104,10 +104,10 @@ def test_exclusion(run, examples):
     chosen = torch.randperm(N, generator=torch.Generator().manual_seed(SEED))[:examples] if examples else None
     roads = (
         exclusion_risk(run, examples, seed=SEED),
-        exclusion_risk(run, chosen),
+        exclusion_risk(run, chosen, seed=SEED),
         exclusion(run, examples, seed=SEED).risk,
         population_risk(run, "exclusion", examples=examples, seed=SEED),
-        population_risk(Unrolled(run), "exclusion", examples=chosen),
+        population_risk(Unrolled(run), "exclusion", examples=chosen, seed=SEED),
         RiskMeter("exclusion", examples=examples, seed=SEED).read(run, [STEPS]).readings[-1].risk,
     )
     same(*roads)

@@ -61,31 +61,43 @@ def inflated_error(
 
 
 def corrected_risk_error(
-    training: Float[Tensor, "n"], own: Float[Tensor, "m"], without: Float[Tensor, "m"], mistake: float = 0.0
+    training: Float[Tensor, "n"],
+    own: Float[Tensor, "m"],
+    without: Float[Tensor, "m"],
+    mistake: float = 0.0,
+    *,
+    sampled: int | None = None,
+    moved: float = 0.0,
 ) -> float:
     r"""The error of :math:`\frac1n \sum_i \ell_i + \frac1m \sum_{i \in M} (\ell_i^{(-i)} - \ell_i)` as a risk.
 
-    .. math:: \mathrm{se}^2 = \frac{\mathrm{var}(\ell^{(-i)})}{n} (1 + \mathrm{gap})^2
+    .. math:: \mathrm{se}^2 = \Bigl(\frac{\mathrm{var}(\ell^{(-i)})}{n}
+       + \frac{(\max \ell^{(-i)} - \overline{\ell^{(-i)}})^2}{n^2}\Bigr) (1 + \mathrm{gap} + \mathrm{moved})^2
        + \frac{\mathrm{var}(\ell^{(-i)} - \ell)}{m} \Bigl(1 - \frac mn\Bigr) + \mathrm{mistake}^2
 
     with the relative gap between the estimate and the training loss, kept between 0 and 1: the more the model bends to
-    its data, the more the losses move together (measured for folds: :func:`inflated_error`).
+    its data, the more the losses move together (measured for folds: :func:`inflated_error`). The largest loss counts
+    twice: a sample that lacks such losses shows too low a mean and too small a variance at once.
 
     Args:
         training: Losses of all training examples.
         own: Of the sampled ones, by the model of the run.
         without: Of the sampled ones, as if they had not been seen.
         mistake: What one unseen mistake would add, see :func:`unseen_mistake`.
+        sampled: m, where losses are given for only some of the m examples.
+        moved: Jackknife variance of the predictions as a share of the risk, where it is known; with 20 to 95 weights of
+            a linear model for 40 to 100 examples the gap alone leaves two errors with 85% to 93% of the risks.
     """
-    n, m = len(training), len(own)
-    if m < 2:
+    n, m = len(training), sampled or len(own)
+    if len(own) < 2:
         return math.nan
     fitted = training.double().mean().item()
     value = fitted + (without - own).double().mean().item()
     gap = min(max((value - fitted) / value, 0.0), 1.0) if value > 0 else 0.0
-    spread = without.double().var().item() / n * (1 + gap) ** 2
-    sampled = (without - own).double().var().item() / m * max(0.0, 1 - m / n)
-    return math.sqrt(spread + sampled + mistake**2)
+    largest = (without.double() - without.double().mean()).max().item() / n
+    spread = (without.double().var().item() / n + largest**2) * (1 + gap + moved) ** 2
+    drawn = (without - own).double().var().item() / m * max(0.0, 1 - m / n)
+    return math.sqrt(spread + drawn + mistake**2)
 
 
 def unseen_mistake(loss: ExampleLoss, outputs: Float[Tensor, "m *out"], targets: Tensor, n: int) -> float:

@@ -15,28 +15,37 @@ along the run, and vanishes when the example is fitted.
 (:mod:`poprisk.risk._influence.label_sensitivity`).
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from poprisk._core.autodiff import ExampleLoss
-from poprisk.errors import DataError, HyperparameterError
+from poprisk._core.autodiff import ExampleLoss, take_examples
+from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.risk._controls import Control, Deletions, control_order, corrected_gap, most_controls, moved_by
+from poprisk.risk._duplicates import same_group
 from poprisk.risk._error import corrected_risk_error, example_losses_of, unseen_mistake
 from poprisk.risk._influence.exclusion_sweep import ExcludedOutputs, excluded_outputs
 from poprisk.risk._influence.label_sensitivity import corrected_displacement
 from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.matrix import evaluation_model
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
+from poprisk.risk._retraining.retrain import member_outputs
 from poprisk.risk._verdict import (
     DOUBTFUL_BEND,
     DOUBTFUL_SENSITIVITY,
-    LOST_BEND,
+    FEWEST_CONTROLS,
+    FEWEST_DISTINCT,
+    FIRST_CONTROLS,
+    ROUGH_MOVED,
+    SMOOTH_BEND,
+    Checked,
     Found,
     RiskEstimate,
-    judge_corrected,
+    enough_controls,
     judge_exclusion,
     trained_on,
 )
@@ -73,11 +82,17 @@ class Exclusion:
     """Contribution of one unseen mistake to the mean; see :func:`poprisk.risk._error.unseen_mistake`."""
     method: ExclusionMethod
     cost: float
-    """Number of directions or queries through the run."""
+    """Number of directions or queries through the run, and of trainings of the controls."""
     note: str = ""
     """What was held fixed instead of differentiated."""
     held: int = 0
     """Number of examples that no step trained on, because they were held back; they are their own prediction."""
+    distinct: int = 0
+    """Number of training examples with different inputs."""
+    control: Control | None = None
+    """Real deletions of some of the examples; None if there are none, and the risk is unchecked."""
+    obstacle: str = ""
+    """Why no deletion could be trained."""
 
     @property
     def excluded_outputs(self) -> Float[Tensor, "m p"]:
@@ -89,17 +104,43 @@ class Exclusion:
         r"""Leave-one-out risk: the training loss, corrected by what the sampled examples lose without themselves.
 
         .. math:: \frac1n \sum_i \ell_i(u_i) + \frac1m \sum_{i \in M} \bigl(\ell_i(u_i + \Delta_i) - \ell_i(u_i)\bigr)
+
+        The second mean is corrected by real deletions: :func:`poprisk.risk._controls.corrected_gap`.
         """
-        n, m = len(self.training_losses), len(self.examples)
-        training = self.training_losses.mean().item()
-        value = training + (self.losses - self.own_losses).mean().item()
-        error = corrected_risk_error(self.training_losses, self.own_losses, self.losses, self.mistake)
-        notes = (self.note,) if self.note else ()
-        found = Found(value, error, "exclusion", trained_on(n - 1 - self.held, n), training, self.cost, m, n, notes)
-        if self.actual_losses is None:
-            return judge_corrected(found, self.doubtful.double().mean().item())
-        actual = training + (self.actual_losses - self.own_losses).mean().item()
-        return judge_exclusion(found, actual, (self.doubt > LOST_BEND).double().mean().item())
+        return self._judged()[0]
+
+    def _judged(self) -> tuple[RiskEstimate, bool]:
+        """The risk, and whether more controls would not make it much more certain."""
+        n, training = len(self.training_losses), self.training_losses.mean().item()
+        gaps, control = self.losses - self.own_losses, self.control
+        value, uncertain, moved, smooth = training + gaps.mean().item(), math.nan, 0.0, False
+        if control is None:
+            error = corrected_risk_error(self.training_losses, self.own_losses, self.losses, self.mistake)
+        else:
+            own = self.own_losses[control.rows]
+            gap, uncertain, share = corrected_gap(gaps, control.losses - own, control.rows)
+            value, predicted = training + gap, self.own_losses + share * gaps
+            smooth = self.method == "corrected" or self.doubt.median().item() <= SMOOTH_BEND
+            moved = control.moved / value if smooth and value > 0 else ROUGH_MOVED
+            pairs = (self.own_losses, predicted), (own, control.losses)
+            error = max(
+                corrected_risk_error(self.training_losses, *pair, self.mistake, sampled=len(gaps), moved=moved)
+                for pair in pairs
+            )
+        copies = math.sqrt(n / self.distinct) if self.distinct else 1.0
+        checked = Checked(
+            controls=0 if control is None else len(control.rows),
+            change=value - training - gaps.mean().item(),
+            error=uncertain * copies,
+            moved=moved if smooth else 0.0,
+            distinct=self.distinct or n,
+            obstacle=self.obstacle,
+        )
+        notes = (*((self.note,) if self.note else ()), *(() if control is None else control.notes))
+        total = copies * (error if control is None else math.hypot(error, uncertain))
+        distinct = min(len(self.examples), checked.distinct)
+        found = Found(value, total, "exclusion", trained_on(n - 1 - self.held, n), training, self.cost, distinct, n, notes)
+        return judge_exclusion(found, checked), enough_controls(value, error, uncertain)
 
 
 def choose_examples(
@@ -136,9 +177,13 @@ def exclusion(
     method: ExclusionMethod = "linearized",
     loss: str | ExampleLoss | None = None,
     mass_preserving: bool = True,
+    controls: int | None = None,
     seed: int = 0,
 ) -> Exclusion:
     """The predictions of a run for its own examples, had it not seen them.
+
+    An example is left out together with those of the same inputs. Predictions farther from the model's own than
+    anything it has learned are shortened to that distance, and marked as doubtful.
 
     Args:
         run: The recorded run, or an :class:`Unrolled` of it.
@@ -146,7 +191,10 @@ def exclusion(
         method: "linearized" carries the absence through the run; "corrected" uses label sensitivities.
         loss: Ψ, for ``losses``; default: the loss that was trained.
         mass_preserving: Whether the weights of the other examples grow to n/(n - 1); for "linearized" only.
-        seed: Seed for the random draw.
+        controls: Number of the examples to leave out in a real training, on which the verdict of ``risk`` rests; 0
+            trains nothing, and ``risk`` is not valid. Default: 16, and up to half of the examples as long as that makes
+            the risk more certain. A training costs half of what the exclusion of an example costs.
+        seed: Seed for the random draw of the examples and of the controls.
 
     Raises:
         RunError: the run allows no exact analysis.
@@ -154,16 +202,24 @@ def exclusion(
     """
     if method not in ("linearized", "corrected"):
         raise HyperparameterError(f'method must be "linearized" or "corrected", got {method!r}')
+    check_controls(controls)
     unrolled = as_unrolled(run)
-    chosen = choose_examples(unrolled.num_examples, examples, seed)
+    chosen, groups = choose_examples(unrolled.num_examples, examples, seed), excluded_together(unrolled)
     if method == "linearized":
-        return exclusion_at(
-            unrolled, excluded_outputs(unrolled, chosen, mass_preserving=mass_preserving), unrolled.stop, loss=loss
-        )
-    outputs, moved, radius = corrected_displacement(unrolled, chosen)
-    flat = outputs.reshape(len(outputs), -1)
-    found = ExcludedOutputs(chosen, flat, moved, moved, tuple(outputs.shape[1:]))
-    return exclusion_at(unrolled, found, unrolled.stop, loss=loss, radius=radius)
+        found = excluded_outputs(unrolled, chosen, mass_preserving=mass_preserving, groups=groups)
+        predicted = exclusion_at(unrolled, found, unrolled.stop, loss=loss)
+    else:
+        outputs, moved, radius = corrected_displacement(unrolled, chosen)
+        flat = outputs.reshape(len(outputs), -1)
+        found = ExcludedOutputs(chosen, flat, moved, moved, tuple(outputs.shape[1:]))
+        predicted = exclusion_at(unrolled, found, unrolled.stop, loss=loss, radius=radius)
+    if controls == 0:
+        return predicted
+    if unrolled.start or unrolled.gate == "frozen":
+        return replace(predicted, obstacle="a part of the run is held fixed, which a training cannot repeat")
+    deletions = deletions_of(unrolled, chosen, groups, seed, renormalize=mass_preserving)
+    deletions.follow(unrolled.run, [unrolled.stop])
+    return controlled(unrolled, predicted, deletions, unrolled.stop, controls, seed, loss=loss)
 
 
 def exclusion_at(
@@ -177,26 +233,112 @@ def exclusion_at(
     """Exclusion at the weights before step k, from the outputs of a sweep; with ``radius`` from label sensitivities."""
     n, targets = unrolled.num_examples, unrolled.targets[found.examples]
     model = evaluation_model(unrolled, loss)
-    displaced = [found.outputs, found.outputs + found.tangent, found.outputs + found.displaced]
-    own, losses, actual = (example_losses_of(model.loss, found.shaped(u), targets) for u in displaced)
+    farthest = _farthest(unrolled, found)
+    tangent, displaced = (_shortened(moved, farthest) for moved in (found.tangent, found.displaced))
+    at = [found.outputs, found.outputs + tangent, found.outputs + displaced]
+    own, losses, actual = (example_losses_of(model.loss, found.shaped(u), targets) for u in at)
     training = model.per_example_losses(unrolled.weights(k), unrolled.inputs, unrolled.targets).double()
     doubt, limit = (found.bend, DOUBTFUL_BEND) if radius is None else (radius, DOUBTFUL_SENSITIVITY)
     return Exclusion(
         examples=found.examples,
         outputs=found.outputs,
-        displacement=found.tangent,
+        displacement=tangent,
         doubt=doubt,
-        doubtful=~((doubt <= limit) & losses.isfinite()),
+        doubtful=~((doubt <= limit) & losses.isfinite() & (found.tangent.norm(dim=1) <= farthest)),
         losses=losses,
         actual_losses=actual if radius is None else None,
         own_losses=own,
         training_losses=training,
-        mistake=unseen_mistake(model.loss, found.shaped(displaced[1]), targets, n),
+        mistake=unseen_mistake(model.loss, found.shaped(at[1]), targets, n),
         method="linearized" if radius is None else "corrected",
         cost=float(len(own) if radius is None else found.outputs.numel()),
         note=unrolled.note,
         held=0 if unrolled.run.kept is None else len(unrolled.run.kept.held),
+        distinct=int(unrolled.groups.max()) + 1,
     )
+
+
+def check_controls(controls: int | None) -> None:
+    """Refuse what is not a number of trainings.
+
+    Raises:
+        HyperparameterError: ``controls`` is negative, or so few that they give no error.
+    """
+    if controls is not None and (not isinstance(controls, int) or controls < 0 or 0 < controls < FEWEST_CONTROLS):
+        raise HyperparameterError(
+            f"controls must be None, 0 or a number of trainings of at least {FEWEST_CONTROLS}, got {controls!r}"
+        )
+
+
+def excluded_together(unrolled: LinearizedRun) -> Int[Tensor, "n"]:
+    """The group that each example is left out with: its duplicates, unless most inputs come several times."""
+    n, groups = unrolled.num_examples, unrolled.groups
+    return groups if int(groups.max()) + 1 >= FEWEST_DISTINCT * n else torch.arange(n)
+
+
+def deletions_of(
+    unrolled: LinearizedRun, chosen: Int[Tensor, "m"], groups: Int[Tensor, "n"], seed: int, *, renormalize: bool = True
+) -> Deletions:
+    """The real deletions that may become controls, in their order."""
+    order = control_order(chosen, unrolled.num_examples, seed)
+    return Deletions(same_group(groups, chosen[order]), renormalize=renormalize)
+
+
+def controlled(
+    unrolled: LinearizedRun,
+    predicted: Exclusion,
+    deletions: Deletions,
+    k: int,
+    controls: int | None,
+    seed: int,
+    *,
+    loss: str | ExampleLoss | None = None,
+) -> Exclusion:
+    """The exclusion before step k with controls: as many as are asked for, or as make the risk more certain."""
+    m, order = len(predicted.examples), control_order(predicted.examples, unrolled.num_examples, seed)
+    count, most = (FIRST_CONTROLS, most_controls(m)) if controls is None else (controls, controls)
+    while True:
+        count = min(count, m)
+        try:
+            control = _control(unrolled, predicted, deletions, k, order[:count], loss)
+        except RunError as error:
+            return replace(predicted, obstacle=str(error))
+        found = replace(predicted, control=control, cost=predicted.cost + count)
+        if count >= min(most, m) or found._judged()[1]:
+            return found
+        count = min(2 * count, most)
+
+
+def _control(
+    unrolled: LinearizedRun,
+    predicted: Exclusion,
+    deletions: Deletions,
+    k: int,
+    rows: Int[Tensor, "k"],
+    loss: str | ExampleLoss | None,
+) -> Control:
+    run, model, examples = unrolled.run, evaluation_model(unrolled, loss), predicted.examples[rows]
+    weights, notes = deletions.weights(run, k, len(rows))
+    inputs = take_examples(run.problem.inputs, examples.to(unrolled.device))
+    alone = tuple(x.unsqueeze(1) for x in inputs) if isinstance(inputs, tuple) else inputs.unsqueeze(1)
+    outputs = member_outputs(run, weights, alone, own=True).squeeze(1).to(unrolled.dtype)
+    losses = example_losses_of(model.loss, outputs, unrolled.targets[examples])
+    moved = moved_by(run, weights, run.weights(k), model.loss)
+    return Control(rows.to(losses.device), losses, moved, notes)
+
+
+def _farthest(unrolled: LinearizedRun, found: ExcludedOutputs) -> float:
+    """Twice what the outputs of the examples have moved in training, and twice as far as they are apart."""
+    inputs = take_examples(unrolled.inputs, found.examples.to(unrolled.device))
+    first = unrolled.model.batch_outputs(unrolled.weights(unrolled.start), inputs).reshape(found.outputs.shape)
+    learned = (found.outputs - first).norm(dim=1).max() + (found.outputs - found.outputs.mean(0)).norm(dim=1).max()
+    return 2 * float(learned)
+
+
+def _shortened(moved: Float[Tensor, "m p"], farthest: float) -> Float[Tensor, "m p"]:
+    """Displacements of at most this length; none where a number is not finite."""
+    length = moved.norm(dim=1, keepdim=True)
+    return torch.where(length.isfinite(), moved * (farthest / length).clamp(max=1), 0.0)
 
 
 def exclusion_risk(
@@ -205,6 +347,7 @@ def exclusion_risk(
     *,
     method: ExclusionMethod = "linearized",
     loss: str | ExampleLoss | None = None,
+    controls: int | None = None,
     seed: int = 0,
 ) -> RiskEstimate:
     r"""The leave-one-out risk :math:`\mathcal L_{ex}` of a model trained on n - 1 examples, predicted from one run.
@@ -218,11 +361,12 @@ def exclusion_risk(
         examples: Indices of the examples, or a number of them to draw at random; default: all, up to 256.
         method: How the displacement is predicted; see :func:`exclusion`.
         loss: Ψ; default: the loss that was trained.
+        controls: Number of the examples that are left out in a real training, as a check; see :func:`exclusion`.
         seed: Seed for the random draw.
 
     Returns:
-        The risk with its standard error and verdict; the cost is in directions through the run.
+        The risk with its standard error and verdict; the cost is in directions through the run and trainings.
     """
     unrolled = as_unrolled(run)
     chosen = choose_examples(unrolled.num_examples, examples, seed, most=MOST_EXAMPLES)
-    return exclusion(unrolled, chosen, method=method, loss=loss).risk
+    return exclusion(unrolled, chosen, method=method, loss=loss, controls=controls, seed=seed).risk

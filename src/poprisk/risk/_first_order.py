@@ -81,6 +81,7 @@ def first_order_risk(
     *,
     loss: str | ExampleLoss | None = None,
     examples: int | Int[Tensor, "m"] | None = None,
+    controls: int | None = None,
     seed: int = 0,
 ) -> RiskEstimate:
     r""":math:`\mathcal L_{pop}`, the training loss plus the centred first-order gap: the risk of this model.
@@ -92,6 +93,7 @@ def first_order_risk(
         remainder: Deprecated; use ``remainder.risk(run)`` of the lab's ``taylor_remainder``.
         loss: Ψ; default: the loss that was trained.
         examples: Indices of the examples, or a number of them to draw at random; default: all, up to 256.
+        controls: Number of the examples that are left out in a real training, to check the exclusion that checks this.
         seed: Seed for the random draw.
 
     Returns:
@@ -104,7 +106,7 @@ def first_order_risk(
         return remainder.risk(run, loss=loss, examples=examples, seed=seed)
     unrolled = as_unrolled(run)
     chosen = choose_examples(unrolled.num_examples, examples, seed, most=MOST_EXAMPLES)
-    return first_order_of(unrolled, exclusion(unrolled, chosen, loss=loss), loss=loss)
+    return first_order_of(unrolled, exclusion(unrolled, chosen, loss=loss, controls=controls, seed=seed), loss=loss)
 
 
 def first_order_of(unrolled: Unrolled, reference: Exclusion, *, loss: str | ExampleLoss | None = None) -> RiskEstimate:
@@ -116,5 +118,5 @@ def first_order_of(unrolled: Unrolled, reference: Exclusion, *, loss: str | Exam
     training, error = excluded.training_loss, float(excluded.standard_error)
     value = training + gaps.mean().item()
     return judge_first_order(
-        Found(value, error, "first_order", "this model", training, cost=2.0 * m, examples=m, of=n), excluded
+        Found(value, error, "first_order", "this model", training, cost=m + reference.cost, examples=m, of=n), excluded
     )

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from poprisk._core.autodiff import slices
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.risk._exclusion import MOST_EXAMPLES, choose_examples, exclusion_at
+from poprisk.risk._controls import Deletions
+from poprisk.risk._exclusion import (
+    MOST_EXAMPLES,
+    check_controls,
+    choose_examples,
+    controlled,
+    deletions_of,
+    excluded_together,
+    exclusion_at,
+)
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep, joined
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._k_fold import FoldEnsemble, most_folds
@@ -37,14 +46,16 @@ class Reading:
 class RiskMeter:
     """Follows population risk along a run, while it is recorded or afterwards.
 
-    Exclusion is carried forward with the run: reading ten steps costs what reading the last one costs. Where the budget
-    allows K-fold, its members are trained along with the run. A reading at the end of a run is the same estimate as
+    Exclusion and its controls are carried forward with the run: reading ten steps costs what reading the last one
+    costs. Where the budget allows K-fold, its members are trained along with the run. A reading at the end of a run is the same estimate as
     ``population_risk(run, weights="last")``.
 
     Args:
         method: "auto" or one of the methods of :func:`~poprisk.risk.population_risk`, other than "first_order".
-        retrain_budget: Number of trainings allowed for the whole curve; 0 trains nothing.
+        retrain_budget: Number of trainings allowed for K-fold, for the whole curve; 0 uses no folds.
         examples: Number of examples used by exclusion, drawn at random; default: all, up to 256.
+        controls: Number of single deletions trained as a check of exclusion, as in
+            :func:`~poprisk.risk.population_risk`; each reading uses as many as it needs.
         seed: Seed for the random draw and for the folds.
         without: Methods that "auto" leaves out, for instance because they would take too long.
 
@@ -68,6 +79,7 @@ class RiskMeter:
         *,
         retrain_budget: int = 0,
         examples: int | None = None,
+        controls: int | None = None,
         seed: int = 0,
         without: Sequence[str] = (),
     ) -> None:
@@ -81,11 +93,14 @@ class RiskMeter:
             raise HyperparameterError(
                 f"{method} trains at least {FEWEST_FOLDS} times, got retrain_budget={retrain_budget}: allow {FOLDS}"
             )
+        check_controls(controls)
         self.method, self.retrain_budget, self.examples, self.seed = method, retrain_budget, examples, seed
+        self.controls = controls
         self.readings: list[Reading] = []
         self._sweeps: list[ExclusionSweep] = []
         self._unrolled: Unrolled | None = None
-        self._last = 0
+        self._pending: list[int] = []
+        self._deletions: Deletions | None = None
         self._folds: FoldEnsemble | None = None
         self._first: tuple[Tensor, str] | None = None
 
@@ -107,9 +122,9 @@ class RiskMeter:
             raise DataError("the run has no steps yet: call recorder.flush() to write the steps so far")
         moments = self._moments(run, steps)
         self._check_same(run)
-        self._unrolled, self._last = None, moments[-1] if moments else 0
+        self._unrolled, self._pending = None, moments
         for k in moments:
-            question = Question(run, "last", self.retrain_budget, self.examples, self.seed, k)
+            question = Question(run, "last", self.retrain_budget, self.examples, self.seed, k, self.controls)
             self.readings.append(Reading(k, first_valid(question, self._roads)))
         return self
 
@@ -138,16 +153,26 @@ class RiskMeter:
         }
 
     def _by_exclusion(self, question: Question) -> RiskEstimate:
-        if self._unrolled is None:
-            self._unrolled = Unrolled(question.run, stop=self._last)
-            for sweep in self._sweeps:
-                sweep.extend(self._unrolled)
-        if not self._sweeps:
-            chosen = choose_examples(self._unrolled.num_examples, self.examples, self.seed, most=MOST_EXAMPLES)
-            at_once = slices(len(chosen), self._unrolled.columns_at_a_time())
-            self._sweeps = [ExclusionSweep(self._unrolled, chosen[rows]) for rows in at_once]
-        found = joined([sweep.outputs_at(question.stop) for sweep in self._sweeps])
-        return exclusion_at(self._unrolled, found, question.stop).risk
+        unrolled, deletions, k = *self._followed(question.run), question.stop
+        predicted = exclusion_at(unrolled, joined([sweep.outputs_at(k) for sweep in self._sweeps]), k)
+        if self.controls == 0:
+            return predicted.risk
+        return controlled(unrolled, predicted, deletions, k, self.controls, self.seed).risk
+
+    def _followed(self, run: Run) -> tuple[Unrolled, Deletions]:
+        """The run up to the last step to read; exclusion and its controls are taken along to it."""
+        if self._unrolled is not None and self._deletions is not None:
+            return self._unrolled, self._deletions
+        self._unrolled = unrolled = Unrolled(run, stop=self._pending[-1])
+        for sweep in self._sweeps:
+            sweep.extend(unrolled)
+        if self._deletions is None:
+            chosen = choose_examples(unrolled.num_examples, self.examples, self.seed, most=MOST_EXAMPLES)
+            groups, at_once = excluded_together(unrolled), slices(len(chosen), unrolled.columns_at_a_time())
+            self._sweeps = [ExclusionSweep(unrolled, chosen[rows], groups=groups) for rows in at_once]
+            self._deletions = deletions_of(unrolled, chosen, groups, self.seed)
+        self._deletions.follow(run, self._pending)
+        return unrolled, self._deletions
 
     def _by_folds(self, question: Question) -> RiskEstimate:
         run, k = question.run, question.stop

@@ -1,10 +1,10 @@
 r"""Population risk from one run: which estimator to use, within which budget.
 
 ``"held_back"`` is measured on examples that no step trained on. ``"exclusion"`` follows the run without each of some
-examples, linearized; ``"first_order"`` is the paper's L_pop, the training loss plus tr(J C_n)/(n - 1). These train
-nothing. The first order fails at interpolation, where every derivative by an example's weight vanishes with its
-residual. Exclusion holds until the run is too chaotic to be linearized. ``"k_fold"`` takes K trainings, of a run that
-can be trained again with other example weights. :mod:`poprisk.risk._verdict` says when each of them is valid.
+examples, linearized; ``"first_order"`` is the paper's L_pop, the training loss plus tr(J C_n)/(n - 1). The first order
+fails at interpolation, where every derivative by an example's weight vanishes with its residual. Both are checked, and
+exclusion is corrected, by a few real deletions (``controls``). ``"k_fold"`` takes K trainings, of a run that can be
+trained again with other example weights. :mod:`poprisk.risk._verdict` says when each of them is valid.
 
 :data:`ROADS` lists the methods; "auto" tries them in this order.
 """
@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.risk._exclusion import MOST_EXAMPLES, choose_examples, exclusion_risk
+from poprisk.risk._exclusion import MOST_EXAMPLES, check_controls, choose_examples, exclusion_risk
 from poprisk.risk._first_order import first_order_risk
 from poprisk.risk._held_back import Weights, held_back_risk
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
@@ -41,6 +41,8 @@ class Question:
     seed: int = 0
     at: int | None = None
     """The weights are those before this step; None for the end of what is given."""
+    controls: int | None = None
+    """Number of real deletions that check exclusion; None lets it decide."""
 
     @property
     def run(self) -> Run:
@@ -92,6 +94,15 @@ def _held_back(question: Question) -> RiskEstimate:
     return held_back_risk(question.run, question.weights, question.stop)
 
 
+def _exclusion(question: Question) -> RiskEstimate:
+    return exclusion_risk(question.unrolled, question.chosen, controls=question.controls, seed=question.seed)
+
+
+def _first_order(question: Question) -> RiskEstimate:
+    about = {"controls": question.controls, "seed": question.seed}
+    return first_order_risk(question.unrolled, examples=question.chosen, **about)
+
+
 def _k_fold(question: Question) -> RiskEstimate:
     run = question.run
     folds = min(FOLDS, question.retrain_budget, run.num_examples)
@@ -100,8 +111,8 @@ def _k_fold(question: Question) -> RiskEstimate:
 
 ROADS: tuple[Road, ...] = (
     Road("held_back", _held_back, of=("kept", "last")),
-    Road("exclusion", lambda question: exclusion_risk(question.unrolled, question.chosen)),
-    Road("first_order", lambda q: first_order_risk(q.unrolled, examples=q.chosen), in_auto=False),
+    Road("exclusion", _exclusion),
+    Road("first_order", _first_order, in_auto=False),
     Road("k_fold", _k_fold, trainings=FEWEST_FOLDS, same_model=False),
 )
 """All methods. "auto" takes the first valid estimate in this order; where held-back examples give one, a more precise
@@ -115,6 +126,7 @@ def population_risk(
     *,
     weights: Weights | None = None,
     examples: int | Int[Tensor, "m"] | None = None,
+    controls: int | None = None,
     seed: int = 0,
 ) -> RiskEstimate:
     r"""Population risk: the expected loss of a trained model on new data from the same source, from its training run.
@@ -124,12 +136,15 @@ def population_risk(
         method: "held_back", "exclusion", "first_order" or "k_fold". "auto" uses the first that is valid: the held-back
             risk where examples were held back, exclusion, and K-fold where the budget allows it. If none is valid, it
             returns K-fold, or else the first of them, marked as not valid.
-        retrain_budget: Number of trainings allowed; 0 trains nothing.
+        retrain_budget: Number of trainings allowed for K-fold; 0 uses no folds.
         weights: The weights whose risk to estimate: "kept", those that were chosen on held-back examples, or "last",
             those of the last step. Default: the kept ones, if the run has any, for "auto" and "held_back"; all other
             methods know only the last ones. ``target`` of the estimate names them.
         examples: Indices of the examples used by exclusion and first order, or a number of them to draw at random;
             default: all, up to 256.
+        controls: Number of single deletions that are trained as a check of exclusion. Default: 16, and up to
+            half of the examples used, which costs a quarter of their exclusion, as long as that makes the risk more
+            certain. 0 trains nothing, and then exclusion and first order are not valid.
         seed: Seed for the random draw and for the folds.
 
     Returns:
@@ -154,7 +169,8 @@ def population_risk(
     ('exclusion', True, True, 'a model trained on 59 of the 60 examples')
     """
     _check(method, retrain_budget, weights)
-    question = Question(run, _asked_weights(run, method, weights), retrain_budget, examples, seed)
+    check_controls(controls)
+    question = Question(run, _asked_weights(run, method, weights), retrain_budget, examples, seed, controls=controls)
     if method == "auto":
         return first_valid(question, ROADS)
     road = next(each for each in ROADS if each.method == method)

@@ -5,9 +5,11 @@ method                risk of                                   valid while
 ===================== ========================================= ===================================================
 ``"held_back"``       the kept weights, or those of the last    10 examples were held back
                       step
-``"exclusion"``       a model trained on n - 1 examples         the linearized and the actual predictions differ by
-                                                                at most 10% of the risk, and by more than the
-                                                                whole displacement for at most 5% of the examples
+``"exclusion"``       a model trained on n - 1 examples         16 or more real deletions, which correct the
+                                                                predicted ones, leave it uncertain by at most 20%;
+                                                                where the run is smooth, the jackknife variance of
+                                                                predictions at new inputs is at most 1.5 times the
+                                                                risk; and a quarter of the inputs are different
 ``"first_order"``     this model                                exclusion is valid and differs by at most 10%, and
                                                                 the standard error is at most 7% of the risk
 ``"k_fold"`` and      a model trained on the examples kept      no training diverged, and at most 5% of the held-out
@@ -37,12 +39,8 @@ FEWEST_EXAMPLES = 10
 """Smallest number of examples whose losses give a standard error."""
 LARGEST_DISAGREEMENT = 0.1
 """Largest difference between two estimates of a risk, as a share of it."""
-LARGEST_LOST_SHARE = 0.05
-"""Largest share of examples for which exclusion may fail completely."""
-LOST_BEND = 1.0
-"""Relative difference between actual and linearized displacement beyond which exclusion failed for an example."""
 DOUBTFUL_BEND = 0.25
-"""The same difference, beyond which the prediction for this example is marked as doubtful."""
+"""Relative difference between actual and linearized displacement beyond which an example's prediction is doubtful."""
 DOUBTFUL_SENSITIVITY = 0.5
 """Sensitivity to an example's own label beyond which changing the label does not stand for removing the example."""
 LARGEST_FOLD_DISTANCE = 1.0
@@ -53,6 +51,24 @@ LARGEST_LAG = 0.25
 """Largest difference between the losses of fold models and the run's model on kept examples, as a share of the risk."""
 LARGEST_TWIN_SHARE = 0.05
 """Largest share of held-out examples whose inputs may have been trained on."""
+FIRST_CONTROLS = 16
+"""Number of real deletions that check exclusion at first."""
+FEWEST_CONTROLS = 8
+"""Smallest number of them that may be asked for."""
+ENOUGH_OF_ERROR = 0.3
+"""Share of the standard error up to which the part of the controls does not ask for more of them."""
+ENOUGH_OF_RISK = 0.05
+"""The same as a share of the risk."""
+LARGEST_CONTROL_ERROR = 0.2
+"""Largest standard error from the choice of the controls, as a share of the risk."""
+LARGEST_MOVED = 1.5
+"""Largest jackknife variance of the predictions at new inputs, as a share of the risk."""
+SMOOTH_BEND = 0.1
+"""Median difference of actual and linearized displacement up to which the run is smooth enough for a jackknife."""
+ROUGH_MOVED = 0.5
+"""What stands for the jackknife variance, as a share of the risk, in the standard error of a run that is not smooth."""
+FEWEST_DISTINCT = 0.25
+"""Smallest number of different inputs, as a share of the examples."""
 LARGEST_ERROR_SHARE = 0.07
 """Largest standard error of the first order, as a share of the risk; it does not cover the higher orders."""
 
@@ -124,6 +140,24 @@ class Counted:
     """How many more are wrong if, where two labels are about as frequent, the rarer one is right."""
     tied_share: float
     """Share of the examples in predicted classes where two labels are about as frequent."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What real deletions say about an exclusion."""
+
+    controls: int
+    """Number of deletions; 0 if nothing was checked."""
+    change: float
+    """By how much they change the risk."""
+    error: float
+    """The standard error that is left by their choice."""
+    moved: float
+    """Jackknife variance of the predictions at new inputs as a share of the risk, for smooth runs; else 0."""
+    distinct: int
+    """Number of different inputs among the training examples."""
+    obstacle: str = ""
+    """Why there are none."""
 
 
 def trained_on(kept: int | tuple[int, int], n: int) -> str:
@@ -200,38 +234,35 @@ def _against_folds(found: Found, checks: FoldChecks) -> str:
     return ""
 
 
-def judge_exclusion(found: Found, actual: float, lost: float) -> RiskEstimate:
-    """The verdict on linearized exclusion.
-
-    Args:
-        found: The risk by the linearized predictions.
-        actual: The risk by the actual predictions of the displaced network.
-        lost: Share of examples whose linearized and actual displacement differ by more than ``LOST_BEND``.
-    """
-    apart = _difference(found.value, actual)
-    reason = _too_few(found) or _not_finite(found, "the losses without an example are not finite", actual)
-    if not reason and apart > LARGEST_DISAGREEMENT:
+def judge_exclusion(found: Found, checked: Checked) -> RiskEstimate:
+    """The verdict on exclusion, by real deletions of some of the examples."""
+    reason = _too_few(found) or _unchecked(found, checked)
+    reason = reason or _not_finite(found, "the losses without an example are not finite", checked.error)
+    size = max(abs(found.value), math.ulp(0))
+    error, change = checked.error / size, checked.change / size
+    if not reason and checked.distinct < FEWEST_DISTINCT * found.of:
         reason = (
-            f"the linearized and the actual predictions differ by {100 * apart:.0f}% of the risk "
-            f"(limit {100 * LARGEST_DISAGREEMENT:.0f}%). {_retrain(found)}"
+            f"only {checked.distinct} of the {found.of} inputs are different (limit {100 * FEWEST_DISTINCT:.0f}%), and "
+            "the run does not show whether new data repeat them. Remove the repetitions, or use a test set."
         )
-    if not reason and lost > LARGEST_LOST_SHARE:
+    if not reason and error > LARGEST_CONTROL_ERROR:
         reason = (
-            f"the linearized and the actual predictions have nothing in common for {100 * lost:.0f}% of the examples "
-            f"(limit {100 * LARGEST_LOST_SHARE:.0f}%). {_retrain(found)}"
+            f"{checked.controls} real deletions leave the risk uncertain by {100 * error:.0f}% "
+            f"(limit {100 * LARGEST_CONTROL_ERROR:.0f}%). {_retrain(found)}"
         )
-    return _verdict(found, reason, f"linearized and actual predictions agree on the risk to {100 * apart:.1f}%")
+    if not reason and checked.moved > LARGEST_MOVED:
+        reason = (
+            f"single examples change the predictions for new inputs too much: their jackknife variance is "
+            f"{checked.moved:.1f} times the risk (limit {LARGEST_MOVED}), as where there are about as many weights as "
+            "examples. Use fewer weights, a weight decay or more data."
+        )
+    checks = f"{checked.controls} real deletions change the risk by {100 * change:+.1f}% ± {100 * error:.1f}%"
+    return _verdict(found, reason, checks)
 
 
-def judge_corrected(found: Found, doubtful: float) -> RiskEstimate:
-    """The verdict on exclusion by label sensitivities, with the share of examples beyond ``DOUBTFUL_SENSITIVITY``."""
-    reason = _too_few(found) or _not_finite(found, "the losses without an example are not finite")
-    if not reason and doubtful > LARGEST_LOST_SHARE:
-        reason = (
-            f"the sensitivity h to an example's own label is too near 1 (above {DOUBTFUL_SENSITIVITY}) for "
-            f"{100 * doubtful:.0f}% of the examples (limit {100 * LARGEST_LOST_SHARE:.0f}%). Use method='linearized'."
-        )
-    return _verdict(found, reason, "leave-one-out by label sensitivities")
+def enough_controls(value: float, error: float, uncertain: float) -> bool:
+    """Whether the uncertainty that the controls leave is small beside the risk or beside its standard error."""
+    return uncertain <= max(ENOUGH_OF_ERROR * error, ENOUGH_OF_RISK * abs(value))
 
 
 def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:
@@ -310,6 +341,14 @@ def _too_few(found: Found) -> str:
         return ""
     what = "Use more of the training examples" if found.of >= FEWEST_EXAMPLES else "Use more training data"
     return f"{found.examples} examples are too few for a standard error (limit {FEWEST_EXAMPLES}). {what}."
+
+
+def _unchecked(found: Found, checked: Checked) -> str:
+    if checked.controls:
+        return ""
+    if checked.obstacle:
+        return f"no deletion can be trained to check the predictions: {checked.obstacle}"
+    return f"no deletion was trained to check the predictions (controls=0). Use controls=None. {_retrain(found)}"
 
 
 def _not_finite(found: Found, what: str, *others: float) -> str:

@@ -102,18 +102,18 @@ def test_correction_is_right_early_and_blows_up_at_interpolation():
     (early, y), (late, _) = tanh_run(8, 0.0), tanh_run(150, 0.9)
     for run in (early, late):
         truth = 0.5 * (left_out(run, mass_preserving=True)[0] - y).square().mean()
-        risks = {m: exclusion_risk(run, method=m) for m in ("corrected", "linearized")}
+        risks = {m: exclusion_risk(run, method=m, controls=0) for m in ("corrected", "linearized")}
+        assert not any(risk.valid for risk in risks.values())  # nothing has checked them
         ratio = {m: risk.value / float(truth) for m, risk in risks.items()}
         if run is early:
             assert 0.8 < ratio["corrected"] < 1.25
             assert 0.9 < ratio["linearized"] < 1.1
-            assert risks["linearized"].valid
         else:
-            assert not risks["corrected"].valid
-            assert "too near 1" in risks["corrected"].reason
             assert float(exclusion(run, method="corrected").doubt.max()) > 0.9
             off = {m: abs(torch.tensor(r).log()) for m, r in ratio.items()}
             assert off["linearized"] < off["corrected"]
+        for method in ("corrected", "linearized"):  # all 16 examples are controls
+            assert exclusion_risk(run, method=method).value == pytest.approx(float(truth), rel=1e-6)
 
 
 def test_adam_and_the_gate_are_followed_without_an_example():
@@ -129,8 +129,8 @@ def test_adam_and_the_gate_are_followed_without_an_example():
 
 def test_a_sample_of_examples_and_bad_methods():
     run = Unrolled(Case("mlp", "momentum").run)
-    found = exclusion_risk(run, 4)
-    assert found.cost == 4
+    assert exclusion_risk(run, 4, controls=0).cost == 4
+    assert exclusion_risk(run, 4).cost == 8  # and as many trainings
     assert not exclusion_risk(run, 1).valid
     with pytest.raises(HyperparameterError, match="linearized"):
         exclusion(run, method="guess")

@@ -253,6 +253,7 @@ class _Work:
     def _risk_seconds(self, examples: int) -> float:
         run = self.run
         directions = min(examples, run.num_examples)
+        directions += directions / 4  # their controls
         multiplications = _PER_DIRECTION * directions * run.num_steps * len(run.batch(0)) * run.num_weights
         return multiplications / _PER_SECOND + run.num_steps * _STEP_OVERHEAD
 

@@ -123,7 +123,7 @@ class _Shown(Unrolled):
 
 def _left_out(unrolled: Unrolled, table: AuditTable) -> dict[str, Tensor]:
     """Loss and margin (or residual) of each example without it."""
-    found = exclusion(unrolled)
+    found = exclusion(unrolled, controls=0)
     columns = {"loo_loss": found.losses.double().cpu(), "loo_doubtful": found.doubtful.cpu()}
     outputs = found.excluded_outputs.cpu()
     view = class_view(unrolled.run.problem, outputs) if table.kind == "classes" else None

@@ -63,6 +63,7 @@ class ExclusionSweep:
         unrolled: The run with its steps linearized (an ``Unrolled`` is one).
         examples: Indices of the training examples, each left out alone.
         mass_preserving: Whether the weights of the others grow by n/(n - 1), as in a mean over n - 1 examples.
+        groups: Number of the group of each training example: an example is left out with its group; default: alone.
 
     >>> from poprisk import Problem, train
     >>> y = torch.tensor([[0.0], [0.0], [3.0]])
@@ -75,10 +76,19 @@ class ExclusionSweep:
     tensor([1.5000, 1.5000, 0.0000])
     """
 
-    def __init__(self, unrolled: LinearizedRun, examples: Int[Tensor, "m"], *, mass_preserving: bool = True) -> None:
+    def __init__(
+        self,
+        unrolled: LinearizedRun,
+        examples: Int[Tensor, "m"],
+        *,
+        mass_preserving: bool = True,
+        groups: Int[Tensor, "n"] | None = None,
+    ) -> None:
         n = unrolled.num_examples
         self.unrolled, self.examples = unrolled, examples
-        self.others = n / (n - 1) if mass_preserving else 1.0
+        self._groups = (torch.arange(n) if groups is None else groups).to(unrolled.device)
+        left_out = self._groups.bincount()[self._groups][examples.to(unrolled.device)].to(unrolled.dtype)
+        self.others = n / (n - left_out) if mass_preserving else torch.ones_like(left_out)
         w = unrolled.weights(unrolled.start)
         states = 1 + len(unrolled.rule.state_names)
         self._blocks = [w.new_zeros(len(examples), unrolled.num_weights) for _ in range(states)]
@@ -135,23 +145,24 @@ class ExclusionSweep:
         self.unrolled = unrolled
 
     def _advance(self, step: StepJacobian) -> None:
-        own = step.examples[None, :] == self.examples.to(step.examples.device)[:, None]  # [m, b]
-        more = step.batch.residuals.new_tensor(self.others - 1)
+        groups = self._groups
+        own = groups[step.examples][None, :] == groups[self.examples.to(groups.device)][:, None]  # [m, b]
+        more = self.others[:, None] - 1
         change = torch.where(own, -torch.ones_like(more), more)
         source = change[:, :, None] * (step.batch.shares[:, None] * step.batch.residuals)
         for rows in self.unrolled.rows_at_a_time(len(self.examples)):
             part = [x[rows] for x in self._blocks]
-            dg = self._gradient_without(step, part[0], source[rows], own[rows])
+            dg = self._gradient_without(step, part[0], source[rows], own[rows], self.others[rows])
             for block, after in zip(self._blocks, step.rule.push(part, step.clipped(dg)), strict=True):
                 block[rows] = after
 
-    def _gradient_without(self, step: StepJacobian, V: Tensor, source: Tensor, own: Tensor) -> Tensor:
+    def _gradient_without(self, step: StepJacobian, V: Tensor, source: Tensor, own: Tensor, others: Tensor) -> Tensor:
         """The change of the batch's gradient without the example and with larger weights of the others."""
-        dg, _ = step.batch.push(V, source / self.others)
+        dg, _ = step.batch.push(V, source / others[:, None, None])
         columns, places = own.nonzero(as_tuple=True)
         if len(columns):
             dg = dg.index_add(0, columns, step.batch.push_alone(V[columns], places), alpha=-1)
-        return dg * self.others
+        return dg * others[:, None]
 
     def _examples_at_once(self) -> int:
         per_example = 8 * self.unrolled.num_weights * self.unrolled.dtype.itemsize
@@ -159,11 +170,17 @@ class ExclusionSweep:
 
 
 def excluded_outputs(
-    unrolled: LinearizedRun, examples: Int[Tensor, "m"], *, mass_preserving: bool = True
+    unrolled: LinearizedRun,
+    examples: Int[Tensor, "m"],
+    *,
+    mass_preserving: bool = True,
+    groups: Int[Tensor, "n"] | None = None,
 ) -> ExcludedOutputs:
     """Outputs at the end of the run with and without each example, as many at a time as memory allows."""
     parts = [
-        ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving).outputs_at(unrolled.stop)
+        ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving, groups=groups).outputs_at(
+            unrolled.stop
+        )
         for rows in slices(len(examples), unrolled.columns_at_a_time())
     ]
     return joined(parts)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from poprisk._core.autodiff import EXACT_DTYPES, slices, take_examples
 from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._influence.batch_derivatives import BatchDerivatives
 from poprisk.risk._influence.linear_stack import batch_derivatives, linear_layers
 from poprisk.risk._influence.step_jacobian import GateMode, StepJacobian, clip_direction, rule_jacobian
@@ -87,6 +88,11 @@ class LinearizedRun:
     def num_outputs(self) -> int:
         """Number of outputs per example, p."""
         return self.model.outputs(self.weights(0), take_examples(self.inputs, slice(0, 1))).shape[1]
+
+    @cached_property
+    def groups(self) -> Int[Tensor, "n"]:
+        """The group of each training example: those with equal inputs share one."""
+        return duplicate_groups(self.run.problem.inputs)
 
     @cached_property
     def _activation_bytes(self) -> int:
