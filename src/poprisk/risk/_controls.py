@@ -110,8 +110,8 @@ def corrected_gap(
     spread, together = sums[2] - sums[0].square() / others, sums[3] - sums[0] * sums[1] / others
     slope = torch.where(spread > 0, together / spread.clamp(min=torch.finfo(g.dtype).tiny), 0.0).clamp(0, 1)
     each = real - slope * (g - predicted.mean())
-    if not 1 < k < m:
-        return each.mean().item(), 0.0, slope.mean().item()
+    if not 1 < k < m:  # there is nothing left to predict
+        return real.mean().item(), 0.0, slope.mean().item()
     mean = each.mean()
     widened = each.var().item() / k * (k - 1) / max(k - 3, 1) + ((each - mean).abs().max().item() / k) ** 2
     return mean.item(), math.sqrt(widened * (1 - k / m)), slope.mean().item()
