@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from poprisk import PopRiskAdamW, Problem, RiskMeter, population_risk, train
+from poprisk import PopRiskAdamW, Problem, RiskMeter, out_of_sample_probabilities, population_risk, train
 from poprisk.optim import Gate
 from poprisk.risk import exclusion, exclusion_risk, leave_one_out
 from poprisk.risk._controls import corrected_gap
@@ -122,6 +122,16 @@ def test_real_deletions_remove_the_bias_of_softmax_regression():
     predicted = exclusion_risk(run, controls=0).value
     assert predicted < 0.85 * exact
     assert abs(risk.value - exact) < 0.07 * exact
+
+
+def test_a_corrected_mean_does_not_make_single_predictions_valid():
+    for name, good in (("hard gate", False), ("softmax regression, SGD", False), ("ReLU network", True)):
+        found = exclusion(setting(name)[0])
+        assert found.risk.valid
+        assert found.predictions.valid == good
+    run, _, _ = setting("hard gate")
+    assert not out_of_sample_probabilities(run).valid
+    assert out_of_sample_probabilities(run, retrain_budget=5).method == "k_fold"
 
 
 def test_all_controls_are_leave_one_out():

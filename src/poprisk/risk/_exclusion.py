@@ -47,6 +47,7 @@ from poprisk.risk._verdict import (
     RiskEstimate,
     enough_controls,
     judge_exclusion,
+    judge_predictions,
     trained_on,
 )
 from poprisk.runs import Run
@@ -109,8 +110,14 @@ class Exclusion:
         """
         return self._judged()[0]
 
-    def _judged(self) -> tuple[RiskEstimate, bool]:
-        """The risk, and whether more controls would not make it much more certain."""
+    @property
+    def predictions(self) -> RiskEstimate:
+        """``risk``, but valid only where the predictions have it without a correction: the verdict on single ones."""
+        risk, checked, _ = self._judged()
+        return judge_predictions(risk, checked)
+
+    def _judged(self) -> tuple[RiskEstimate, Checked, bool]:
+        """The risk, what its controls say, and whether more of them would not make it much more certain."""
         n, training = len(self.training_losses), self.training_losses.mean().item()
         gaps, control = self.losses - self.own_losses, self.control
         value, uncertain, moved, smooth = training + gaps.mean().item(), math.nan, 0.0, False
@@ -139,8 +146,10 @@ class Exclusion:
         notes = (*((self.note,) if self.note else ()), *(() if control is None else control.notes))
         total = copies * (error if control is None else math.hypot(error, uncertain))
         distinct = min(len(self.examples), checked.distinct)
-        found = Found(value, total, "exclusion", trained_on(n - 1 - self.held, n), training, self.cost, distinct, n, notes)
-        return judge_exclusion(found, checked), enough_controls(value, error, uncertain)
+        found = Found(
+            value, total, "exclusion", trained_on(n - 1 - self.held, n), training, self.cost, distinct, n, notes
+        )
+        return judge_exclusion(found, checked), checked, enough_controls(value, error, uncertain)
 
 
 def choose_examples(
@@ -304,7 +313,7 @@ def controlled(
         except RunError as error:
             return replace(predicted, obstacle=str(error))
         found = replace(predicted, control=control, cost=predicted.cost + count)
-        if count >= min(most, m) or found._judged()[1]:
+        if count >= min(most, m) or found._judged()[2]:
             return found
         count = min(2 * count, most)
 

@@ -47,8 +47,8 @@ class RiskMeter:
     """Follows population risk along a run, while it is recorded or afterwards.
 
     Exclusion and its controls are carried forward with the run: reading ten steps costs what reading the last one
-    costs. Where the budget allows K-fold, its members are trained along with the run. A reading at the end of a run is the same estimate as
-    ``population_risk(run, weights="last")``.
+    costs. Where the budget allows K-fold, its members are trained along with the run. A reading at the end of a run is
+    the same estimate as ``population_risk(run, weights="last")``.
 
     Args:
         method: "auto" or one of the methods of :func:`~poprisk.risk.population_risk`, other than "first_order".

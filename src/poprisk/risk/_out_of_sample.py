@@ -63,7 +63,8 @@ def out_of_sample_probabilities(
         seed: Seed for the folds.
 
     Returns:
-        Probabilities, labels, and the verdict of the population risk that the same outputs give.
+        Probabilities, labels, and the verdict of the population risk that the same outputs give; for exclusion they must
+        agree with real deletions without a correction.
 
     Raises:
         DataError: the targets are not one class per example.
@@ -98,7 +99,7 @@ def out_of_sample_probabilities(
 
 def _by_exclusion(run: Run) -> OutOfSample:
     found = exclusion(run)
-    return probabilities_of(run, found.excluded_outputs, found.risk)
+    return probabilities_of(run, found.excluded_outputs, found.predictions)
 
 
 def _by_folds(run: Run, folds: int, seed: int) -> OutOfSample:

@@ -260,6 +260,19 @@ def judge_exclusion(found: Found, checked: Checked) -> RiskEstimate:
     return _verdict(found, reason, checks)
 
 
+def judge_predictions(risk: RiskEstimate, checked: Checked) -> RiskEstimate:
+    """The verdict on the single predictions of an exclusion, which its risk corrects in their mean only."""
+    share = abs(checked.change) / max(abs(float(risk.value)), math.ulp(0))
+    if not risk.valid or share <= LARGEST_DISAGREEMENT:
+        return risk
+    reason = (
+        f"{checked.controls} real deletions change the mean of the predicted losses by {100 * share:.0f}% of the risk "
+        f"(limit {100 * LARGEST_DISAGREEMENT:.0f}%): their mean can be corrected, single predictions cannot. "
+        f"Allow {FOLDS}-fold cross-validation with retrain_budget={FOLDS}."
+    )
+    return replace(risk, valid=False, reason=reason)
+
+
 def enough_controls(value: float, error: float, uncertain: float) -> bool:
     """Whether the uncertainty that the controls leave is small beside the risk or beside its standard error."""
     return uncertain <= max(ENOUGH_OF_ERROR * error, ENOUGH_OF_RISK * abs(value))
