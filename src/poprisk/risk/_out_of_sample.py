@@ -63,8 +63,8 @@ def out_of_sample_probabilities(
         seed: Seed for the folds.
 
     Returns:
-        Probabilities, labels, and the verdict of the population risk that the same outputs give; for exclusion they must
-        agree with real deletions without a correction.
+        Probabilities, labels, and the verdict of the population risk that the same outputs give; those of exclusion
+        must agree with real deletions without a correction.
 
     Raises:
         DataError: the targets are not one class per example.
