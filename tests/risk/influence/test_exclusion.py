@@ -98,7 +98,7 @@ def tanh_run(steps, momentum):
 
 
 def test_correction_is_right_early_and_blows_up_at_interpolation():
-    """The paper's formula: near 1/(1 - h) its predictions are marked as doubtful, and real deletions correct the risk."""
+    """The paper's formula: near 1/(1 - h) its predictions are doubtful, and real deletions correct the risk."""
     (early, y), (late, _) = tanh_run(8, 0.0), tanh_run(150, 0.9)
     for run in (early, late):
         truth = 0.5 * (left_out(run, mass_preserving=True)[0] - y).square().mean()
