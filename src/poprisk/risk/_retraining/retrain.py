@@ -28,7 +28,7 @@ from poprisk.risk._retraining.members import (
     recorded_factor,
 )
 from poprisk.risk._retraining.one_by_one import module_outputs, train_one_by_one
-from poprisk.runs import FlatRule, Problem, Run, SegmentReader, flat_rule, step_generator
+from poprisk.runs import MODULE_BUFFER, FlatRule, Problem, Run, SegmentReader, flat_rule, step_generator
 
 _CACHED_BYTES = 2**23
 """Size of a stacked vector beyond which a CPU is slower per member, because it no longer fits in the cache."""
@@ -99,16 +99,21 @@ def retrain(
     why = "to keep each of them" if folder is not None else stacking_obstacle(run, dtype)
     if resume is not None and resume.members:
         why = why or "as before"
+    if not why and check and resume is None and run.is_dense and run.num_steps:
+        why = _not_repeated(run, dtype or run.layout.dtype)
     if why:
         how = {"resume": resume, "dtype": dtype, "progress": progress, "check": check, "folder": folder}
         return train_one_by_one(run, members, keep, last, **how, why=why)
-    return _stacked(run, members, keep, last, resume, dtype or run.layout.dtype, memory, progress, check)
+    return _stacked(run, members, keep, last, resume, dtype or run.layout.dtype, memory, progress)
 
 
 def stacking_obstacle(run: Run, dtype: torch.dtype | None = None) -> str | None:
     """Why members of this run cannot be trained in one stacked computation; None if they can."""
     if run.obstacles:
         return _brief(run.obstacles[0])
+    changed = [name for name in run.checkpoint(run.num_steps) if name.startswith(MODULE_BUFFER)]
+    if changed:
+        return f"training changes the buffer {changed[0].removeprefix(MODULE_BUFFER)!r}"
     few = torch.arange(min(2, run.num_examples))
     try:
         trainer = _Trainer(run, flat_rule(run), dtype or run.layout.dtype, Members(torch.ones(2, run.num_examples)))
@@ -156,11 +161,8 @@ def _stacked(
     dtype: torch.dtype,
     memory: int,
     progress: bool | None,
-    check: bool,
 ) -> Retrained:
     trainer = _Trainer(run, flat_rule(run), dtype, members)
-    if check and run.is_dense and run.num_steps:
-        _check_first_steps(run, trainer)
     first = 0 if resume is None else resume.step
     largest = max((len(index) for k in range(run.num_steps) for index, _ in trainer.recorded(k).parts(k)), default=1)
     width = _members_at_once(trainer, memory, _held(trainer), largest)
@@ -401,9 +403,12 @@ def _members_at_once(trainer: _Trainer, memory: int, held: int, batch: int) -> i
     return int(fits if trainer.device.type != "cpu" else min(fits, max(10, _CACHED_BYTES // vector)))
 
 
-def _check_first_steps(run: Run, trainer: _Trainer) -> None:
-    """Refuse a run whose first steps do not follow from its problem and its optimizer's options."""
-    alone = _Trainer(run, trainer.rule, trainer.dtype, Members(torch.ones(1, run.num_examples)))
-    stop = min(2, run.num_steps)
-    for k, w, _, _ in alone.steps(slice(0, 1), stop):
-        cannot_repeat(run, k, w[0])
+def _not_repeated(run: Run, dtype: torch.dtype) -> str:
+    """Why stacked members would not take the recorded steps: Adam makes steps of rounding errors."""
+    alone = _Trainer(run, flat_rule(run), dtype, Members(torch.ones(1, run.num_examples)))
+    try:
+        for k, w, _, _ in alone.steps(slice(0, 1), min(2, run.num_steps)):
+            cannot_repeat(run, k, w[0])
+    except RunError:
+        return "stacked steps round differently from the recorded ones"
+    return ""
