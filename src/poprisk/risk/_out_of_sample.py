@@ -10,14 +10,16 @@ from torch import Tensor
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._classes import class_view
 from poprisk.risk._exclusion import exclusion
-from poprisk.risk._k_fold import k_fold
+from poprisk.risk._k_fold import k_fold, most_folds
+from poprisk.risk._leverage.leverage import leverage_of_all
+from poprisk.risk._moments import Network
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate
 from poprisk.runs import Run
 
-OutOfSampleMethod = Literal["auto", "exclusion", "k_fold"]
+OutOfSampleMethod = Literal["auto", "exclusion", "leverage", "k_fold"]
 
 MOST_EXCLUDED = 2000
-"""Number of examples up to which "auto" excludes each of them."""
+"""Number of examples up to which each of them is excluded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +58,10 @@ def out_of_sample_probabilities(
 
     Args:
         run: A recorded run with its problem, whose targets are classes.
-        method: "exclusion" follows the run without each example, linearized; "k_fold" trains again without each fold.
-            "auto" uses exclusion where it is valid, else K-fold where the budget allows it, else returns what it has,
-            marked as not valid.
+        method: "exclusion" follows the run without each example, linearized; "leverage" follows the outputs alone, for
+            any network; "k_fold" trains again without each fold. "auto" returns the first that is valid, K-fold only
+            where the budget allows it; if none is, it returns K-fold, or else the first
+            of them, marked as not valid.
         retrain_budget: Number of trainings allowed; 0 trains nothing.
         seed: Seed for the folds.
 
@@ -82,28 +85,43 @@ def out_of_sample_probabilities(
     ('exclusion', True, torch.Size([60, 2]))
     """
     _check(method, retrain_budget)
-    found, obstacle = None, ""
-    if method != "k_fold":
+    ways = {"exclusion": _by_exclusion, "leverage": _by_leverage, "k_fold": _by_folds}
+    found: list[OutOfSample] = []
+    obstacles: list[RunError] = []
+    for name, way in ways.items():
+        if method not in ("auto", name) or (name == "k_fold" and retrain_budget < FEWEST_FOLDS):
+            continue
         try:
-            if method == "auto" and run.num_examples > MOST_EXCLUDED:
-                raise RunError(f"{run.num_examples} examples are too many to exclude each of them")
-            found = _by_exclusion(run)
+            each = way(run, seed, retrain_budget if method == "auto" else max(retrain_budget, FEWEST_FOLDS))
         except RunError as error:
-            obstacle = str(error)
-        if found is not None and (method == "exclusion" or found.valid or retrain_budget < FEWEST_FOLDS):
-            return found
-        if retrain_budget < FEWEST_FOLDS or method == "exclusion":
-            raise RunError(f"{obstacle}: allow K-fold with retrain_budget={FOLDS}")
-    return _by_folds(run, min(FOLDS, retrain_budget, run.num_examples), seed)
+            obstacles.append(error)
+            continue
+        if each.valid or method != "auto":
+            return each
+        found.append(each)
+    if not found:
+        raise obstacles[-1]
+    return found[-1] if found[-1].method == "k_fold" else found[0]
 
 
-def _by_exclusion(run: Run) -> OutOfSample:
+def _by_exclusion(run: Run, seed: int, budget: int) -> OutOfSample:
+    if run.num_examples > MOST_EXCLUDED:
+        raise RunError(f"{run.num_examples} examples are too many to exclude each of them (limit {MOST_EXCLUDED})")
     found = exclusion(run)
     return probabilities_of(run, found.excluded_outputs, found.predictions)
 
 
-def _by_folds(run: Run, folds: int, seed: int) -> OutOfSample:
-    found = k_fold(run, folds, seed)
+def _by_leverage(run: Run, seed: int, budget: int) -> OutOfSample:
+    found = leverage_of_all(run, seed=seed)
+    network = Network(run, 1024)
+    network.go_to(run.num_steps)
+    outputs = network.outputs()  # those of held-back examples are out of sample as they are
+    outputs[found.examples] = found.excluded_outputs
+    return probabilities_of(run, outputs, found.risk)
+
+
+def _by_folds(run: Run, seed: int, budget: int) -> OutOfSample:
+    found = k_fold(run, min(FOLDS, budget, most_folds(run)), seed)
     return probabilities_of(run, found.outputs, found.risk)
 
 

@@ -3,7 +3,8 @@ r"""Population risk from one run: which estimator to use, within which budget.
 ``"held_back"`` is measured on examples that no step trained on. ``"exclusion"`` follows the run without each of some
 examples, linearized; ``"first_order"`` is the paper's L_pop, the training loss plus tr(J C_n)/(n - 1). The first order
 fails at interpolation, where every derivative by an example's weight vanishes with its residual. Both are checked, and
-exclusion is corrected, by a few real deletions (``controls``). ``"k_fold"`` takes K trainings, of a run that can be
+exclusion is corrected, by a few real deletions (``controls``). ``"leverage"`` trains nothing and follows the outputs
+alone, for any network, until much of the risk is memorization. ``"k_fold"`` takes K trainings, of a run that can be
 trained again with other example weights. :mod:`poprisk.risk._verdict` says when each of them is valid.
 
 :data:`ROADS` lists the methods; "auto" tries them in this order.
@@ -23,11 +24,12 @@ from poprisk.risk._first_order import first_order_risk
 from poprisk.risk._held_back import Weights, held_back_risk
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.risk._k_fold import k_fold_curve
+from poprisk.risk._leverage.leverage import leverage
 from poprisk.risk._under_training import under_training
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate, narrower
 from poprisk.runs import Run
 
-RiskMethod = Literal["auto", "held_back", "exclusion", "first_order", "k_fold"]
+RiskMethod = Literal["auto", "held_back", "exclusion", "leverage", "first_order", "k_fold"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,12 @@ def _first_order(question: Question) -> RiskEstimate:
     return first_order_risk(question.unrolled, examples=question.chosen, **about)
 
 
+def _leverage(question: Question) -> RiskEstimate:
+    if isinstance(question.given, Unrolled):
+        _whole(question.given)
+    return leverage(question.run, [question.stop], question.examples, seed=question.seed)[0].risk
+
+
 def _k_fold(question: Question) -> RiskEstimate:
     run = question.run
     folds = min(FOLDS, question.retrain_budget, run.num_examples)
@@ -112,6 +120,7 @@ def _k_fold(question: Question) -> RiskEstimate:
 ROADS: tuple[Road, ...] = (
     Road("held_back", _held_back, of=("kept", "last")),
     Road("exclusion", _exclusion),
+    Road("leverage", _leverage),
     Road("first_order", _first_order, in_auto=False),
     Road("k_fold", _k_fold, trainings=FEWEST_FOLDS, same_model=False),
 )
@@ -133,15 +142,16 @@ def population_risk(
 
     Args:
         run: A recorded run with its problem; or an :class:`Unrolled` of it, to stop earlier or in another precision.
-        method: "held_back", "exclusion", "first_order" or "k_fold". "auto" uses the first that is valid: the held-back
-            risk where examples were held back, exclusion, and K-fold where the budget allows it. If none is valid, it
+        method: "held_back", "exclusion", "leverage", "first_order" or "k_fold". "auto" uses the first that is valid:
+            the held-back risk where examples were held back, exclusion, leverage, and K-fold where the budget allows
+            it. If none is valid, it
             returns K-fold, or else the first of them, marked as not valid.
         retrain_budget: Number of trainings allowed for K-fold; 0 uses no folds.
         weights: The weights whose risk to estimate: "kept", those that were chosen on held-back examples, or "last",
             those of the last step. Default: the kept ones, if the run has any, for "auto" and "held_back"; all other
             methods know only the last ones. ``target`` of the estimate names them.
-        examples: Indices of the examples used by exclusion and first order, or a number of them to draw at random;
-            default: all, up to 256.
+        examples: Indices of the examples used by exclusion, leverage and first order, or a number of them to draw at
+            random; default: all, up to 256 (for leverage up to 1000 outputs).
         controls: Number of single deletions that are trained as a check of exclusion. Default: 16, and up to
             half of the examples used, which costs a quarter of their exclusion, as long as that makes the risk more
             certain. 0 trains nothing, and then exclusion and first order are not valid.

@@ -10,6 +10,8 @@ method                risk of                                   valid while
                                                                 where the run is smooth, the jackknife variance of
                                                                 predictions at new inputs is at most 1.5 times the
                                                                 risk; and a quarter of the inputs are different
+``"leverage"``        a model trained on n - 1 examples         at most 60% of it is a correction of the training
+                                                                loss, and two of its forms differ by at most 20%
 ``"first_order"``     this model                                exclusion is valid and differs by at most 10%, and
                                                                 the standard error is at most 7% of the risk
 ``"k_fold"`` and      a model trained on the examples kept      no training diverged, and at most 5% of the held-out
@@ -72,6 +74,16 @@ FEWEST_DISTINCT = 0.25
 LARGEST_ERROR_SHARE = 0.07
 """Largest standard error of the first order, as a share of the risk; it does not cover the higher orders."""
 
+LARGEST_CORRECTION = 0.6
+"""Largest share of the risk by leverage that is a correction of the training loss."""
+LARGEST_COPIES = 0.05
+"""Largest share of the examples with the inputs of another one, which leverage leaves in when it leaves one out."""
+LARGEST_STRAIGHT = 0.25
+"""Largest share of the examples whose loss has no curvature, so that nothing brings a prediction back by leverage."""
+LARGEST_LEVERAGE_GAP = 0.2
+"""Largest difference between leverage along the run and by its end, as a share of the risk."""
+LEVERAGE_ERROR = 0.3
+"""Standard error of the correction by leverage, as a share of it, apart from sampling."""
 LARGEST_CONTRADICTION = 2.5
 """Standard errors by which another estimate may differ from the held-back risk of the same weights."""
 LAST_WEIGHTS = "the weights at the last step"
@@ -276,6 +288,37 @@ def judge_predictions(risk: RiskEstimate, checked: Checked) -> RiskEstimate:
 def enough_controls(value: float, error: float, uncertain: float) -> bool:
     """Whether the uncertainty that the controls leave is small beside the risk or beside its standard error."""
     return uncertain <= max(ENOUGH_OF_ERROR * error, ENOUGH_OF_RISK * abs(value))
+
+
+def judge_leverage(found: Found, at_end: float, half: float, copies: float, straight: float) -> RiskEstimate:
+    """The verdict on leverage.
+
+    Args:
+        found: The risk with the absence of an example followed along the run, and its sampling error.
+        at_end: The risk by the leverages of the last moment alone.
+        half: The risk from half of the examples used, where these are not all; otherwise the same.
+        copies: Share of the examples with the same inputs as another one.
+        straight: Share of the examples whose loss has no curvature.
+    """
+    correction = found.value - found.training_loss
+    share = correction / max(abs(found.value), math.ulp(0))
+    found = replace(found, error=math.hypot(found.error, LEVERAGE_ERROR * correction))
+    reason = _too_few(found) or _not_finite(found, "the losses without an example are not finite", at_end, half)
+    checks = (
+        (copies, LARGEST_COPIES, "of the examples have the same inputs as another one"),
+        (straight, LARGEST_STRAIGHT, "of the examples have a loss without curvature"),
+        (share, LARGEST_CORRECTION, "of the estimated risk is a correction of the training loss"),
+        (_difference(found.value, at_end), LARGEST_LEVERAGE_GAP, "lie between the leverages of the run and of its end"),
+        (
+            _difference(found.value, half),
+            LARGEST_DISAGREEMENT,
+            "lie between the estimates from all and from half of the examples used",
+        ),
+    )
+    for measured, limit, what in checks:
+        if not reason and not measured <= limit:
+            reason = f"{100 * measured:.0f}% {what} (limit {100 * limit:.0f}%). {_retrain(found)}"
+    return _verdict(found, reason, f"{100 * max(share, 0.0):.0f}% of it is a correction of the training loss")
 
 
 def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:

@@ -111,9 +111,10 @@ def test_activations_in_place_are_those_that_are_not():
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_what_cannot_be_batched_is_named(kind):
     run = record(partial(Recurrent, kind), "cross_entropy", numbers(N, 2, 4), labels())
-    for work in (population_risk, influence_matrix):
+    for work in (partial(population_risk, method="exclusion"), influence_matrix):
         with pytest.raises(RunError, match=f"{kind.__name__} 'recurrent'.*nn.Linear"):
             work(run)
+    assert population_risk(run).method == "leverage"
     again = retrain(run, Members(torch.ones(2, N)))  # whole batches of one member: nothing there is in the way
     torch.testing.assert_close(again.weights, run.weights(run.num_steps).expand(2, -1))
 

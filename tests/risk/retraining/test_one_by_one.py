@@ -214,14 +214,14 @@ def test_finished_trainings_are_not_trained_again(tmp_path, monkeypatch):
 
 def test_the_meter_reads_along_and_goes_on(tmp_path):
     run = recorded("batch norm", segment_steps=4)
-    whole = RiskMeter(retrain_budget=3).read(run, [5, 8, 12]).readings
+    whole = RiskMeter("k_fold", retrain_budget=3).read(run, [5, 8, 12]).readings
     assert [r.step for r in whole] == [5, 8, 12]
-    parts = RiskMeter(retrain_budget=3).read(run, [5]).read(run, [8, 12]).readings
+    parts = RiskMeter("k_fold", retrain_budget=3).read(run, [5]).read(run, [8, 12]).readings
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(float(one.risk.value), float(other.risk.value), **CLOSE)
         assert one.risk.method == "k_fold"
     with pytest.raises(RunError, match="BatchNorm1d '1'"):
-        RiskMeter().read(run)
+        RiskMeter("exclusion").read(run)
 
 
 def test_random_numbers_that_were_not_recorded():
@@ -235,7 +235,7 @@ def test_random_numbers_that_were_not_recorded():
             optimizer.zero_grad()
             F.cross_entropy(model(problem.inputs[index]), problem.targets[index]).backward()
             optimizer.step()
-    risk = population_risk(recorder.close(), retrain_budget=3)
+    risk = population_risk(recorder.close(), "k_fold", retrain_budget=3)
     assert "each training draws its own" in risk.reason
 
 

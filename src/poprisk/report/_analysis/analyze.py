@@ -36,6 +36,7 @@ from poprisk.risk import (
     choose_moments,
     exact_obstacle,
     has_changing_buffers,
+    leverage_work,
     population_risk,
 )
 from poprisk.risk import seconds as exact_seconds
@@ -263,6 +264,13 @@ class _Work:
             raise DataError("the optimizer has no gate; train with PopRiskAdamW")
         return run.num_steps * (6 * len(run.batch(0)) * run.num_weights / _PER_SECOND + _STEP_OVERHEAD)
 
+    def _no_leverage(self) -> list[str]:
+        try:
+            fits = _READINGS * leverage_work(self.run) / _PER_SECOND <= self.budget
+        except (RunError, RuntimeError):
+            fits = False
+        return [] if fits else ["leverage"]
+
     def _readings(self) -> list[Reading]:
         """The risk along the run, without exclusion if that is not possible or would take too long."""
         run, examples = self.run, MOST_EXAMPLES
@@ -274,7 +282,7 @@ class _Work:
         meter = RiskMeter(
             retrain_budget=self.retrain,
             examples=min(examples, run.num_examples),
-            without=("exclusion",) if missing else (),
+            without=(*(["exclusion"] if missing else []), *self._no_leverage()),
         )
         steps = choose_moments(run, _READINGS) if has_changing_buffers(run) else _READINGS
         try:

@@ -1,0 +1,214 @@
+"""Population risk by leverage: corrected training losses, at one or several steps of any recorded run."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from poprisk._core.autodiff import loss_gradients, loss_hessians, resolve_loss
+from poprisk.errors import RunError
+from poprisk.risk._duplicates import duplicate_groups
+from poprisk.risk._error import corrected_risk_error, example_losses_of, unseen_mistake
+from poprisk.risk._exclusion import choose_examples
+from poprisk.risk._leverage.absence import Absence
+from poprisk.risk._leverage.tangents import Tangent, Tangents
+from poprisk.risk._verdict import FEWEST_EXAMPLES, Found, RiskEstimate, judge_leverage, trained_on
+from poprisk.runs import Run
+
+MOST_ROWS = 1000
+"""Number of outputs, examples times outputs of each, whose kernel is used at a time."""
+_MOMENTS = 9
+
+
+@dataclass(frozen=True)
+class Leverage:
+    """The predictions for some examples by a model trained without them, at one step."""
+
+    examples: Int[Tensor, "m"]
+    step: int
+    outputs: Float[Tensor, "m *out"]
+    """Outputs of the run's model."""
+    excluded_outputs: Float[Tensor, "m *out"]
+    """Outputs without the example, followed along the run."""
+    losses: Float[Tensor, "m"]
+    """Loss of each example at its prediction without it, followed along the run."""
+    end_losses: Float[Tensor, "m"]
+    """The same by the leverages of the last moment alone."""
+    half_losses: Float[Tensor, "m"]
+    """``losses`` computed from half of the examples alone; NaN for the other half, and where all examples are used."""
+    own_losses: Float[Tensor, "m"]
+    training_losses: Float[Tensor, "n"]
+    mistake: float
+    copies: float
+    """Share of the examples whose inputs another example has, too."""
+    straight: float
+    """Share of the examples whose loss has a slope but no curvature."""
+    cost: float
+
+    @property
+    def risk(self) -> RiskEstimate:
+        """The mean training loss, corrected by what the examples lose without themselves."""
+        n, m = len(self.training_losses), len(self.examples)
+        training = self.training_losses.mean().item()
+        value = training + (self.losses - self.own_losses).mean().item()
+        at_end = training + (self.end_losses - self.own_losses).mean().item()
+        apart = (self.half_losses - self.losses).nanmean().item()
+        half = value if math.isnan(apart) and not bool(self.half_losses.isinf().any()) else value + apart
+        error = corrected_risk_error(self.training_losses, self.own_losses, self.losses, self.mistake)
+        found = Found(value, error, "leverage", trained_on(n - 1, n), training, self.cost, m, n)
+        return judge_leverage(found, at_end, half, self.copies, self.straight)
+
+
+def leverage(
+    run: Run, steps: Sequence[int], examples: int | Int[Tensor, "m"] | None = None, *, seed: int = 0
+) -> list[Leverage]:
+    """Predictions without each of some examples, before these steps of a run.
+
+    Args:
+        run: A recorded run with its problem; any module that maps each example by itself in evaluation mode.
+        steps: The steps, in ascending order; of a run without all steps, the checkpoints nearest to them are used.
+        examples: Indices of the examples, or a number of them to draw at random; default: as many as a kernel of 1000
+            outputs allows.
+        seed: Seed for the random draw.
+
+    Raises:
+        RunError: the run has no steps, was augmented or gated literally, its problem is not known, or it has more than
+            100 outputs for each example.
+        DataError: an example that does not exist, or a loss without derivatives.
+    """
+    if not run.num_steps:
+        raise RunError("the run has no steps: record at least one")
+    if run.augmented:
+        raise RunError("leverage does not follow augmented inputs: use retrain_budget=10")
+    if any(group.get("gate") and (group["gate"] == "hard" or not group["normalize_gate"]) for group in run.options(0)):
+        raise RunError("leverage does not follow a hard or literal gate, which opens and closes: use retrain_budget=10")
+    trained = _trained(run)
+    chosen = _choose(run, trained, examples, seed)
+    tangents = Tangents(run, chosen, seed)
+    moments, wanted = choose_steps(run, steps)
+    read = [tangents.at(k) for k in moments]
+    copies = _copies(run)
+    found, halves = _follow(run, tangents, read, len(trained)), None
+    if len(chosen) < len(trained):
+        half = len(chosen) // 2
+        halves = _follow(run, Tangents(run, chosen[:half], seed), [_first(t, half) for t in read], len(trained))
+    return [
+        _reading(run, tangents, trained, read[i], found[i - 1], None if halves is None else halves[i - 1][0], copies)
+        for i in (moments.index(k) for k in wanted)
+    ]
+
+
+def leverage_work(run: Run) -> float:
+    """Number of multiplications for one step of a run."""
+    most, width = _most_examples(run)
+    rows = min(most, run.num_examples) * width
+    return 4.0 * _MOMENTS * rows * (rows**2 + run.num_weights)
+
+
+def leverage_of_all(run: Run, *, seed: int = 0) -> Leverage:
+    """The predictions at the end of a run without each of its training examples, in blocks of examples.
+
+    Raises:
+        RunError, DataError: as for :func:`leverage`.
+    """
+    trained = _trained(run)
+    order = trained[torch.randperm(len(trained), generator=torch.Generator().manual_seed(seed))]
+    blocks = order.chunk(-(-len(order) // _most_examples(run)[0]))
+    parts = [leverage(run, [run.num_steps], block.sort().values, seed=seed)[0] for block in blocks]
+    names = ("examples", "outputs", "excluded_outputs", "losses", "end_losses", "half_losses", "own_losses")
+    place = torch.cat([part.examples for part in parts]).argsort()
+    joined = {name: torch.cat([getattr(part, name) for part in parts])[place] for name in names}
+    return replace(parts[0], **joined, cost=sum(part.cost for part in parts))
+
+
+def choose_steps(run: Run, steps: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The moments at which to take kernels, from 0 on, and among them those that stand for these steps."""
+    kept = list(range(run.num_steps + 1)) if run.is_dense else run.checkpoints
+    wanted = [min(kept[1:], key=lambda k, t=t: abs(k - t)) for t in steps]
+    last = wanted[-1]
+    spaced = {min(kept, key=lambda k, j=j: abs(k - last ** (j / (_MOMENTS - 1)))) for j in range(_MOMENTS)}
+    return sorted({0, *wanted, *(k for k in spaced if k <= last)}), wanted
+
+
+def _reading(
+    run: Run,
+    tangents: Tangents,
+    trained: Tensor,
+    moment: Tangent,
+    change: tuple[Tensor, Tensor],
+    half: Tensor | None,
+    copies: float,
+) -> Leverage:
+    loss, targets = resolve_loss(run.problem.loss), tangents.targets.cpu()
+    every = run.problem.batch(dtype=moment.losses_at.dtype)[1].cpu()
+    own = moment.losses_at[tangents.examples]
+    moved = [own + each.reshape(own.shape) for each in change]
+    slope, bend = loss_gradients(loss, own, targets).flatten(1), loss_hessians(loss, own, targets).flatten(1)
+    straight = (slope != 0).any(1) & (bend == 0).all(1)
+    halved = torch.full((len(own),), math.nan, dtype=torch.float64)
+    if half is not None:
+        part = own[: len(half)] + half.reshape(own[: len(half)].shape)
+        halved[: len(half)] = example_losses_of(loss, part, targets[: len(half)])
+    return Leverage(
+        examples=tangents.examples,
+        step=moment.step,
+        outputs=own,
+        excluded_outputs=moved[0],
+        losses=example_losses_of(loss, moved[0], targets),
+        end_losses=example_losses_of(loss, moved[1], targets),
+        half_losses=halved,
+        own_losses=example_losses_of(loss, own, targets),
+        training_losses=example_losses_of(loss, moment.losses_at[trained], every[trained]),
+        mistake=unseen_mistake(loss, moved[0], targets, len(trained)),
+        copies=copies,
+        straight=straight.double().mean().item(),
+        cost=float(moment.outputs.numel()),
+    )
+
+
+def _follow(run: Run, tangents: Tangents, read: list[Tangent], n: int) -> list[tuple[Tensor, Tensor]]:
+    shape = tangents.network_shape(read[0].outputs.shape[1])
+    return list(Absence(run.problem.loss, tangents.targets.cpu(), shape, n).along(read))
+
+
+def _first(moment: Tangent, half: int) -> Tangent:
+    """The same with the first examples only."""
+    rows = half * moment.outputs.shape[1]
+    return replace(moment, outputs=moment.outputs[:half], kernel=moment.kernel[:rows, :rows])
+
+
+def _trained(run: Run) -> Int[Tensor, "n"]:
+    """The examples that were not held back."""
+    used = torch.ones(run.num_examples, dtype=torch.bool)
+    if run.kept is not None:
+        used[run.kept.held] = False
+    return used.nonzero().squeeze(1)
+
+
+def _choose(run: Run, trained: Tensor, examples: int | Tensor | None, seed: int) -> Int[Tensor, "m"]:
+    most, _ = _most_examples(run)
+    if isinstance(examples, Tensor):
+        chosen = choose_examples(run.num_examples, examples, seed)
+        return chosen[torch.isin(chosen, trained)][:most]
+    return trained[choose_examples(len(trained), min(most, len(trained), examples or most), seed)]
+
+
+def _most_examples(run: Run) -> tuple[int, int]:
+    """The number of examples whose kernel is used at a time, and the number of outputs of each."""
+    first, dtype = run.problem.batch(torch.tensor([0]))[0], run.layout.dtype
+    parts = [x.to(dtype) if x.is_floating_point() else x for x in (first if isinstance(first, tuple) else (first,))]
+    with torch.no_grad():
+        width = run.module().eval()(*parts)[0].numel()
+    most = MOST_ROWS // max(1, width)
+    if most < FEWEST_EXAMPLES:
+        limit = MOST_ROWS // FEWEST_EXAMPLES
+        raise RunError(f"leverage needs at most {limit} outputs for each example, got {width}: use retrain_budget=10")
+    return most, width
+
+
+def _copies(run: Run) -> float:
+    groups = duplicate_groups(run.problem.inputs)
+    return float((torch.bincount(groups)[groups] > 1).double().mean())
