@@ -19,7 +19,7 @@ from torch import Tensor
 from poprisk._core.store import load_result, save_result
 from poprisk.errors import DataError
 from poprisk.risk import RiskEstimate, Unrolled, retrain
-from poprisk.risk._exclusion import choose_examples, exclusion_at
+from poprisk.risk._exclusion import choose_examples, controlled, deletions_of, excluded_together, exclusion_at
 from poprisk.risk._first_order import first_order_of
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
 from poprisk.risk._k_fold import FoldEnsemble
@@ -76,14 +76,16 @@ def run_setting(task: Task, config: HonestyConfig, seed: int) -> list[dict[str, 
     folds = FoldEnsemble(run, config.folds, seed)
     folds.advance(run, steps)
     held_out = _holdout(run, steps, seed)
-    sweep: ExclusionSweep | None = None
+    unrolled = Unrolled(run, stop=steps[0])
+    chosen, groups = choose_examples(len(problem), config.examples, seed), excluded_together(unrolled)
+    sweep, deletions = ExclusionSweep(unrolled, chosen, groups=groups), deletions_of(unrolled, chosen, groups, seed)
+    deletions.follow(run, steps)
     rows = []
     for k in steps:
         unrolled = Unrolled(run, stop=k)
-        if sweep is None:
-            sweep = ExclusionSweep(unrolled, choose_examples(len(problem), config.examples, seed))
         sweep.extend(unrolled)
-        exclusion = exclusion_at(unrolled, sweep.outputs_at(k), k)
+        predicted = exclusion_at(unrolled, sweep.outputs_at(k), k)
+        exclusion = controlled(unrolled, predicted, deletions, k, None, seed)
         found = {
             "exclusion": exclusion.risk,
             "first_order": first_order_of(unrolled, exclusion),
