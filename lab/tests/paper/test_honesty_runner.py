@@ -96,15 +96,16 @@ def test_estimates_that_methods_share_are_those_of_single_calls(folder):
         assert rows[name]["valid"] == found.valid
 
 
-def test_folds_that_were_trained_before_are_not_trained_again(folder, tmp_path, monkeypatch):
-    row = next(r for r in stored(folder) if r["setting"].startswith("tune 070") and r["method"] == "k_fold")
-    (tmp_path / "tune.jsonl").write_text(json.dumps(row) + "\n")
-    monkeypatch.setattr("poprisk.risk._risk.k_fold_curve", lambda *_, **__: pytest.fail("the folds are known"))
-    runner.run_setting(one("tune 070"), runner.chosen_methods(["auto10"]), tmp_path)
+def test_answers_that_were_made_before_are_not_made_again_for_the_automatic_choice(folder, tmp_path, monkeypatch):
+    rows = {r["method"]: r for r in stored(folder) if r["setting"].startswith("tune 025")}
+    lines = [json.dumps({**rows[name], "valid": name == "k_fold"}) for name in ("exclusion", "k_fold")]
+    (tmp_path / "tune.jsonl").write_text("\n".join(lines) + "\n")
+    for name in ("k_fold_curve", "exclusion_risk"):
+        monkeypatch.setattr(f"poprisk.risk._risk.{name}", lambda *_, **__: pytest.fail("it is known"))
+    runner.run_setting(one("tune 025"), runner.chosen_methods(["auto10"]), tmp_path)
     [found] = [r for r in runner.lines_of(tmp_path, "tune") if r["method"] == "auto10"]
-    assert "RunError" not in found["reason"]
-    if found["by"] == "k_fold":
-        assert (found["value"], found["standard_error"]) == (row["value"], row["standard_error"])
+    assert found["by"] == "k_fold"
+    assert (found["value"], found["standard_error"]) == (rows["k_fold"]["value"], rows["k_fold"]["standard_error"])
 
 
 def test_a_method_that_fails_or_takes_too_long_has_no_answer(tmp_path):

@@ -68,7 +68,8 @@ def as_row(found: Answer) -> dict[str, Any]:
         return found
     if isinstance(found, RiskEstimate):
         about = {"valid": bool(found.valid), "reason": found.reason, "target": found.target, "by": found.method}
-        return {"value": finite(found.value), "standard_error": finite(found.standard_error), **about}
+        numbers = {"value": found.value, "standard_error": found.standard_error, "training_loss": found.training_loss}
+        return {**{name: finite(x) for name, x in numbers.items()}, **about}
     if isinstance(found, Truth):
         return {"value": finite(found.value), "standard_error": finite(found.error), "valid": True}
     return {"value": finite(found), "standard_error": None, "valid": True}
@@ -88,7 +89,7 @@ def remembered(stored: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -
     """Let every estimate be made once for a run, however many methods use it: the answers are those of single calls.
 
     Args:
-        stored: Answers of the run that were made before, by method; the folds among them are not trained again.
+        stored: Answers of the run that were made before, by method; they are not made again.
     """
     shared = _once(_exclusion.exclusion, _exclusion_key)
     roads = tuple(replace(road, estimate=_once(_known(road, stored), _question_key(road))) for road in _risk.ROADS)
@@ -119,13 +120,16 @@ def _once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[...
 
 
 def _known(road: _risk.Road, stored: Mapping[str, Mapping[str, Any]]) -> Callable[[_risk.Question], RiskEstimate]:
-    """The estimate of folds that were trained before; any other is made."""
-    row = stored.get("k_fold")
-    if road.method != "k_fold" or row is None or "by" not in row:
+    """The stored answer of a method where its own call would give it; else the estimate is made."""
+    row, usual = stored.get(road.method), "kept" if road.method == "held_back" else "last"
+    if row is None or row.get("by") != road.method:
         return road.estimate
-    value, error = (math.nan if row[key] is None else row[key] for key in ("value", "standard_error"))
-    found = RiskEstimate(value, error, row["valid"], row["reason"], target=row["target"], method=row["by"])
-    return lambda _: found
+    value, error, loss = (
+        math.nan if row.get(k) is None else row[k] for k in ("value", "standard_error", "training_loss")
+    )
+    about = {"target": row["target"], "method": row["by"], "training_loss": loss}
+    found = RiskEstimate(value, error, row["valid"], row["reason"], **about)
+    return lambda question: found if question.weights == usual else road.estimate(question)
 
 
 def _question_key(road: _risk.Road) -> Callable[[_risk.Question], Any]:
