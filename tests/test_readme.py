@@ -50,7 +50,7 @@ def test_the_page_on_operators_runs_from_top_to_bottom(capsys):
     """Each block goes on where the one before it ended."""
     names: dict[str, object] = {}
     found = blocks((ROOT / "docs/operators.md").read_text())
-    assert len(found) == 8
+    assert len(found) == 9
     for block in found:
         exec(block, names)
     assert len(capsys.readouterr().out.splitlines()) > 10  # the bounds

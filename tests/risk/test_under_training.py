@@ -50,7 +50,7 @@ def test_it_is_said_first_in_the_estimate():
     risk = population_risk(trained(48, 2e-3))
     assert risk.valid
     assert risk.reason.startswith(STILL_FALLING)
-    assert "linearized" in risk.reason
+    assert "real deletions" in risk.reason
     assert population_risk(trained(48, 2e-3), "k_fold", 3).reason.startswith(STILL_FALLING)
 
 

@@ -8,7 +8,10 @@ Where the Jacobian is too large to hold, its columns are added up in a fixed num
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -135,7 +138,7 @@ class Tangents:
     def _rows_in_turn(self, x: tuple[Tensor, ...]) -> Tensor:
         rows, parameters = [], self.network.parameters
         for i in range(len(x[0])):
-            with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
+            with torch.enable_grad(), _without_cudnn():
                 outputs = self.module(*(part[i : i + 1] for part in x)).reshape(-1)
                 for u in outputs:
                     found = torch.autograd.grad(u, parameters, retain_graph=True, materialize_grads=True)
@@ -145,3 +148,15 @@ class Tangents:
     def _grouped(self, rows: Tensor) -> Tensor:
         out = rows.new_zeros(len(rows), _GROUPS)
         return out.index_add_(1, self._group, rows * self._sign)
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Recurrent layers in evaluation mode have no backward pass in cuDNN."""
+    settings: Any = torch.backends.cudnn
+    before = settings.enabled
+    settings.enabled = False
+    try:
+        yield
+    finally:
+        settings.enabled = before
