@@ -76,7 +76,7 @@ def to_datalab(table: AuditTable, **find_issues: Any) -> Any:
     """
     inputs = cleanlab_inputs(table)
     try:
-        from cleanlab import Datalab
+        from cleanlab.datalab.datalab import Datalab
     except ImportError:
         raise MissingExtraError("cleanlab[datalab]", "cleanlab", "a cleanlab Datalab") from None
     lab = Datalab(data=table.to_dict(), label_name="given_label")

@@ -147,7 +147,7 @@ class _PartOfModule:
     def __init__(self, block: HeldBlock, network: str | None, precision: Any) -> None:
         self.count, self._block, self._network, self._precision = block.count, block, network, precision
 
-    def measure(self, model: nn.Module, batch_size: int) -> tuple[Tensor, Tensor]:
+    def measure(self, model: nn.Module, batch_size: int) -> tuple[Tensor, ...]:
         part = model if self._network is None else model.get_submodule(self._network)
         with self._precision.forward_context():
             return self._block.measure(part, batch_size)

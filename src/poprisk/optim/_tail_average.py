@@ -144,7 +144,8 @@ class TailAverage:
         kept = [each.detach().clone() for each in everything]
         guard = None if self._optimizer is None else self._optimizer.register_step_pre_hook(_refuse_step)
         if guard is not None and self._optimizer is not None:
-            self._optimizer._optimizer_step_pre_hooks.move_to_end(guard.id, last=False)  # before others act
+            hooks: Any = self._optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(guard.id, last=False)  # before others act
         try:
             self.copy_to_model(which, batch_norm=batch_norm)
             yield self._model

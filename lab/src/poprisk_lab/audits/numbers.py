@@ -29,7 +29,7 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
         "optimizer": ("sgd", "adamw"),
     }
     table = [
-        _line(_WORDS.get(name, name), [row for row in free if row["setting"][part] == name])
+        _line(str(_WORDS.get(name, name)), [row for row in free if row["setting"][part] == name])
         for part, names in parts.items()
         for name in names
     ]
