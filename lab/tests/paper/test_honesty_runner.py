@@ -98,7 +98,8 @@ def test_estimates_that_methods_share_are_those_of_single_calls(folder):
 
 def test_answers_that_were_made_before_are_not_made_again_for_the_automatic_choice(folder, tmp_path, monkeypatch):
     rows = {r["method"]: r for r in stored(folder) if r["setting"].startswith("tune 025")}
-    lines = [json.dumps({**rows[name], "valid": name == "k_fold"}) for name in ("exclusion", "k_fold")]
+    rows["leverage"] = {**rows["exclusion"], "method": "leverage", "by": "leverage"}
+    lines = [json.dumps({**rows[name], "valid": name == "k_fold"}) for name in ("exclusion", "leverage", "k_fold")]
     (tmp_path / "tune.jsonl").write_text("\n".join(lines) + "\n")
     for name in ("k_fold_curve", "exclusion_risk"):
         monkeypatch.setattr(f"poprisk.risk._risk.{name}", lambda *_, **__: pytest.fail("it is known"))

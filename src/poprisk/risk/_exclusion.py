@@ -282,7 +282,7 @@ def check_controls(controls: int | None) -> None:
 def excluded_together(unrolled: LinearizedRun) -> Int[Tensor, "n"]:
     """The group that each example is left out with: its duplicates, unless most inputs come several times."""
     n, groups = unrolled.num_examples, unrolled.groups
-    return groups if int(groups.max()) + 1 >= FEWEST_DISTINCT * n else torch.arange(n)
+    return groups if int(groups.max()) + 1 >= max(2, FEWEST_DISTINCT * n) else torch.arange(n)
 
 
 def deletions_of(
