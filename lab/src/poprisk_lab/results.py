@@ -70,8 +70,8 @@ SCRIPTS: dict[str, Script] = {
         data="fashion",
     ),
     "risk_honesty": Script(
-        "estimates of population risk against the truth",
-        ("lab/benchmarks/influence.py", "--part", "honesty", "--output", "{output}"),
+        "estimates of population risk against the truth, by the rule of paper/risk_honesty/RULE.md",
+        ("-m", "poprisk_lab.paper.risk_honesty.study", "--split", "tune", "report", "--output", "{output}"),
     ),
     "audits": Script(
         "audits of labels against the truth: counts of wrong labels, and rankings",
@@ -80,7 +80,7 @@ SCRIPTS: dict[str, Script] = {
     ),
     "mnist_influence": Script(
         "influence of single examples, and mislabelled ones, on MNIST",
-        ("lab/benchmarks/influence.py", "--part", "mnist", "--data", "{data}/mnist", "--output", "{output}"),
+        ("lab/benchmarks/influence.py", "--data", "{data}/mnist", "--output", "{output}"),
         data="mnist",
     ),
     "recipes": Script(

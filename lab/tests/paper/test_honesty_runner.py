@@ -10,7 +10,8 @@ import torch
 
 from poprisk import population_risk
 from poprisk._core.store.envelope import load_result
-from poprisk_lab.paper.risk_honesty import judging, methods, runner
+from poprisk_lab.paper.risk_honesty import judging, methods
+from poprisk_lab.paper.risk_honesty import study as runner
 from poprisk_lab.paper.risk_honesty.design import settings
 from poprisk_lab.paper.risk_honesty.judging import KIND, judge, summarize
 

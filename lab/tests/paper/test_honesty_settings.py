@@ -11,7 +11,7 @@ import torch
 from poprisk_lab.paper.risk_honesty import sources
 from poprisk_lab.paper.risk_honesty.design import SPLITS, settings
 from poprisk_lab.paper.risk_honesty.networks import LOSSES, MAKERS
-from poprisk_lab.paper.risk_honesty.settings import GATES, Setting, final_module
+from poprisk_lab.paper.risk_honesty.task import GATES, Setting, final_module
 
 
 @cache

@@ -173,7 +173,7 @@ def test_a_sample_that_is_everything_has_the_share_of_everything():
 
 def test_the_driver_prints_one_json_line_for_mnist(smoke, driver, capsys, monkeypatch, tmp_path):
     output = tmp_path / "mnist.json"
-    lines = call(driver, capsys, monkeypatch, "--part", "mnist", "--smoke", "--folder", smoke[0], "--output", output)
+    lines = call(driver, capsys, monkeypatch, "--smoke", "--folder", smoke[0], "--output", output)
     assert lines[0].startswith("labels, seed 0: ")
     printed = json.loads(lines[-1])
     assert (printed["part"], printed["smoke"]) == ("mnist", True)
@@ -182,16 +182,7 @@ def test_the_driver_prints_one_json_line_for_mnist(smoke, driver, capsys, monkey
     assert saved["config"]["n"] == SMOKE.n
 
 
-def test_the_driver_prints_one_json_line_for_honesty(driver, capsys, monkeypatch, tmp_path):
-    lines = call(driver, capsys, monkeypatch, "--part", "honesty", "--smoke", "--folder", tmp_path)
-    printed = json.loads(lines[-1])
-    assert (printed["part"], printed["settings"]) == ("honesty", 4)
-    assert "exclusion" in printed["columns"]
-    assert "rows" not in printed
-    assert len(list(tmp_path.glob("*.json"))) == 2
-
-
 def test_the_driver_needs_the_data(driver, capsys, monkeypatch):
     with pytest.raises(SystemExit):
-        call(driver, capsys, monkeypatch, "--part", "mnist")
+        call(driver, capsys, monkeypatch)
     assert "needs --data DIR" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from poprisk_lab.paper.risk_honesty import networks, sources
-from poprisk_lab.paper.risk_honesty.settings import GATES, LITERAL, Setting
+from poprisk_lab.paper.risk_honesty.task import GATES, LITERAL, Setting
 
 Split = Literal["tune", "report"]
 REGIMES = ("under-trained", "early", "trained", "long")

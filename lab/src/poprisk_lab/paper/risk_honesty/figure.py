@@ -1,10 +1,12 @@
 """The figure of population risk from one run, drawn from its saved result."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poprisk.errors import MissingExtraError
-from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, STYLE
+from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
+from poprisk_lab.paper.risk_honesty.judging import is_wrong, truth_of
 
 try:
     import matplotlib
@@ -14,63 +16,67 @@ except ImportError:
     raise MissingExtraError("matplotlib", "report", "the population-risk figure") from None
 
 Saved = Mapping[str, Any]
-Row = Mapping[str, Any]
-_SHOWN = "classes, 40% replaced"
-"""The task whose curve is drawn."""
+Setting = Mapping[str, Any]
+_ONE_RUN = (
+    ("exclusion", "exclusion", "o", BLUE),
+    ("first_order", "first order", "^", ORANGE),
+    ("leverage", "leverage", "D", PURPLE),
+    ("held_back", "held-back block", "P", SKY),
+)
+_TRAINED = (("k_fold", "10-fold", "s", GREEN),)
+_WIDEST = 30.0
+"""Estimates further than this factor from the truth are drawn at the edge."""
 
 
 def draw(saved: Saved) -> Figure:
-    """Estimated against true risk in every setting, and one task along its training."""
-    rows = saved["result"]["rows"]
+    """Estimated over true risk against the true risk: by the run alone, and with ten trainings."""
+    settings = saved["result"]["report"]["settings"]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.2, 4.3), layout="constrained")
-        scatter, curve = figure.subplots(1, 2)
-        _draw_scatter(scatter, rows)
-        _draw_curve(curve, rows)
+        figure = Figure(figsize=(9.2, 4.6), layout="constrained")
+        one, trained = figure.subplots(1, 2, sharey=True, sharex=True)
+        _draw(one, settings, _ONE_RUN, "A  Without folds")
+        _draw(trained, settings, _TRAINED, "B  Ten folds")
+        one.set_ylabel("estimated ÷ true risk")
+        shown = {
+            label: line
+            for axes in (one, trained)
+            for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3, fontsize=9, handletextpad=0.1)
     return figure
 
 
-def _draw_scatter(axes: Axes, rows: Sequence[Row]) -> None:
-    kinds = (("exclusion", "o", BLUE), ("first_order", "^", ORANGE), ("k_fold", "s", GREEN))
-    for name, marker, colour in kinds:
-        for valid in (False, True):
-            found = [(r["truth"], r["estimates"][name]) for r in rows if r["estimates"][name]["valid"] is valid]
-            if not found:
-                continue
-            label = f"{name.replace('_', ' ')}, {'valid' if valid else 'not valid'}"
-            fill = {"color": colour} if valid else {"mfc": "none", "mec": colour, "alpha": 0.55}
-            points = [t for t, _ in found], [e["value"] for _, e in found]
-            axes.loglog(*points, marker, linestyle="none", markersize=4.5 if valid else 5, label=label, **fill)
-    truths = [row["truth"] for row in rows]
-    ends = [min(truths), max(truths)]
-    axes.plot(ends, ends, color=INK, linewidth=1, zorder=0)
-    axes.set_title(f"A  {len(rows)} settings")
-    axes.set_xlabel("true risk, large test set (loss)")
-    axes.set_ylabel("estimated risk (loss)")
-    lowest = min(row["estimates"]["first_order"]["value"] for row in rows)
-    axes.set_ylim(bottom=0.6 * lowest, top=60 * max(truths))  # room for the legend
-    axes.legend(loc="upper left", handletextpad=0.1, fontsize=8.5, ncols=2, columnspacing=0.8)
-
-
-def _draw_curve(axes: Axes, rows: Sequence[Row]) -> None:
-    tasks = [row["task"] for row in rows]
-    task = _SHOWN if _SHOWN in tasks else tasks[0]
-    moments = [row for row in rows if row["task"] == task and row["seed"] == rows[0]["seed"]]
-    steps = [row["step"] for row in moments]
-    axes.plot(steps, [row["training_loss"] for row in moments], "--", color=FAINT, label="training loss")
-    axes.plot(steps, [row["truth"] for row in moments], "-", color=INK, linewidth=2, label="true risk")
-    for name, marker, colour in (("exclusion", "o", BLUE), ("k_fold", "s", GREEN)):
-        found = [(k, row["estimates"][name]) for k, row in zip(steps, moments, strict=True)]
-        found = [(k, e) for k, e in found if e["valid"]]
-        x, y = [k for k, _ in found], [e["value"] for _, e in found]
-        errors = [2 * e["standard_error"] for _, e in found]
-        label = f"{name.replace('_', ' ')} ± 2 standard errors, where valid"
-        axes.errorbar(x, y, errors, fmt=f"{marker}-", color=colour, markersize=5, capsize=3, label=label)
-    first = [row["estimates"]["first_order"]["value"] for row in moments]
-    axes.plot(steps, first, "^:", color=ORANGE, markersize=5, label="first order, valid or not")
+def _draw(axes: Axes, settings: Sequence[Setting], kinds: Sequence[tuple[str, str, str, str]], title: str) -> None:
+    for band in (1.2, 1 / 1.2):
+        axes.axhline(band, color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
+    axes.axhline(1, color=INK, linewidth=1, zorder=0)
+    for valid in (False, True):  # what is valid on top
+        for name, words, marker, colour in kinds:
+            points = _points(settings, name, valid)
+            if points:
+                fill: dict[str, Any] = {"color": colour} if valid else {"mfc": "none", "mec": colour, "alpha": 0.4}
+                label = f"{words}, {'valid' if valid else 'not valid'} ({len(points)})"
+                axes.plot(*zip(*points, strict=True), marker, linestyle="none", markersize=4.5, label=label, **fill)
+    wrong = [point for name, *_ in kinds for point in _points(settings, name, True, only_wrong=True)]
+    if wrong:
+        style: dict[str, Any] = {"mfc": "none", "mec": INK, "markersize": 10, "linestyle": "none"}
+        axes.plot(*zip(*wrong, strict=True), "o", label="valid and wrong", **style)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_title(f"B  {task}, one seed")
-    axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy" if "classes" in task or "digits" in task else "half squared error")
-    axes.legend(loc="lower left")
+    axes.set_ylim(1 / _WIDEST / 1.3, _WIDEST * 1.3)
+    axes.set_yticks([0.1, 0.5, 1, 2, 10], ["0.1", "0.5", "1", "2", "10"])
+    axes.minorticks_off()
+    axes.set_title(f"{title}: {len(wrong)} valid and wrong")
+    axes.set_xlabel("true risk (loss on fresh data)")
+
+
+def _points(settings: Sequence[Setting], name: str, valid: bool, only_wrong: bool = False) -> list[tuple[float, float]]:
+    found = []
+    for setting in settings:
+        answer = setting["answers"].get(name)
+        if answer is None or answer["valid"] is not valid or answer["value"] is None:
+            continue
+        truth = truth_of(setting, answer)[0]
+        if math.isfinite(truth) and truth > 0 and (not only_wrong or is_wrong(setting, answer)):
+            found.append((truth, min(max(answer["value"] / truth, 1 / _WIDEST), _WIDEST)))
+    return found

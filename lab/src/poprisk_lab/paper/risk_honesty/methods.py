@@ -16,8 +16,8 @@ from poprisk.errors import PopRiskError
 from poprisk.risk import RiskEstimate, _exclusion, _first_order, _risk, population_risk
 from poprisk.runs import Run, train
 from poprisk_lab.paper.risk_honesty.baselines import kernel_gcv_risk, takeuchi_risk
-from poprisk_lab.paper.risk_honesty.settings import Setting, Truth, final_module
 from poprisk_lab.paper.risk_honesty.stopping import is_watched, watch
+from poprisk_lab.paper.risk_honesty.task import Setting, Truth, final_module
 
 Answer = RiskEstimate | Truth | float | dict[str, Any]
 BUDGET = 10

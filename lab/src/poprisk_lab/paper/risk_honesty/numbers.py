@@ -1,31 +1,83 @@
-"""What the page on population risk shows: the numbers of the stored settings, as slots of ``page.md.jinja``."""
+"""What the page on population risk shows: the judged answers of the stored settings, as slots of ``page.md.jinja``."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from poprisk._core.store import load_result
-from poprisk_lab.paper.risk_honesty.study import summarize
+from poprisk_lab.pages.wording import short
+from poprisk_lab.paper.risk_honesty.design import settings as designed
+from poprisk_lab.paper.risk_honesty.judging import KIND, by_factor, judge, truth_of
+from poprisk_lab.paper.risk_honesty.methods import JUDGED
+from poprisk_lab.paper.risk_honesty.sources import REAL
 
-KIND = "influence benchmark: honesty"
-_NAMES = {
-    "exclusion": "exclusion (one run)",
-    "first_order": "first order, the paper's L_pop (one run)",
-    "kernel_gcv": "GCV on the final tangent kernel (one run, squared loss only)",
-    "takeuchi": "Takeuchi's criterion (one run)",
-    "holdout": "a held-out fifth (one training on the rest)",
+NAMES = {
+    "exclusion": "exclusion",
+    "first_order": "first order, the paper's L_pop",
+    "leverage": "leverage",
+    "held_back": "held-back block",
     "k_fold": "10-fold (10 trainings)",
-    "auto": '`method="auto"`, no training',
-    "auto, 10 trainings": '`method="auto"`, `retrain_budget=10`',
+    "auto": '`method="auto"`, no budget',
+    "auto10": '`method="auto"`, `retrain_budget=10`',
+    "holdout": "a held-out fifth (one training on the rest)",
+    "gcv": "GCV on the final tangent kernel (squared loss)",
+    "takeuchi": "Takeuchi's criterion (squared loss, cross-entropy)",
 }
-_STOPPING = {
-    "never": "none",
-    "evidence": "evidence criterion",
-    "disparity": "gradient disparity",
-    "holdout": "a held-out fifth",
-    "k_fold": "10-fold",
-    "exclusion": "exclusion where it is valid",
+MODELS = {
+    "linear": "linear regression",
+    "softmax": "softmax regression",
+    "logistic": "logistic regression",
+    "relu": "ReLU",
+    "gelu": "GELU",
+    "tanh": "tanh",
+    "layernorm": "LayerNorm and GELU",
+    "dropout": "Dropout and ReLU",
+    "batchnorm": "BatchNorm and ReLU",
+    "cnn": "CNN",
+    "cnn_batchnorm": "CNN with BatchNorm",
+    "transformer": "transformer encoder",
+    "gru": "GRU",
 }
+_OPTIMIZERS = {
+    "sgd": "SGD",
+    "momentum": "SGD with momentum",
+    "adamw": "AdamW",
+    "snr": "PopRiskAdamW, SNR gate (default)",
+    "soft": "PopRiskAdamW, soft gate",
+    "hard": "PopRiskAdamW, hard gate",
+    "paper": "PopRiskAdamW, Algorithm 1 as published",
+    "snr, literal": "PopRiskAdamW, literal SNR gate",
+    "hard, literal": "PopRiskAdamW, literal hard gate",
+}
+_BARS = {"wrong": "valid and wrong", "covered": "covered"}
+Factors = Mapping[str, Any]
+
+
+_REGIMES = ("under-trained", "early", "trained", "long")
+_LOSSES = {"squared": "squared", "cross_entropy": "cross-entropy", "logistic": "logistic", "absolute": "absolute"}
+_SIZES = {100: "n up to 100", 400: "n = 101 to 400", 10**9: "n above 400"}
+_SHARES = {0.0: "clean labels", 0.2: "up to 20% wrong labels", 1.0: "30 to 50% wrong labels"}
+
+
+def _noise(factors: Factors) -> str:
+    if factors["classes"]:
+        return next(words for edge, words in _SHARES.items() if factors["noise"] <= edge)
+    return "targets with heavy tails" if factors["tails"] != "normal" else "targets without heavy tails"
+
+
+FACTORS: dict[str, tuple[Callable[[Factors], str], Sequence[str]]] = {
+    "model": (lambda factors: MODELS[factors["model"]], list(MODELS.values())),
+    "loss": (lambda factors: _LOSSES.get(factors["loss"], "Huber"), list(_LOSSES.values())),
+    "optimizer": (lambda factors: _OPTIMIZERS[factors["optimizer"]], list(_OPTIMIZERS.values())),
+    "length": (lambda factors: factors["regime"], _REGIMES),
+    "examples": (lambda f: next(words for edge, words in _SIZES.items() if f["n"] <= edge), list(_SIZES.values())),
+    "noise": (_noise, list(_SHARES.values())),
+    "copies": (lambda factors: "exact duplicates" if factors["duplicates"] else "no duplicates", ()),
+    "classes": (lambda f: "imbalanced, 8 to 1" if f["imbalance"] > 1 else "as they are, or none", ()),
+    "data": (lambda f: f["source"] if f["source"] in REAL else "synthetic", list(REAL)),
+}
+"""Each factor of the table: its level in a setting in words, and the order of the levels, as far as it matters."""
 
 
 def page_slots(results: Path) -> dict[str, Any]:
@@ -34,35 +86,106 @@ def page_slots(results: Path) -> dict[str, Any]:
 
 
 def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``page.md.jinja`` asks for."""
-    rows = saved["result"]["rows"]
-    everything = summarize(rows)
-    regression = summarize([row for row in rows if "kernel_gcv" in row["estimates"]])
-    columns = everything["columns"]
-    shown = [(words, regression["columns"].get(name)) for name, words in _NAMES.items() if not name.startswith("auto")]
-    errors = [
-        f"{words}: {100 * column['median error, all']:.1f}%, {column['off by more than 20%']} off by more than 20%"
-        for words, column in shown
-        if column is not None
-    ]
+    """What the results part of ``page.md.jinja`` asks for."""
+    report = saved["result"]["report"]
+    summary, settings = report["summary"], report["settings"]
+    methods = summary["methods"]
     return {
-        "config": saved["config"],
-        "tasks": "; ".join(dict.fromkeys(row["task"] for row in rows)),
-        "everything": everything,
-        "rows": [_row(words, columns[name]) for name, words in _NAMES.items() if name in columns],
-        "exclusion": columns["exclusion"],
-        "first": columns["first_order"],
-        "auto": columns["auto, 10 trainings"],
-        "regression": regression,
-        "regression_errors": "; ".join(errors),
+        "settings": summary["settings"],
+        "tuned_on": len(designed("tune")),
+        "designed": len(designed("report")),
+        "missing": missing(settings),
+        "commits": ", ".join(commit[:9] for commit in report["commits"]),
+        "rows": [_row(NAMES[name], methods[name]) for name in NAMES if name in JUDGED and name in methods],
+        "others": [_other(NAMES[name], methods[name]) for name in NAMES if name not in JUDGED and name in methods],
+        "bars": [_bar(bar) for bar in summary["bars"]],
+        "missed": sum(not bar["met"] for bar in summary["bars"]),
+        "wrong": wrong_answers(settings),
+        "factors": factor_rows(settings),
+        "auto": methods["auto"],
+        "auto10": methods["auto10"],
+        "exclusion": methods["exclusion"],
         "stopping": "; ".join(
-            f"{_STOPPING[name]}: {100 * excess:.1f}%" for name, excess in everything["stopping"].items()
+            f"{name}: {100 * found['mean']:.0f}% (median {100 * found['median']:.0f}%)"
+            for name, found in summary["stopping"].items()
         ),
+        "stopped": max((found["runs"] for found in summary["stopping"].values()), default=0),
     }
 
 
-def _row(words: str, column: Mapping[str, Any]) -> list[str]:
-    covered = "no error given" if column["coverage"] is None else f"{column['covered']} of {column['valid']}"
-    wrong = [str(column[name]) for name in ("off by more than 20%, believed", "off by more than 20%")]
-    valid = f"{column['valid']} of {column['settings']}"
-    return [words, valid, covered, *wrong, f"{100 * column['median error, all']:.1f}%"]
+def missing(settings: Sequence[Mapping[str, Any]]) -> str:
+    """How many settings of the design have no answers yet, by model; empty if all have."""
+    there = {setting["name"] for setting in settings}
+    lacking = Counter(MODELS[s.model] for s in designed("report") if s.name not in there)
+    return ", ".join(f"{count} with {model}" for model, count in lacking.items())
+
+
+def share(count: int, of: int, interval: Sequence[float] | None = None) -> str:
+    """A share in words, with its interval.
+
+    >>> share(1, 100, (0.0, 0.05)), share(0, 0)
+    ('1 of 100 (1%; 0 to 5%)', '–')
+    """
+    if not of:
+        return "–"
+    between = "" if interval is None else f"; {100 * interval[0]:.0f} to {100 * interval[1]:.0f}%"
+    return f"{count} of {of} ({_percent(count / of)}{between})"
+
+
+def _percent(x: float) -> str:
+    """Percent, with a digit more where the bars are."""
+    close = not 0.1 <= x <= 0.9 and round(1000 * x) % 10
+    return f"{100 * x:.{1 if close else 0}f}%"
+
+
+def _row(words: str, found: Mapping[str, Any]) -> list[str]:
+    off = found["median_off_valid"]
+    return [
+        words,
+        share(found["valid"], found["asked"]),
+        share(found["wrong"], found["valid"], found["wrong_interval"]),
+        share(found["covered"], found["valid"], found["covered_interval"]),
+        "–" if off is None else f"{100 * off:.0f}%",
+    ]
+
+
+def _other(words: str, found: Mapping[str, Any]) -> list[str]:
+    off = found["median_off"]
+    wrong = share(found["wrong_if_believed"], found["asked"])
+    return [words, str(found["asked"]), wrong, "–" if off is None else f"{100 * off:.0f}%"]
+
+
+def _told(answer: Mapping[str, Any]) -> str:
+    parts = (answer["value"], answer["standard_error"])
+    return " ± ".join("not finite" if x is None else short(x) for x in parts)
+
+
+def _bar(bar: Mapping[str, Any]) -> list[str]:
+    needed = f"{'at most' if bar['at_most'] else 'at least'} {_percent(bar['bar'])}"
+    what: str = _BARS.get(bar["what"]) or bar["what"]
+    return [NAMES[bar["method"]], what, needed, share(bar["count"], bar["of"]), "yes" if bar["met"] else "**no**"]
+
+
+def factor_rows(settings: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One row for each level of each factor: how often the automatic choice is valid, and valid and wrong."""
+    rows = []
+    for factor, (level, order) in FACTORS.items():
+        found = by_factor(settings, level, ("auto", "auto10"))
+        keys = sorted(found, key=lambda key: (order.index(key) if key in order else len(order), key))
+        for i, key in enumerate(keys):
+            auto, trained = found[key]["auto"], found[key]["auto10"]
+            counts = [auto["valid"], auto["wrong"], trained["valid"], trained["wrong"]]
+            rows.append(["" if i else f"**{factor}**", key, str(found[key]["settings"]), *map(str, counts)])
+    return rows
+
+
+def wrong_answers(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each setting in which a judged method was valid and wrong."""
+    lines = []
+    for setting in settings:
+        wrong = [name for name in JUDGED if judge([setting], name)["wrong"]]
+        if wrong:
+            answers = [(name, setting["answers"][name]) for name in wrong]
+            told = "; ".join(f"{name} {_told(a)} (truth {short(truth_of(setting, a)[0])})" for name, a in answers)
+            lines.append(f"{setting['name'].removeprefix('report ')}: {told}")
+    return lines

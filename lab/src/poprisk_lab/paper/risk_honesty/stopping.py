@@ -10,7 +10,7 @@ from torch import nn
 from poprisk._core.autodiff import FlatModel
 from poprisk.runs import Run
 from poprisk_lab.paper.risk_honesty.baselines import evidence_criterion, gradient_disparity
-from poprisk_lab.paper.risk_honesty.settings import Setting
+from poprisk_lab.paper.risk_honesty.task import Setting
 from poprisk_lab.recipes.label_wave import chosen_epoch
 
 MOMENTS = 12

@@ -1,256 +1,188 @@
-r"""Does ``population_risk`` know when it is valid? Trainings from underfit to interpolation, compared with the truth.
+"""``python -m poprisk_lab.paper.risk_honesty.study``: run the settings of a split, one JSON line for each answer.
 
-A setting is a task, a seed and a moment of training. In each, every estimator gives its value, its standard error and
-its verdict, and a large test set gives the truth. The baselines that others use stand beside them.
+    python -m poprisk_lab.paper.risk_honesty.study --split tune --folder DIR --limit 20 --methods auto k_fold
+    python -m poprisk_lab.paper.risk_honesty.study --split tune report --folder DIR --workers 2 --output FILE
+
+Lines go to ``DIR/SPLIT.jsonl`` as they come, each in one write. What is there is not made again, so that a run that was
+interrupted goes on where it was. With ``--output`` the lines of both splits, if they are there, are condensed into a
+result with its summary. RULE.md says how answers are judged.
 """
 
-import math
+import argparse
+import json
+import signal
+import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
-from itertools import pairwise
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from poprisk._core.store import load_result, save_result
-from poprisk.errors import DataError
-from poprisk.risk import RiskEstimate, Unrolled, retrain
-from poprisk.risk._exclusion import choose_examples, controlled, deletions_of, excluded_together, exclusion_at
-from poprisk.risk._first_order import first_order_of
-from poprisk.risk._influence.exclusion_sweep import ExclusionSweep
-from poprisk.risk._k_fold import FoldEnsemble
-from poprisk.risk._resampled import holdout_weights
-from poprisk.risk._retraining.members import Members
-from poprisk.risk._retraining.retrain import example_losses, member_outputs
-from poprisk.runs import Problem, Run, train
-from poprisk_lab.paper.risk_honesty.baselines import (
-    evidence_criterion,
-    gradient_disparity,
-    kernel_gcv_risk,
-    takeuchi_risk,
-)
-from poprisk_lab.paper.risk_honesty.task import SMOKE, HonestyConfig, Task, task_problem
+from poprisk._core.store import environment, save_result
+from poprisk._core.store.exclusive import append_line
+from poprisk.runs import Run
+from poprisk_lab.paper.risk_honesty.design import SPLITS, Split, settings
+from poprisk_lab.paper.risk_honesty.judging import KIND, summarize
+from poprisk_lab.paper.risk_honesty.methods import Method, as_row, available, finite, remembered
+from poprisk_lab.paper.risk_honesty.task import Setting, Truth
 
-__all__ = [
-    "HonestyConfig",
-    "KIND",
-    "SINGLE_RUN",
-    "SMOKE",
-    "Task",
-    "auto",
-    "run",
-    "run_setting",
-    "setting_rows",
-    "summarize",
-    "task_problem",
-    "trainings",
-]
-
-KIND = "risk honesty"
-SINGLE_RUN = ("exclusion", "first_order", "kernel_gcv", "takeuchi")
-"""Estimators that train nothing."""
-_HOLDOUT = 0.2
+TRUTH = "truth"
+"""Name of the line with the true risk of a setting."""
+SECONDS = 300.0
+"""Processor time after which a method counts as having no answer."""
+Row = Mapping[str, Any]
 
 
-def run_setting(task: Task, config: HonestyConfig, seed: int) -> list[dict[str, Any]]:
-    """One training with all its moments: for each, the truth and what every estimator says."""
-    problem = task_problem(task, config, seed)
-    makers: Mapping[str, Callable[..., Any]] = {
-        "sgd": partial(torch.optim.SGD, lr=task.lr, momentum=0.9),
-        "adam": partial(torch.optim.Adam, lr=task.lr),
-    }
-    steps = config.steps
-    run = train(
-        problem,
-        makers[task.optimizer],
-        steps[-1],
-        batch_size=config.batch_size,
-        seed=seed,
-        dtype=torch.float64,
-        progress=False,
-    )
-    folds = FoldEnsemble(run, config.folds, seed)
-    folds.advance(run, steps)
-    held_out = _holdout(run, steps, seed)
-    unrolled = Unrolled(run, stop=steps[0])
-    chosen, groups = choose_examples(len(problem), config.examples, seed), excluded_together(unrolled)
-    sweep, deletions = ExclusionSweep(unrolled, chosen, groups=groups), deletions_of(unrolled, chosen, groups, seed)
-    deletions.follow(run, steps)
-    rows = []
-    for k in steps:
-        unrolled = Unrolled(run, stop=k)
-        sweep.extend(unrolled)
-        predicted = exclusion_at(unrolled, sweep.outputs_at(k), k)
-        exclusion = controlled(unrolled, predicted, deletions, k, None, seed)
-        found = {
-            "exclusion": exclusion.risk,
-            "first_order": first_order_of(unrolled, exclusion),
-            "k_fold": folds.reading(run, k),
-            "holdout": held_out[k],
-            **_baselines(problem, run, k),
-        }
-        about = {"task": task.name, "seed": seed, "step": k}
-        measured = {**_truth(problem, run.weights(k)), **_signals(problem, run, k)}
-        rows.append({**about, **measured, "estimates": {name: _plain(e) for name, e in found.items()}})
+class TimeLimitError(Exception):
+    """A method took more than its time."""
+
+
+def lines_of(folder: Path, split: str) -> list[dict[str, Any]]:
+    """The stored lines of a split; a line that was cut off is left out."""
+    path, rows = folder / f"{split}.jsonl", []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
     return rows
 
 
-def _truth(problem: Problem, w: Float[Tensor, "d"]) -> dict[str, float]:
-    assert problem.test is not None
-    model = problem.model(torch.float64)
-    test, own = (model.per_example_losses(w, *data) for data in (problem.test, (problem.inputs, problem.targets)))
+def run_setting(setting: Setting, methods: Mapping[str, Method], folder: Path, *, seconds: float = SECONDS) -> int:
+    """Make and store what is missing of one setting; returns how many lines were written."""
+    path = folder / f"{setting.split}.jsonl"
+    done = {row["method"]: row for row in lines_of(folder, setting.split) if row["setting"] == setting.name}
+    wanted = [method for method in methods.values() if method.name not in done and method.defined(setting)]
+    if not wanted and TRUTH in done:
+        return 0
+    with warnings.catch_warnings(), remembered(done):
+        warnings.simplefilter("ignore")
+        run = setting.run()
+        if TRUTH not in done:
+            _store(path, setting, TRUTH, lambda: _truth(setting, run), seconds)
+        for method in wanted:
+            _store(path, setting, method.name, lambda method=method: as_row(method.estimate(setting, run)), seconds)
+    return len(wanted) + (TRUTH not in done)
+
+
+def _truth(setting: Setting, run: Run) -> dict[str, Any]:
+    kept = setting.kept_truth(run)
     return {
-        "truth": test.mean().item(),
-        "truth_error": test.std().item() / math.sqrt(len(test)),
-        "training_loss": own.mean().item(),
+        **_plain(setting.truth(run)),
+        "kept": None if kept is None else _plain(kept),
+        "training_loss": finite(setting.training_loss(run)),
+        "weights": run.num_weights,
     }
 
 
-def _signals(problem: Problem, run: Run, k: int) -> dict[str, float]:
-    model, w = problem.model(torch.float64), run.weights(k)
-    data = (problem.inputs, problem.targets)
-    return {"evidence": evidence_criterion(model, w, *data), "disparity": gradient_disparity(model, w, *data)}
+def _plain(truth: Truth) -> dict[str, Any]:
+    return {key: finite(value) for key, value in asdict(truth).items()}
 
 
-def _baselines(problem: Problem, run: Run, k: int) -> dict[str, float]:
-    model, w = problem.model(torch.float64), run.weights(k)
-    found = {"takeuchi": takeuchi_risk(model, w, problem.inputs, problem.targets)}
-    if problem.loss == "squared":
-        found["kernel_gcv"] = kernel_gcv_risk(model, w, run.weights(0), problem.inputs, problem.targets)
+def _store(path: Path, setting: Setting, name: str, make: Callable[[], Row], seconds: float) -> None:
+    """Append a line with the answer, or with the reason why there is none."""
+    start = time.process_time()
+    try:
+        with _limited(seconds):
+            found = dict(make())
+    except TimeLimitError:
+        found = {"value": None, "standard_error": None, "valid": False, "reason": f"no answer within {seconds:g} s"}
+    except Exception as error:  # whatever goes wrong is the answer
+        said = f"{type(error).__name__}: {error}"
+        found = {"value": None, "standard_error": None, "valid": False, "raised": True, "reason": said}
+    taken = round(time.process_time() - start, 3)
+    about = {"setting": setting.name, "method": name, "seconds": taken, "commit": _commit()}
+    append_line(path, json.dumps({**about, **found}))
+
+
+@cache
+def _commit() -> str | None:
+    return environment()["commit"]
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeLimitError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _worker(split: Split, index: int, names: Sequence[str], folder: Path) -> str:
+    torch.set_num_threads(1)
+    setting = settings(split)[index]
+    start = time.process_time()
+    made = run_setting(setting, chosen_methods(names), folder)
+    return f"{setting.name}: {made} answers in {time.process_time() - start:.1f} s"
+
+
+def chosen_methods(names: Sequence[str]) -> dict[str, Method]:
+    """The methods of these names that there are; all of them without names."""
+    return {name: method for name, method in available().items() if not names or name in names}
+
+
+def condensed(folder: Path) -> dict[str, Any]:
+    """The stored lines of both splits as one result: every setting with its truth and its answers, and a summary."""
+    found: dict[str, Any] = {}
+    for split in SPLITS:
+        rows = lines_of(folder, split)
+        answers: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            kept = {key: value for key, value in row.items() if key not in ("setting", "method", "commit")}
+            answers.setdefault(row["setting"], {})[row["method"]] = kept
+        made = [
+            {"name": s.name, "factors": s.factors, TRUTH: answers[s.name].pop(TRUTH), "answers": answers[s.name]}
+            for s in settings(split)
+            if TRUTH in answers.get(s.name, {})
+        ]
+        if made:
+            commits = sorted({str(row["commit"]) for row in rows})
+            found[split] = {"commits": commits, "summary": summarize(made), "settings": made}
     return found
 
 
-def _holdout(run: Run, steps: Sequence[int], seed: int) -> dict[int, RiskEstimate]:
-    """A fifth of the examples kept aside, one training on the others: what most people do."""
-    n = run.num_examples
-    held = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: round(_HOLDOUT * n)]
-    weights = retrain(run, Members(holdout_weights(n, held)[None]), keep=steps, progress=False).kept
-    readings = {}
-    for k in steps:
-        outputs = member_outputs(run, weights[k], run.problem.inputs[held])[0]
-        losses = example_losses(run.problem, outputs, run.problem.targets[held])
-        error = losses.std().item() / math.sqrt(len(held))
-        target = f"a model trained on {n - len(held)} of the {n} examples"
-        readings[k] = RiskEstimate(losses.mean().item(), error, cost=1.0, target=target, method="holdout")
-    return readings
+def run_split(split: Split, names: Sequence[str], folder: Path, limit: int | None, workers: int) -> None:
+    """Make what is missing of a split, in so many processes, and say so."""
+    count = len(settings(split))
+    chosen = list(range(count))[:: max(1, count // limit) if limit else 1][:limit]
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        jobs = [pool.submit(_worker, split, i, names, folder) for i in chosen]
+        for done, each in enumerate(as_completed(jobs), 1):
+            print(f"{done} of {len(jobs)}: {each.result()}", flush=True)
 
 
-def _plain(estimate: RiskEstimate | float) -> dict[str, Any]:
-    if isinstance(estimate, RiskEstimate):
-        kept = ("value", "standard_error", "valid", "reason")
-        return {key: value for key, value in estimate.to_dict().items() if key in kept}
-    return {"value": estimate if math.isfinite(estimate) else None}
+def main() -> None:
+    """Parse the options, run, condense."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--split", nargs="*", choices=list(SPLITS), default=[], help="none: only condense")
+    parser.add_argument("--folder", type=Path, help="where the lines are stored; default: a temporary folder")
+    parser.add_argument("--limit", type=int, help="run only so many settings of a split, spread over the design")
+    parser.add_argument("--methods", nargs="*", default=[], help="names of methods; default: all there are")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes, one thread each")
+    parser.add_argument("--smoke", action="store_true", help="a small version, to see that it works")
+    parser.add_argument("--output", type=Path, help="write the condensed result to this file")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        for split in arguments.split:
+            run_split(split, arguments.methods, folder, 2 if arguments.smoke else arguments.limit, arguments.workers)
+        if arguments.output is not None:
+            config = {"rule": "RULE.md", "seeds": {split: levels.seed for split, levels in SPLITS.items()}}
+            save_result(arguments.output, KIND, config, condensed(folder))
 
 
-def run(config: HonestyConfig, folder: str | Path, progress: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """Every setting; each training's rows are stored in ``folder`` when it is done, and read where it was done before.
-
-    Raises:
-        DataError: the folder holds results of another configuration.
-    """
-    rows: list[dict[str, Any]] = []
-    total = len(config.tasks) * len(config.seeds)
-    for i, (task, seed) in enumerate(trainings(config)):
-        rows += setting_rows(config, task, seed, folder)
-        progress(f"{i + 1} of {total} trainings: {task.name}, seed {seed}")
-    return rows
-
-
-def setting_rows(config: HonestyConfig, task: Task, seed: int, folder: str | Path) -> list[dict[str, Any]]:
-    """The rows of one training, computed or read."""
-    name = "".join(c if c.isalnum() else "-" for c in task.name)
-    path = Path(folder) / f"{name}-{seed}.json"
-    described = {**asdict(config), "task": asdict(task), "seed": seed, "tasks": None, "seeds": None}
-    if path.exists():
-        stored = load_result(path, KIND)
-        if stored["config"] != _json_like(described):
-            raise DataError(f"{path} was made with another configuration: give another folder, or remove it")
-        return stored["result"]["rows"]
-    rows = run_setting(task, config, seed)
-    save_result(path, KIND, described, {"rows": rows})
-    return rows
-
-
-def auto(row: Mapping[str, Any], *, budget: bool) -> dict[str, Any]:
-    """What ``population_risk`` returns in this setting: exclusion if valid, else K-fold if training is allowed."""
-    found = row["estimates"]
-    return found["exclusion"] if found["exclusion"]["valid"] or not budget else found["k_fold"]
-
-
-def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Coverage, flags and accuracy over all settings."""
-    named: dict[str, list[tuple[Mapping[str, Any], float]]] = {}
-    for row in rows:
-        answers = {**row["estimates"], "auto": auto(row, budget=False), "auto, 10 trainings": auto(row, budget=True)}
-        for name, found in answers.items():
-            named.setdefault(name, []).append((found, row["truth"]))
-    columns = {name: _column(found) for name, found in named.items()}
-    return {
-        "settings": len(rows),
-        "columns": columns,
-        "stopping": _stopping(rows),
-    }
-
-
-def _column(found: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
-    known = [(e, truth) for e, truth in found if e["value"] is not None]
-    off = [abs(e["value"] - truth) / truth for e, truth in known]
-    valid = [(e, truth) for e, truth in known if e.get("valid", True)]
-    with_error = [(e, truth) for e, truth in valid if e.get("standard_error") is not None]
-    covered = [abs(e["value"] - t) <= 2 * e["standard_error"] + 0.05 * t for e, t in with_error]
-    wrong_but_valid = sum(abs(e["value"] - t) / t > 0.2 for e, t in valid)
-    return {
-        "settings": len(found),
-        "valid": len(valid),
-        "covered": sum(covered),
-        "coverage": sum(covered) / len(covered) if covered else None,
-        "off by more than 20%, believed": wrong_but_valid,
-        "off by more than 20%": sum(o > 0.2 for o in off),
-        "median error, all": _median(off),
-        "median error, valid": _median([abs(e["value"] - t) / t for e, t in valid]),
-    }
-
-
-def _stopping(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean excess of the true risk, over the best moment's, at the moment that each signal would stop at."""
-    runs: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        runs.setdefault((row["task"], row["seed"]), []).append(row)
-    rules: dict[str, Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]] = {
-        "never": lambda moments: moments[-1],
-        "evidence": lambda moments: next((m for m in moments if m["evidence"] > 0), moments[-1]),
-        "disparity": lambda moments: next(
-            (a for a, b in pairwise(moments) if b["disparity"] > a["disparity"]), moments[-1]
-        ),
-        "holdout": lambda moments: min(moments, key=lambda m: m["estimates"]["holdout"]["value"]),
-        "k_fold": lambda moments: min(moments, key=lambda m: m["estimates"]["k_fold"]["value"]),
-        "exclusion": lambda moments: min(
-            (m for m in moments if m["estimates"]["exclusion"]["valid"]),
-            key=lambda m: m["estimates"]["exclusion"]["value"],
-            default=moments[0],
-        ),
-    }
-    excess: dict[str, float] = {}
-    for name, rule in rules.items():
-        values = [rule(moments)["truth"] / min(m["truth"] for m in moments) - 1 for moments in runs.values()]
-        excess[name] = sum(values) / len(values)
-    return excess
-
-
-def _median(values: list[float]) -> float | None:
-    return float(torch.tensor(values, dtype=torch.float64).median()) if values else None
-
-
-def _json_like(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _json_like(each) for key, each in value.items()}
-    return [_json_like(each) for each in value] if isinstance(value, tuple | list) else value
-
-
-def trainings(config: HonestyConfig) -> Iterator[tuple[Task, int]]:
-    """Every training there is."""
-    return ((task, seed) for task in config.tasks for seed in config.seeds)
+if __name__ == "__main__":
+    main()
