@@ -59,7 +59,7 @@ def cleanlab_columns(table: AuditTable | OutOfSample, **options: Any) -> dict[st
         raise MissingExtraError("cleanlab", "cleanlab", "cleanlab's label issues") from None
     return {
         "cleanlab_is_issue": np.asarray(find_label_issues(**inputs, **options)),
-        "cleanlab_quality": np.asarray(get_label_quality_scores(**inputs)),
+        "cleanlab_quality": np.asarray(get_label_quality_scores(inputs["labels"], inputs["pred_probs"])),
     }
 
 

@@ -291,7 +291,7 @@ def test_ten_members_cost_ten_trainings_and_no_loop(monkeypatch):
         retrain(run, Members(torch.ones(10, 40)), check=False)
     ratio = ten.get_total_flops() / one.get_total_flops()
     assert 9 <= ratio <= 11  # 10 would be exact; the probe of the model is part of it
-    assert len(calls) <= 6 + 8
+    assert len(calls) <= 6 + 5
 
 
 def test_progress_is_shown_when_asked_for(capsys):

@@ -96,7 +96,7 @@ def retrain(
     check_members(run, members, keep)
     last = run.num_steps if stop is None else stop
     _resumed(run, members, keep, last, resume)
-    why = "to keep each of them" if folder is not None else stacking_obstacle(run, dtype)
+    held, why = (0, "to keep each of them") if folder is not None else _stackable(run, dtype)
     if resume is not None and resume.members:
         why = why or "as before"
     if not why and check and resume is None and run.is_dense and run.num_steps:
@@ -104,20 +104,25 @@ def retrain(
     if why:
         how = {"resume": resume, "dtype": dtype, "progress": progress, "check": check, "folder": folder}
         return train_one_by_one(run, members, keep, last, **how, why=why)
-    return _stacked(run, members, keep, last, resume, dtype or run.layout.dtype, memory, progress)
+    return _stacked(run, members, keep, last, resume, dtype or run.layout.dtype, memory, progress, held)
 
 
 def stacking_obstacle(run: Run, dtype: torch.dtype | None = None) -> str | None:
     """Why members of this run cannot be trained in one stacked computation; None if they can."""
+    return _stackable(run, dtype)[1]
+
+
+def _stackable(run: Run, dtype: torch.dtype | None) -> tuple[int, str | None]:
+    """Number of values that a forward pass computes for one example, and why members cannot be stacked, if so."""
     if run.obstacles:
-        return _brief(run.obstacles[0])
+        return 0, _brief(run.obstacles[0])
     changed = [name for name in run.checkpoint(run.num_steps) if name.startswith(MODULE_BUFFER)]
     if changed:
-        return f"training changes the buffer {changed[0].removeprefix(MODULE_BUFFER)!r}"
+        return 0, f"training changes the buffer {changed[0].removeprefix(MODULE_BUFFER)!r}"
     few = torch.arange(1)
     try:
         trainer = _Trainer(run, flat_rule(run), dtype or run.layout.dtype, Members(torch.ones(1, run.num_examples)))
-        _held(trainer)
+        held = _held(trainer)
         inputs, targets = run.problem.batch(few, dtype=trainer.dtype)
         w = trainer.first_weights(slice(0, 1))
         with _no_fallback(), exact_kernels(trainer.module):
@@ -125,8 +130,8 @@ def stacking_obstacle(run: Run, dtype: torch.dtype | None = None) -> str | None:
             with torch.no_grad():
                 vmap(trainer.outputs, in_dims=(0, None))(w, inputs)
     except (PopRiskError, RuntimeError) as error:  # from PyTorch: no batching rule, an operation in place
-        return _brief(str(error) or type(error).__name__)
-    return None
+        return 0, _brief(str(error) or type(error).__name__)
+    return held, None
 
 
 def _brief(text: str) -> str:
@@ -161,11 +166,12 @@ def _stacked(
     dtype: torch.dtype,
     memory: int,
     progress: bool | None,
+    held: int,
 ) -> Retrained:
     trainer = _Trainer(run, flat_rule(run), dtype, members)
     first = 0 if resume is None else resume.step
     largest = max((len(index) for k in range(run.num_steps) for index, _ in trainer.recorded(k).parts(k)), default=1)
-    width = _members_at_once(trainer, memory, _held(trainer), largest)
+    width = _members_at_once(trainer, memory, held, largest)
     steps = last - first
     work = 6.0 * members.count * run.num_weights * steps * (len(run.batch(0)) if run.num_steps else 0)
     shown = work > _SMALL_WORK if progress is None else progress
