@@ -3,6 +3,7 @@ r"""Population risk along a run: a curve to look at, and the step to stop at."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._k_fold import FoldEnsemble, most_folds
 from poprisk.risk._risk import ROADS, Question, first_valid
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate
-from poprisk.runs import Run
+from poprisk.runs import Run, as_run
 
 _READINGS = 20
 
@@ -104,7 +105,7 @@ class RiskMeter:
         self._folds: FoldEnsemble | None = None
         self._first: tuple[Tensor, str] | None = None
 
-    def read(self, run: Run, steps: int | Sequence[int] | None = None) -> "RiskMeter":
+    def read(self, run: Run | str | Path, steps: int | Sequence[int] | None = None) -> "RiskMeter":
         """Add readings of a run as far as it has gone; earlier readings are kept.
 
         Call it with ``recorder.flush()`` from time to time during training, or once with a finished run.
@@ -118,6 +119,7 @@ class RiskMeter:
             DataError: a step is outside the run, or before one that was read.
             RunError: the run is not the one read before, or none of the methods is possible for it.
         """
+        run = as_run(run)
         if not run.num_steps:
             raise DataError("the run has no steps yet: call recorder.flush() to write the steps so far")
         moments = self._moments(run, steps)

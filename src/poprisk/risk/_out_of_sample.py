@@ -1,6 +1,7 @@
 """Out-of-sample class probabilities of every training example, from one run."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -14,7 +15,7 @@ from poprisk.risk._k_fold import k_fold, most_folds
 from poprisk.risk._leverage.leverage import leverage_of_all
 from poprisk.risk._moments import Network
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate
-from poprisk.runs import Run
+from poprisk.runs import Run, as_run
 
 OutOfSampleMethod = Literal["auto", "exclusion", "leverage", "k_fold"]
 
@@ -49,7 +50,7 @@ class OutOfSample:
 
 
 def out_of_sample_probabilities(
-    run: Run, method: OutOfSampleMethod = "auto", retrain_budget: int = 0, *, seed: int = 0
+    run: Run | str | Path, method: OutOfSampleMethod = "auto", retrain_budget: int = 0, *, seed: int = 0
 ) -> OutOfSample:
     """Class probabilities of every training example, as if the example had not been trained on.
 
@@ -57,7 +58,7 @@ def out_of_sample_probabilities(
     its own examples it is too sure of the labels it has seen.
 
     Args:
-        run: A recorded run with its problem, whose targets are classes.
+        run: A recorded run with its problem, whose targets are classes, or the path of its directory.
         method: "exclusion" follows the run without each example, linearized; "leverage" follows the outputs alone, for
             any network; "k_fold" trains again without each fold. "auto" returns the first that is valid, K-fold only
             where the budget allows it; if none is, it returns K-fold, or else the first
@@ -85,6 +86,7 @@ def out_of_sample_probabilities(
     ('exclusion', True, torch.Size([60, 2]))
     """
     _check(method, retrain_budget)
+    run = as_run(run)
     ways = {"exclusion": _by_exclusion, "leverage": _by_leverage, "k_fold": _by_folds}
     found: list[OutOfSample] = []
     obstacles: list[RunError] = []

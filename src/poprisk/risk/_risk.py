@@ -13,6 +13,7 @@ trained again with other example weights. :mod:`poprisk.risk._verdict` says when
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, get_args
 
 from jaxtyping import Int
@@ -27,7 +28,7 @@ from poprisk.risk._k_fold import k_fold_curve
 from poprisk.risk._leverage.leverage import leverage
 from poprisk.risk._under_training import under_training
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate, narrower
-from poprisk.runs import Run
+from poprisk.runs import Run, as_run
 
 RiskMethod = Literal["auto", "held_back", "exclusion", "leverage", "first_order", "k_fold"]
 
@@ -129,7 +130,7 @@ estimate for the same weights that does not contradict it is preferred (:func:`p
 
 
 def population_risk(
-    run: Run | Unrolled,
+    run: Run | Unrolled | str | Path,
     method: RiskMethod = "auto",
     retrain_budget: int = 0,
     *,
@@ -141,7 +142,8 @@ def population_risk(
     r"""Population risk: the expected loss of a trained model on new data from the same source, from its training run.
 
     Args:
-        run: A recorded run with its problem; or an :class:`Unrolled` of it, to stop earlier or in another precision.
+        run: A recorded run with its problem, or the path of its directory; or an :class:`Unrolled` of
+            it, to stop earlier or in another precision.
         method: "held_back", "exclusion", "leverage", "first_order" or "k_fold". "auto" uses the first that is valid:
             the held-back risk where examples were held back, exclusion, leverage, and K-fold where the budget allows
             it. If none is valid, it
@@ -180,6 +182,7 @@ def population_risk(
     """
     _check(method, retrain_budget, weights)
     check_controls(controls)
+    run = run if isinstance(run, Unrolled) else as_run(run)
     question = Question(run, _asked_weights(run, method, weights), retrain_budget, examples, seed, controls=controls)
     if method == "auto":
         return first_valid(question, ROADS)

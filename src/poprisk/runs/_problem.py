@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from poprisk._core.autodiff import ExampleLoss, FlatModel, Inputs, resolve_loss, take_examples
 from poprisk._core.store import Importable, described, fingerprint, importable, located, resolve
 from poprisk.errors import DataError, HyperparameterError
+from poprisk.runs._formats import as_examples, as_factory, as_loss
 
 Augmentation = Callable[[Inputs, Generator], Inputs]
 BatchLoss = Callable[[Tensor, Tensor], Tensor]
@@ -29,15 +30,18 @@ class Problem:
     ``Run.load(path, problem=…)``, and is checked against the description.
 
     Args:
-        make_model: Builds the module: a function or class, called with ``arguments`` under ``seed``.
-        loss: ``"squared"``, ``"cross_entropy"``, ``"logistic"``, or a function of ONE example's outputs and target that
-            returns a scalar.
-        inputs: All training inputs, first axis the examples; a tuple where the forward takes several tensors.
-        targets: All training targets.
+        make_model: Builds the module: a function or class, called with ``arguments`` under ``seed``. Or the module
+            itself: trainings start from copies of it, and ``seed`` is not used.
+        loss: ``"squared"``, ``"cross_entropy"``, ``"logistic"``, a module such as ``nn.MSELoss()``, or a function of
+            ONE example's outputs and target that returns a scalar.
+        inputs: All training inputs, first axis the examples; a tuple where the forward takes several. Tensors or NumPy
+            arrays (floats are converted to torch's default dtype); or a torch ``Dataset`` or ``DataLoader`` of
+            (inputs, target), which is read into memory once.
+        targets: All training targets; leave them out where a dataset has them.
         name: Name of the problem, for messages and reports.
         arguments: Keyword arguments of ``make_model``, JSON values if the run is to be reopened by itself.
         show: Function that returns a display of the example with a given index; default: a line of text.
-        test: Test inputs and targets.
+        test: Test inputs and targets as a tuple, or a dataset or loader of them.
         augment: Function of a batch of inputs and a seeded generator that returns augmented inputs; it must draw all
             its random numbers from the generator, or it cannot be replayed.
         batch_loss: Mean of ``loss`` over a batch of outputs and targets, computed exactly as in the training loop, for
@@ -46,7 +50,7 @@ class Problem:
 
     Raises:
         DataError: inputs and targets (or the test inputs and targets) differ in length, or are empty.
-        HyperparameterError: ``make_model`` is a module instead of a function that builds one, or the loss is unknown.
+        HyperparameterError: the model or the loss is none of these, or a module is given with ``arguments``.
 
     >>> problem = Problem(nn.Linear, "squared", torch.ones(4, 2), torch.zeros(4, 1),
     ...                   arguments={"in_features": 2, "out_features": 1})
@@ -60,31 +64,31 @@ class Problem:
 
     def __init__(
         self,
-        make_model: Callable[..., nn.Module],
-        loss: str | ExampleLoss,
-        inputs: Inputs,
-        targets: Tensor,
+        make_model: Callable[..., nn.Module] | nn.Module,
+        loss: str | ExampleLoss | nn.Module,
+        inputs: Any,
+        targets: Any = None,
         *,
         name: str = "problem",
         arguments: Mapping[str, Any] | None = None,
         show: Callable[[int], Any] | None = None,
-        test: tuple[Inputs, Tensor] | None = None,
+        test: Any = None,
         augment: Augmentation | None = None,
         batch_loss: BatchLoss | None = None,
         seed: int = 0,
     ) -> None:
-        if isinstance(make_model, nn.Module) or not callable(make_model):
-            raise HyperparameterError(
-                f"make_model must be a function that builds the module, got a {type(make_model).__name__}: pass its "
-                "class with arguments={…}, or a function that returns a new one"
-            )
-        _check_examples("training", inputs, targets)
+        if isinstance(make_model, nn.Module) and arguments:
+            raise HyperparameterError("a module is built already: leave arguments out, or pass its class instead")
+        self.make_model, self.arguments = as_factory(make_model), dict(arguments or {})
+        self.inputs, self.targets = as_examples("training", inputs, targets)
+        _check_examples("training", self.inputs, self.targets)
+        self.test: tuple[Inputs, Tensor] | None = None
         if test is not None:
-            _check_examples("test", *test)
-        self.make_model, self.loss, self.arguments = make_model, loss, dict(arguments or {})
-        self.inputs, self.targets, self.test = inputs, targets, test
+            self.test = as_examples("test", *test) if isinstance(test, tuple) else as_examples("test", test)
+            _check_examples("test", *self.test)
+        self.loss = as_loss(loss, self.targets)
         self.name, self.augment, self.seed = name, augment, seed
-        self._show, self._batch_loss, self._example_loss = show, batch_loss, resolve_loss(loss)
+        self._show, self._batch_loss, self._example_loss = show, batch_loss, resolve_loss(self.loss)
         self._source: Importable | None = None
         self._splits: list[dict[str, list[int]]] = []
 

@@ -339,3 +339,18 @@ class Run:
 
     def _replay(self, start: int, stop: int) -> SegmentReader:
         return self._replay_segment(self, start, stop, tolerate=self._tolerate)
+
+
+def as_run(run: Run | str | Path) -> Run:
+    """A run as it is, or opened from its directory.
+
+    Raises:
+        DataError: It is neither, or there is no run in the directory.
+    """
+    if isinstance(run, str | Path):
+        return Run.load(run)
+    if not isinstance(run, Run):
+        raise DataError(
+            f"expected a Run or the path of its directory, got {type(run).__name__}: record one with train()"
+        )
+    return run

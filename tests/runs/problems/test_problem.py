@@ -9,6 +9,7 @@ from torch import nn
 
 from poprisk._core.store.import_paths import importable, resolve
 from poprisk.errors import DataError, HyperparameterError
+from poprisk.runs._formats import as_factory
 from poprisk.runs._problem import Problem
 
 INPUTS, LABELS = torch.linspace(-1, 1, 12).reshape(6, 2), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -136,8 +137,8 @@ def test_a_problem_made_by_hand_says_what_is_needed():
 
 
 def test_bad_input():
-    with pytest.raises(HyperparameterError, match="function that builds the module, got a Linear"):
-        Problem(nn.Linear(1, 1), "squared", INPUTS, LABELS)
+    with pytest.raises(HyperparameterError, match="a module or a function that builds one, got a str"):
+        as_factory("nn.Linear")
     with pytest.raises(HyperparameterError, match="loss must be one of"):
         Problem(make, "hinge", INPUTS, LABELS)
     with pytest.raises(DataError, match="training inputs and targets must have the same number"):

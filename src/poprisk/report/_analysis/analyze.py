@@ -7,6 +7,7 @@ A section is computed if its estimated time on one CPU core is within the budget
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 from poprisk._core.progress import Progress
@@ -40,7 +41,7 @@ from poprisk.risk import (
     population_risk,
 )
 from poprisk.risk import seconds as exact_seconds
-from poprisk.runs import Run
+from poprisk.runs import Run, as_run
 
 PARTS = ("examples", "curves", "risk", "memorization", "gates", "operators", "kernel", "neighbours")
 """Parts of an analysis, in the order in which they are computed."""
@@ -97,7 +98,7 @@ class Analysis:
 
 
 def analyze(
-    run: Run,
+    run: Run | str | Path,
     *,
     budget: float = BUDGET,
     retrain: int = 0,
@@ -108,7 +109,8 @@ def analyze(
     r"""Analyze a recorded run within a time budget: what it learned, what it memorized, which labels look wrong.
 
     Args:
-        run: The run. If its problem is not available, only the recorded losses can be shown.
+        run: The run, or the path of its directory. If its problem is not available, only the recorded losses can be
+            shown.
         budget: Approximate time, in seconds on one CPU core, that each part may take. More expensive parts are left
             out; ``Analysis.left_out`` says how long each would take.
         retrain: Number of trainings that may be spent on the risk if the run alone does not determine it: 0, or at
@@ -136,6 +138,7 @@ def analyze(
     (9, 'the optimizer has no gate; train with PopRiskAdamW')
     """
     check_options(budget, retrain)
+    run = as_run(run)
     if not run.num_steps:
         raise RunError("the run has no steps, so there is nothing to analyze: train it first")
     if callable(progress):

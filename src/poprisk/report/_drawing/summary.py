@@ -23,13 +23,14 @@ def summary_lines(found: Analysis) -> list[str]:
         lines.append(f"How much was memorized is not known: {as_command(found.left_out['memorization'])}.")
     last = found.last_risk
     if found.risk is not None:
-        tested = found.risk is last and curves is not None and curves.test is not None
-        test = f", test loss {number(curves.test[-1])}" if tested and curves and curves.test else ""
-        lines.append(f"Population risk, the expected loss on new data: {_risk_words(found.risk)}{test}.")
+        lines.append(f"Population risk, the expected loss on new data: {_risk_words(found.risk)}.")
         if last is not None and last is not found.risk:
             lines.append(f"The same at the last step: {_risk_words(last)}.")
     elif "risk" in found.left_out and table is not None:
         lines.append(f"Population risk was not estimated: {found.left_out['risk']}.")
+    if curves is not None and curves.test:
+        right = f"accuracy {100 * curves.test_accuracy[-1]:.1f}%, " if curves.test_accuracy else ""
+        lines.append(f"On the test set, with the weights of the last step: {right}loss {number(curves.test[-1])}.")
     if table is not None:
         lines.append(headline(table))
     lines += _stop_words(found)

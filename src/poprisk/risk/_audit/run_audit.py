@@ -1,6 +1,7 @@
 """Find training examples that are mislabelled, hard or memorized, from one recorded run."""
 
 import math
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from poprisk.risk._classes import ClassView, class_view, own_and_other
 from poprisk.risk._moments import choose_moments, evaluate, has_changing_buffers
 from poprisk.risk._under_training import under_training
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, judge_count, no_count
-from poprisk.runs import Problem, Run
+from poprisk.runs import Problem, Run, as_run
 
 Tier = Literal["auto", "any", "exact"]
 _OUTLIER = 3.5
@@ -29,7 +30,7 @@ _OUTLIER = 3.5
 
 
 def audit(
-    run: Run,
+    run: Run | str | Path,
     *,
     tier: Tier = "auto",
     moments: int = 20,
@@ -69,7 +70,7 @@ def audit(
     reliable), and ``displacement`` on the first 100 test examples if the problem has a test set and the run is small.
 
     Args:
-        run: A recorded run whose problem is known.
+        run: A recorded run whose problem is known, or the path of its directory.
         tier: ``"any"`` for the columns that every run has; ``"exact"`` to require the exact columns too; ``"auto"`` to
             add them if the run allows them and they are cheap, with a note otherwise.
         moments: Number of evenly spaced steps to evaluate at, in addition to a few early ones. If not every step was
@@ -104,6 +105,7 @@ def audit(
         raise HyperparameterError(f'tier must be "auto", "any" or "exact", got {tier!r}')
     if retrain_budget and not retrain_budget >= FEWEST_FOLDS:
         raise HyperparameterError(f"retrain_budget must be 0 or at least {FEWEST_FOLDS}, got {retrain_budget!r}")
+    run = as_run(run)
     if run.num_examples < 3:
         raise DataError(f"an audit needs at least 3 training examples, got {run.num_examples}")
     obstacle = exact_obstacle(run)

@@ -1,0 +1,206 @@
+"""Data, losses and models as people have them, in the form that a problem keeps: tensors, functions, factories."""
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from poprisk._core.autodiff import ExampleLoss, Inputs
+from poprisk.errors import DataError, HyperparameterError
+
+_CHUNK = 256
+_READ_TWICE = 4
+
+
+class CopiesOf:
+    """Makes copies of a module, with the weights it has now: a factory for a module that was built already."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = copy.deepcopy(module)
+
+    def __call__(self) -> nn.Module:
+        return copy.deepcopy(self.module)
+
+
+def as_examples(which: str, inputs: Any, targets: Any = None) -> tuple[Inputs, Tensor]:
+    """Inputs and targets as tensors.
+
+    Args:
+        which: "training" or "test", for messages.
+        inputs: Tensors, NumPy arrays, lists or tables, several in a tuple; or a dataset or data loader of
+            (inputs, target), read once in the order of its indices.
+        targets: The targets; None for a dataset or loader, which has them.
+
+    Raises:
+        DataError: These are not examples, or a dataset returns another example each time.
+
+    >>> as_examples("training", np.ones((2, 3)), [0, 1])[0].dtype, as_examples("training", np.eye(2), [0, 1])[1]
+    (torch.float32, tensor([0, 1]))
+    """
+    if isinstance(inputs, DataLoader | Dataset):
+        if targets is not None:
+            raise DataError(f"a {type(inputs).__name__} brings its own targets: leave targets out")
+        return _of_dataset(which, inputs)
+    if targets is None:
+        raise DataError(
+            f"{which} targets are missing: pass inputs and targets, or a Dataset or DataLoader of (inputs, target)"
+        )
+    several = isinstance(inputs, tuple)
+    parts = tuple(_tensor(f"{which} inputs", each) for each in (inputs if several else (inputs,)))
+    return parts if several else parts[0], _target(_tensor(f"{which} targets", targets))
+
+
+def as_loss(loss: Any, targets: Tensor) -> str | ExampleLoss:
+    """A loss given as a module, ``nn.MSELoss()`` for example, as the loss of one example; any other as it is.
+
+    Raises:
+        HyperparameterError: Its mean over a batch is not the mean of the losses of the examples.
+    """
+    if not isinstance(loss, nn.Module):
+        return loss
+    name = type(loss).__name__
+    if getattr(loss, "reduction", "mean") != "mean":
+        raise HyperparameterError(
+            f"{name} must have reduction='mean', got {loss.reduction!r}: training minimizes the mean over examples"
+        )
+    if any(getattr(loss, each, None) is not None for each in ("weight", "pos_weight")):
+        raise HyperparameterError(
+            f"{name} with class weights is no mean of losses of examples (it divides by the batch's weights): pass "
+            "a function of one example's outputs and target, such as lambda u, y: weight[y] * cross_entropy(u, y)"
+        )
+    one = targets.dim() == 1
+    if type(loss) is nn.CrossEntropyLoss:
+        if loss.label_smoothing == 0 and loss.ignore_index == -100 and (one or targets.is_floating_point()):
+            return "cross_entropy"
+        options = {"label_smoothing": loss.label_smoothing, "ignore_index": loss.ignore_index}
+        return functools.partial(mean_cross_entropy, **options)
+    if type(loss) is nn.BCEWithLogitsLoss and targets.numel() == len(targets):
+        return "logistic"
+    return _OfOne(loss)
+
+
+def as_factory(model: Any) -> Callable[..., Any]:
+    """A function that builds the module: the one given, or one that copies the module given."""
+    if isinstance(model, nn.Module):
+        return CopiesOf(model)
+    if not callable(model):
+        raise HyperparameterError(
+            f"make_model must be a module or a function that builds one, got a {type(model).__name__}"
+        )
+    return model
+
+
+def mean_cross_entropy(
+    outputs: Tensor, target: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100
+) -> Tensor:
+    """Cross-entropy of one example as ``nn.CrossEntropyLoss`` has it: the mean over its places that are not ignored.
+
+    >>> mean_cross_entropy(torch.zeros(4), torch.tensor(1), label_smoothing=0.1)
+    tensor(1.3863)
+    """
+    total = F.cross_entropy(
+        outputs.unsqueeze(0),
+        target.unsqueeze(0),
+        reduction="sum",
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    if target.is_floating_point():  # class probabilities: the first axis has the classes
+        return total / max(1, target[0].numel())
+    return total / (target != ignore_index).sum().clamp(min=1)
+
+
+class _OfOne:
+    """The loss of one example by a module that takes batches."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, outputs: Tensor, target: Tensor) -> Tensor:
+        by_element = isinstance(self.module, nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss)
+        if by_element and outputs.shape != target.shape:
+            raise DataError(
+                f"a target must have the shape of one example's outputs, {list(outputs.shape)}, got "
+                f"{list(target.shape)}: reshape the targets to the module's outputs"
+            )
+        return self.module(outputs.unsqueeze(0), target.unsqueeze(0))
+
+
+def _tensor(what: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
+        shapes = {tuple(each.shape) for each in value}
+        if len(shapes) > 1:
+            raise DataError(f"{what} must have one shape, got {len(shapes)} different ones: pad them to one length")
+        return torch.stack(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"{what} cannot be made an array: {error}") from None
+    if array.dtype.kind not in "biuf":
+        hint = "; number the classes: _, targets = numpy.unique(labels, return_inverse=True)"
+        strings = array.dtype.kind in "OUS" and "targets" in what
+        raise DataError(f"{what} must be numbers, got {array.dtype} {list(array.shape)}{hint if strings else ''}")
+    if array.dtype.kind == "f" and array.dtype != np.float16:
+        array = array.astype(np.dtype(str(torch.get_default_dtype()).removeprefix("torch.")), copy=False)
+    elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)
+    return torch.as_tensor(array if array.flags.writeable and all(s >= 0 for s in array.strides) else array.copy())
+
+
+def _target(targets: Tensor) -> Tensor:
+    """Classes as torch's losses want them; anything else as it is."""
+    return targets if targets.is_floating_point() or targets.is_complex() else targets.long()
+
+
+def _of_dataset(which: str, data: Any) -> tuple[Inputs, Tensor]:
+    loader = data if isinstance(data, DataLoader) else None
+    dataset: Any = data if loader is None else loader.dataset
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise DataError(
+            f"the {which} data must have __len__ and __getitem__, so that examples have an index, got "
+            f"{type(dataset).__name__}"
+        )
+    if not len(dataset):
+        raise DataError(f"the {which} dataset is empty")
+    if type(dataset) is TensorDataset:
+        return _parted(which, list(dataset.tensors))
+    collate = default_collate if loader is None or loader.collate_fn is None else loader.collate_fn
+
+    def read(start: int, stop: int) -> list[Tensor]:
+        batch = [dataset[i] for i in range(start, stop)]
+        if isinstance(batch[0], Mapping) or not isinstance(batch[0], tuple | list):
+            raise DataError(
+                f"an example of the {which} dataset must be a tuple of inputs and target, got "
+                f"{type(batch[0]).__name__}: pass arrays instead, inputs and targets"
+            )
+        try:
+            return [each if isinstance(each, Tensor) else _tensor(which, each) for each in collate(batch)]
+        except (TypeError, RuntimeError) as error:
+            brief = str(error).splitlines()[0][:160]
+            raise DataError(f"examples of the {which} dataset do not make a batch of tensors: {brief}") from None
+
+    few = min(_READ_TWICE, len(dataset))
+    if any(not torch.equal(a, b) for a, b in zip(read(0, few), read(0, few), strict=True)):
+        raise DataError(
+            f"the {which} dataset returns another example each time it is read: take the random transform out of it, "
+            "and pass it as augment="
+        )
+    chunks = [read(start, min(start + _CHUNK, len(dataset))) for start in range(0, len(dataset), _CHUNK)]
+    return _parted(which, [torch.cat(part) for part in zip(*chunks, strict=True)])
+
+
+def _parted(which: str, parts: list[Tensor]) -> tuple[Inputs, Tensor]:
+    if len(parts) < 2:
+        raise DataError(
+            f"an example of the {which} dataset must be a tuple of inputs and target, got {len(parts)} part"
+        )
+    *inputs, targets = parts
+    return tuple(inputs) if len(inputs) > 1 else inputs[0], _target(targets)
