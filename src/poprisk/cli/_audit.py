@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from poprisk.risk import AuditTable
 
 EXAMPLES = examples(
-    "poprisk audit poprisk-run", "poprisk audit poprisk-run --top 5 --output audit.csv", "poprisk audit RUN --json"
+    "poprisk audit poprisk-run",
+    "poprisk audit poprisk-run --top 5 --output audit.csv",
+    "poprisk audit poprisk-run --apply decisions.json --output corrected.npy",
+    "poprisk audit RUN --json",
 )
 _SHOWN = {
     "classes": ("example", "given_label", "suggested_label", "suspicion", "is_suspect", "mean_loss", "confidence"),
@@ -41,7 +44,19 @@ def audit(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Also write the whole table to this .csv or .parquet file.", show_default=False
+            "--output",
+            "-o",
+            help="Also write the whole table to this .csv or .parquet file; with --apply, the corrected targets to "
+            "this .npy or .csv file.",
+            show_default=False,
+        ),
+    ] = None,
+    apply: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Apply the decisions exported from a report (.json or .csv) to the targets, instead of an audit.",
+            show_default=False,
         ),
     ] = None,
     top: Annotated[int, number(0, 100_000, "Number of most suspicious examples to print.")] = 20,
@@ -62,12 +77,15 @@ def audit(
     """List the training labels of a recorded run that are probably wrong, and what they should be.
 
     Works on any run whose problem is available; notes say what is approximate. Nothing is trained again without
-    --retrain.
+    --retrain. After a review of the labels in a report, --apply writes the corrected targets.
     """
     from poprisk._core.store import writable_directory
     from poprisk.risk import audit as audit_run
     from poprisk.risk import check_format
 
+    if apply is not None:
+        _apply(run, problem, apply, output, as_json)
+        return
     if output is not None:
         check_format(output)
         writable_directory(output.parent)  # before anything slow
@@ -79,6 +97,25 @@ def audit(
     written = [] if output is None else [f"Wrote {output}"]
     outcome = _found(audited, top) | ({} if output is None else {"output": output.as_posix()})
     show([*audit_lines(audited, top, stdout().width), *written], outcome, as_json)
+
+
+def _apply(run: Path, problem: str | None, file: Path, output: Path | None, as_json: bool) -> None:
+    """Write the targets with the decisions of a review."""
+    from poprisk._core.store import writable_directory
+    from poprisk.risk import Decisions, check_targets_format, write_targets
+
+    output = Path("corrected.npy") if output is None else output
+    check_targets_format(output)
+    decisions = Decisions.load(file)
+    found = opened(run, problem, needs_problem=True)
+    decisions.check_is_of(found)
+    corrected = decisions.apply(found.problem.targets.cpu())
+    writable_directory(output.parent)
+    write_targets(output, found.problem.targets.cpu(), corrected)
+    changed, kept = decisions.changed, len(decisions.rows) - decisions.changed
+    words = f"Changed {changed} of {decisions.examples} labels, kept {kept} that were in doubt, and wrote {output}"
+    about = {"examples": decisions.examples, "changed": changed, "kept": kept, "output": output.as_posix()}
+    show([f"{words}: train on these targets next"], about, as_json)
 
 
 def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[RenderableType]":

@@ -31,6 +31,13 @@ from poprisk.risk._verdict import RiskEstimate
 
 # isort: split
 # For the rooms above: not public, and not in __all__.
+from poprisk.risk._audit.decisions import (
+    Decisions,
+    check_targets_format,
+    data_fingerprint,
+    run_id,
+    write_targets,
+)
 from poprisk.risk._audit.exact import exact_obstacle, seconds
 from poprisk.risk._audit.run_audit import example_losses
 from poprisk.risk._audit.table import DESCRIPTIONS, check_format

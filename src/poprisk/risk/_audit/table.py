@@ -15,6 +15,7 @@ from poprisk._core.estimate import Estimate
 from poprisk._core.html import card, table
 from poprisk._core.store import write_bytes, write_text
 from poprisk.errors import DataError, MissingExtraError
+from poprisk.risk._audit.decisions import Decisions
 from poprisk.theory import ExampleGroups
 
 DESCRIPTIONS = {
@@ -139,15 +140,21 @@ class AuditTable:
             added["tail_norm"] = groups.tail_norm.cpu()
         return replace(self, columns={**self.columns, **added})
 
-    def cleaned_targets(self, chosen: Sequence[int] | Tensor | None = None) -> Tensor:
-        """A copy of the targets with suggested targets for some of the examples.
+    def cleaned_targets(self, chosen: Sequence[int] | Tensor | str | Path | Decisions | None = None) -> Tensor:
+        """A copy of the targets with suggested targets for some of the examples, or with decided ones.
 
         Args:
-            chosen: Positions or a mask of the examples to change; default: the suspects.
+            chosen: Positions or a mask of the examples to change; default: the suspects. Or the file of decisions
+                (``.json`` or ``.csv``) that was exported from a report after its labels were reviewed.
 
         Raises:
-            DataError: nothing can be suggested for these targets, or a position is out of range.
+            DataError: nothing can be suggested for these targets, a position is out of range, or the decisions are
+                about other labels.
         """
+        if isinstance(chosen, str | Path):
+            chosen = Decisions.load(chosen)
+        if isinstance(chosen, Decisions):
+            return chosen.apply(self.targets)
         if self.suggested_targets is None:
             raise DataError("there are no suggested targets, because the targets are neither classes nor numbers")
         where = self.is_suspect if chosen is None else torch.as_tensor(chosen)
