@@ -89,7 +89,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built):
     with zipfile.ZipFile(built[1]) as opened:
         names = {name for name in opened.namelist() if not name.startswith(f"{NAME}.dist-info/")}
     assert names == files_of_the_package()
-    assert {"poprisk/py.typed", "poprisk/__init__.pyi", "poprisk/report/run_report.html"} <= names
+    assert {"poprisk/py.typed", "poprisk/__init__.pyi", "poprisk/report/templates/report.html"} <= names
 
 
 def test_the_source_archive_builds_the_same_wheel(built):

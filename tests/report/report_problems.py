@@ -44,7 +44,7 @@ def chance() -> Problem:
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
-def curve() -> Problem:
+def curve(more: str = "") -> Problem:
     generator = torch.Generator().manual_seed(0)
     x, q = torch.randn(24, 2, generator=generator), torch.randn(16, 2, generator=generator)
     y = truth(x) + 0.3 * torch.randn(24, 1, generator=generator)
@@ -56,5 +56,5 @@ def curve() -> Problem:
         name=f"curve {HOSTILE}",
         arguments={"inputs": 2, "outputs": 1},
         test=(q, truth(q)),
-        show=lambda i: f"secret point {i} {HOSTILE}",
+        show=lambda i: f"secret point {i} {HOSTILE}{more}",
     )

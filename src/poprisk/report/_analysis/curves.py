@@ -39,6 +39,8 @@ class LossCurves:
     test_error: float | None
     """Standard error of the last test loss."""
     notes: tuple[str, ...] = ()
+    kept: tuple[float, float, float | None] | None = None
+    """Test loss of the kept weights, its standard error, and the accuracy; None without a test set or kept weights."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,17 @@ def loss_curves(run: Run, table: AuditTable | None) -> LossCurves:
         accuracies or None,
         last.std().item() / math.sqrt(len(last)) if len(last) > 1 else None,
         (note,) if between else (),
+        _kept_tested(run),
     )
+
+
+def _kept_tested(run: Run) -> tuple[float, float, float | None] | None:
+    if run.kept is None:
+        return None
+    module = run.module().eval()
+    module.load_state_dict(run.kept.weights)
+    losses, accuracy = scores_on_test(run.problem, module)
+    return losses.mean().item(), losses.std().item() / math.sqrt(len(losses)), accuracy
 
 
 def _tested(run: Run, steps: list[int]) -> Iterator[tuple[Float[Tensor, "m"], float | None]]:

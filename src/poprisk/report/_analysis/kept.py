@@ -34,7 +34,7 @@ from poprisk.theory import ExampleGroups
 BUDGET = 30.0
 """Default time budget per part, in seconds on one CPU core."""
 FOLDER, INDEX = "analysis", "index.json"
-_VERSION = 1
+_VERSION = 2
 _CLASSES = (
     AuditTable,
     DriftCurve,

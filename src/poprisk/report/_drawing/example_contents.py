@@ -13,9 +13,14 @@ from torch import Tensor
 
 from poprisk.runs import Problem
 
-_SIDE, _FEWEST_SIDE = 48, 8
-_TEXT = 300
-_BYTES = 5_000_000
+_FEWEST_SIDE = 8
+_LARGE, _LARGE_SIDE = 400, 128
+"""How many of the first examples are shown in full, and the side of their pictures, large enough to zoom in."""
+_SMALLER = (48, 32, 24, 16, 8)
+"""Sides of the other pictures: the first with which all of them fit."""
+_TEXT, _SHORT_TEXT = 20_000, 300
+"""Most characters of a text, and of those after the first where the page would otherwise be too large."""
+_BYTES = 20_000_000
 
 
 @dataclass
@@ -42,19 +47,24 @@ def example_contents(problem: Problem, examples: Iterable[int], most_bytes: int 
     >>> example_contents(problem, [1, 0]).texts
     {1: 'row 1', 0: 'row 0'}
     """
-    found, used, wanted = Contents(), 0, list(examples)
+    found, used, wanted, side = Contents(), 0, list(examples), 0
     pixels = _input_pictures(problem)
-    for i in wanted:
-        shown = problem.show(i)
+    for place, i in enumerate(wanted):
+        shown, room = problem.show(i), (most_bytes - used) / (len(wanted) - place)
         if isinstance(shown, str) and not shown.startswith(f"example {i}: input "):
-            found.texts[i] = shown if len(shown) <= _TEXT else shown[: _TEXT - 1] + "…"
-            used += len(found.texts[i])
+            most = _TEXT if place < _LARGE else min(_TEXT, max(_SHORT_TEXT, int(room)))
+            found.texts[i] = shown if len(shown) <= most else shown[: most - 1] + "…"
+            used += len(found.texts[i].encode())
         else:
             picture = _picture(shown)
             picture = picture if picture is not None else None if pixels is None else pixels[i]
             if picture is None:
                 return found
-            found.pictures[i] = base64.b64encode(png(_bytes(picture))).decode()
+            if place < _LARGE and used < most_bytes / 2:
+                found.pictures[i] = _encoded(picture, _LARGE_SIDE)
+            else:
+                side = side or _side(picture, room)
+                found.pictures[i] = _encoded(picture, side)
             used += len(found.pictures[i])
         if used > most_bytes:
             break
@@ -67,6 +77,15 @@ def example_contents(problem: Problem, examples: Iterable[int], most_bytes: int 
     return found
 
 
+def _encoded(picture: Tensor, side: int) -> str:
+    return base64.b64encode(png(_bytes(picture, side))).decode()
+
+
+def _side(picture: Tensor, room: float) -> int:
+    """The largest side with which a picture like this one takes no more bytes than there are."""
+    return next((side for side in _SMALLER if 1.2 * len(_encoded(picture, side)) <= room), _SMALLER[-1])
+
+
 def png(pixels: UInt8[Tensor, "height width channels"]) -> bytes:
     r"""A PNG file of 8-bit pixels, grey (1 channel) or red, green and blue (3).
 
@@ -76,7 +95,7 @@ def png(pixels: UInt8[Tensor, "height width channels"]) -> bytes:
     height, width, channels = pixels.shape
     rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.reshape(height, -1)], dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
-    body = zlib.compress(bytes(rows.flatten().tolist()), 9)
+    body = zlib.compress(rows.numpy().tobytes(), 9)
     parts = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
 
@@ -116,7 +135,7 @@ def _picture(shown: Any) -> Tensor | None:
     return x if x.dim() == 3 and (x.shape[0] in (1, 3) or x.shape[2] in (1, 3)) and max(x.shape) > 3 else None
 
 
-def _bytes(x: Tensor) -> Tensor:
+def _bytes(x: Tensor, side: int) -> Tensor:
     """A thumbnail with 8-bit values: rows, columns, channels."""
     x = x.detach().cpu()
     x = x[None] if x.dim() == 2 else x if x.shape[0] in (1, 3) else x.movedim(2, 0)
@@ -125,8 +144,8 @@ def _bytes(x: Tensor) -> Tensor:
         low, high = values.min(), values.max()
         values = (values - low) / (high - low).clamp(min=1e-12)
     height, width = values.shape[1:]
-    if max(height, width) > _SIDE:
-        ratio = _SIDE / max(height, width)
+    if max(height, width) > side:
+        ratio = side / max(height, width)
         size = (max(1, round(height * ratio)), max(1, round(width * ratio)))
         values = torch.nn.functional.adaptive_avg_pool2d(values, size)
     return (values.nan_to_num(nan=0.0).clamp(0, 1) * 255).round().to(torch.uint8).movedim(0, 2)

@@ -1,6 +1,7 @@
 """The table of examples for the page: its columns, rounded values, and the contents of each example."""
 
 import math
+import shlex
 from typing import Any
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.neighbours import Neighbours
 from poprisk.report._drawing.example_contents import Contents, example_contents
-from poprisk.risk import DESCRIPTIONS, AuditTable
+from poprisk.risk import DESCRIPTIONS, AuditTable, data_fingerprint, run_id
 
 MOST_ROWS = 20_000
 """Maximum number of rows; a browser is slow with more."""
@@ -47,16 +48,27 @@ def table_data(found: Analysis, *, contents: bool = True) -> dict[str, Any] | No
     order = table.order()[:MOST_ROWS]
     near = found.neighbours or {}
     shown = example_contents(found.run.problem, _wanted(order, near)) if contents else Contents()
-    columns = [table[name][order] for name in names]
+    columns = [(name, table[name][order]) for name in names]
     return {
         "columns": [{"name": n, "title": _TITLES[n], "help": DESCRIPTIONS[n], "kind": _kind(table, n)} for n in names],
-        "rows": [list(row) for row in zip(*(_values(c) for c in columns), strict=True)],
+        "rows": [list(row) for row in zip(*(_values(*c) for c in columns), strict=True)],
         "pictures": {str(i): picture for i, picture in shown.pictures.items()},
         "texts": {str(i): text for i, text in shown.texts.items()},
         "neighbours": {str(i): _near(n) for i, n in near.items()},
-        "labels": sorted({int(v) for v in table["given_label"].tolist()}) if "given_label" in names else [],
+        "labels": _labels(table) if "given_label" in names else [],
         "kind": table.kind,
+        "reviewable": any(name in names for name in ("suggested_label", "suggested_target")),
+        "examples": len(table),
+        "run": run_id(found.run),
+        "fingerprint": data_fingerprint(found.run),
+        "where": "RUN" if found.run.path is None else shlex.quote(found.run.path.as_posix()),
     } | {"notes": _notes(found, table, shown, contents)}
+
+
+def _labels(table: AuditTable) -> list[int]:
+    """All classes: given, or suggested for some example."""
+    given, suggested = (table.columns.get(name) for name in ("given_label", "suggested_label"))
+    return sorted({int(v) for column in (given, suggested) if column is not None for v in column.tolist()})
 
 
 def _notes(found: Analysis, table: AuditTable, shown: Contents, contents: bool) -> list[str]:
@@ -91,11 +103,13 @@ def _kind(table: AuditTable, name: str) -> str:
     return "group" if name == "group" else "number" if table[name].is_floating_point() else "whole"
 
 
-def _values(column: Tensor) -> list[Any]:
-    """Values rounded to four digits."""
+def _values(name: str, column: Tensor) -> list[Any]:
+    """Values rounded to four digits, but targets, which are compared when decisions are read back."""
     values = column.tolist()
     if not column.is_floating_point():
         return values
+    if name in _PRIVATE:
+        return [v if math.isfinite(v) else None for v in values]
     return [float(f"{v:.4g}") if math.isfinite(v) else None for v in values]
 
 

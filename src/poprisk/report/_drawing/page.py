@@ -1,21 +1,22 @@
 """Write the report of a run: one self-contained HTML page, drawn from its analysis."""
 
 import inspect
-import json
 import os
 import shlex
-from importlib.resources import files
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from poprisk._core.store import write_text
-from poprisk.errors import MissingExtraError
 from poprisk.optim import Gate, join_gate
 from poprisk.report._analysis.analyze import Analysis, analyze
+from poprisk.report._drawing.advice import Action, actions, judgement, numbers
 from poprisk.report._drawing.example_table import table_data
+from poprisk.report._drawing.first_screen import facts_of
 from poprisk.report._drawing.sections import sections
-from poprisk.report._drawing.summary import size_of, summary_lines
+from poprisk.report._drawing.summary import summary_lines
 from poprisk.report._drawing.svg_chart import number
+from poprisk.report._drawing.templates import render, require_template
 from poprisk.runs import OPTIMIZERS, Run
 
 
@@ -48,12 +49,12 @@ def write_report(
     ...     write_report(analyze(run, progress=False), f"{folder}/report.html").name
     'report.html'
     """
-    template = _template()  # before anything slow
+    require_template()  # before anything slow
     if isinstance(analysis, Run):
         analysis = analyze(analysis, **options)
     elif options:
         raise TypeError(f"{', '.join(options)}: pass these to analyze(…); write_report takes them with a run only")
-    return write_text(path, _render(template, analysis, examples, command))
+    return write_text(path, report_page(analysis, examples=examples, command=command))
 
 
 def report_page(found: Analysis, *, examples: bool = True, command: str | None = None) -> str:
@@ -62,41 +63,41 @@ def report_page(found: Analysis, *, examples: bool = True, command: str | None =
     Raises:
         MissingExtraError: jinja2 is not installed.
     """
-    return _render(_template(), found, examples, command)
-
-
-def require_template() -> None:
-    """Check, before anything slow, that a page can be written.
-
-    Raises:
-        MissingExtraError: jinja2 is not installed.
-    """
-    _template()
-
-
-def _template() -> Any:
-    try:
-        import jinja2
-    except ImportError:
-        raise MissingExtraError("jinja2", "report", "the report of a run") from None
-    text = files("poprisk.report").joinpath("run_report.html").read_text(encoding="utf-8")
-    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
-    return jinja2.Environment(**options).from_string(text)
-
-
-def _render(template: Any, found: Analysis, examples: bool, command: str | None) -> str:
-    table = table_data(found, contents=examples)
-    return template.render(
+    table, parts, facts = table_data(found, contents=examples), sections(found), facts_of(found)
+    return render(
+        "report.html",
+        () if table is None else ("examples.js", "review.js"),
+        data=table,
         title=_name(found.run),
         facts=_facts(found),
+        judgement=judgement(facts),
+        numbers=numbers(facts),
+        actions=[_with_command(found.run, action) for action in actions(facts)],
         summary=summary_lines(found),
-        sections=sections(found),
+        sections=[part for part in parts if not part.missing],
+        missing=[part for part in parts if part.missing],
         table=table,
-        # No text may close the script element that contains it.
-        data=json.dumps(table, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         no_table=found.left_out.get("examples", ""),
         environment=_environment(found.run),
         commands=_commands(found, command),
+    )
+
+
+def _with_command(run: Run, action: Action) -> Action:
+    """The action with the call of ``train`` that it asks for, or its change in words for a loop of the user's own."""
+    if action.call is None:
+        return action
+    name, changes = action.call
+    text = training_call(run, path=name, **changes)  # type: ignore[arg-type]
+    if text:
+        return replace(action, command=text.rpartition("\n")[2])
+    words = {
+        "steps": "train for {} steps instead of " + str(run.num_steps),
+        "lr": "multiply the learning rate by {}",
+        "hold_back": "hold back a share of {} with poprisk.hold_back and poprisk.KeepBest",
+    }
+    return replace(
+        action, command="# in your training loop: " + ", ".join(words[k].format(v) for k, v in changes.items())
     )
 
 
@@ -114,16 +115,17 @@ def _facts(found: Analysis) -> list[tuple[str, str]]:
         ("steps", f"{run.num_steps}"),
         ("optimizer", run.manifest["optimizer"]["name"].rpartition(".")[2]),
     ]
-    curves = found.curves
+    curves, last = found.curves, "" if run.kept is None else ", last step"
     if curves is not None:
-        facts.append(("training loss", number(curves.train[-1])))
+        facts.append((f"training loss{last}", number(curves.train[-1])))
         if curves.test is not None:
-            facts.append(("test loss", number(curves.test[-1])))
+            facts.append((f"test loss{last}", number(curves.test[-1])))
         if curves.test_accuracy is not None:
-            facts.append(("test accuracy", f"{100 * curves.test_accuracy[-1]:.1f}%"))
-    if found.risk is not None:
-        label = "population risk" if found.run.kept is None else "population risk of the kept weights"
-        facts.append((label if found.risk.valid else f"{label} (not valid)", size_of(found.risk)))
+            facts.append((f"test accuracy{last}", f"{100 * curves.test_accuracy[-1]:.1f}%"))
+    if curves is not None and curves.kept is not None:
+        facts.append(("test loss, kept weights", number(curves.kept[0])))
+        if curves.kept[2] is not None:
+            facts.append(("test accuracy, kept weights", f"{100 * curves.kept[2]:.1f}%"))
     return facts
 
 
@@ -173,8 +175,17 @@ def report_command(
     return shlex.join(words)
 
 
-def training_call(run: Run) -> str:
+def training_call(
+    run: Run, *, steps: int | None = None, lr: float = 1.0, hold_back: float | None = None, path: str = "again"
+) -> str:
     """The call of ``poprisk.train`` that reproduces the run; empty if the record does not determine it.
+
+    Args:
+        run: The run.
+        steps: Another number of steps.
+        lr: Factor for the learning rate.
+        hold_back: Another share of examples to hold back.
+        path: Directory of the new run.
 
     >>> import torch
     >>> from poprisk.runs import Problem, train
@@ -194,7 +205,8 @@ def training_call(run: Run) -> str:
     name = manifest["optimizer"]["name"]
     defaults = {k: p.default for k, p in inspect.signature(OPTIMIZERS[name].__init__).parameters.items()}
     given = join_gate(groups[0]) if "gate" in groups[0] else groups[0]
-    kept = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in defaults}
+    kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in defaults}
+    kept |= {"lr": float(f"{kept['lr'] * lr:.6g}")} if "lr" in kept and lr != 1 else {}
     kept = {k: v for k, v in kept.items() if v not in (defaults[k], Gate())}
     options = "".join(f", {k}={v!r}" for k, v in kept.items())
     arguments = "".join(f", {k}={v!r}" for k, v in source["arguments"].items())
@@ -202,7 +214,9 @@ def training_call(run: Run) -> str:
         f", {k}={training[k]!r}" for k, usual in (("accumulate", 1), ("clip_norm", None)) if training.get(k) != usual
     )
     if held := training.get("hold_back"):
-        extra += f", hold_back={held['share']!r}, tail={held['tail']!r}"
+        extra += f", hold_back={hold_back or held['share']!r}, tail={held['tail']!r}"
+    elif hold_back is not None:
+        extra += f", hold_back={hold_back!r}"
     extra += f", every={manifest['every']}" if manifest["every"] != 1 else ""
     extra += ", dtype=torch.float64" if run.layout.dtype.itemsize == 8 else ""
     module, short = name.rpartition(".")[::2]
@@ -212,8 +226,8 @@ def training_call(run: Run) -> str:
         + ("import torch\n" if "torch.float64" in extra else "")
         + f"from {module} import {short}\nfrom poprisk import {gate}Problem, train\n"
         f'problem = Problem.build("{_path(run, source)}"{arguments})\n'
-        f"train(problem, partial({short}{options}), {run.num_steps}, batch_size={training['batch_size']}, "
-        f'seed={manifest["seed"]}, path="again"{extra})'
+        f"train(problem, partial({short}{options}), {steps or run.num_steps}, batch_size={training['batch_size']}, "
+        f'seed={manifest["seed"]}, path="{path}"{extra})'
     )
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.curves import HeldBackCurve
 from poprisk.report._analysis.operators import MOST_OUTPUTS, WindowFacts
-from poprisk.report._drawing.summary import percent, size_of
+from poprisk.report._drawing.advice import gap_words
+from poprisk.report._drawing.first_screen import facts_of
 from poprisk.report._drawing.svg_chart import Axis, Line, bar_chart, heat_map, line_chart, number, scatter_chart
+from poprisk.report._drawing.wording import percent, size_of
 
 _CURVE_POINTS = 400
 _LAYERS = 24
@@ -25,6 +27,21 @@ _HOW_CELLS = (
     "or poprisk report RUN --clean targets.npz with the arrays train and test"
 )
 
+_MEANINGS = {
+    "operators": "Training acted on the directions above the line and left those below it alone: what a label wrote "
+    "below the line, no test output depends on.",
+    "cells": "The longest bar is where the test error comes from: too little training if it is signal not transferred, "
+    "wrong labels if it is label noise in the signal channel.",
+    "drift": "Where diffusion grows like drift, chance in the batches moved the test outputs as much as the data did: "
+    "a larger batch or averaged weights would help.",
+    "displacement": "Points on the line mean that the operators explain how every test output moved, so that the "
+    "sections above can be trusted.",
+    "gates": "Weights with a closed gate saw gradients that disagree between examples; moving them would have fitted "
+    "noise.",
+    "kernel": "A kernel that moves far means that the network learned features of its own; one that stays near 0 means "
+    "that it trained like a linear model.",
+}
+"""What the picture of each section means."""
 _SEE_OPERATORS = "this needs the operators of the run; “Signal channel and reservoir” says why they are missing"
 
 
@@ -43,24 +60,27 @@ class Section:
     notes: tuple[str, ...] = ()
     wide: bool = False
     """Whether the section takes the whole width of the page."""
+    meaning: str = ""
+    """What the picture means for the reader, in one sentence."""
 
 
 def sections(found: Analysis) -> list[Section]:
     """All sections but the table of examples, in the order of the page; those with nothing to show come last."""
     made = [
         curves_section(found),
-        gate_section(found),
         spectrum_section(found),
         cells_section(found),
         drift_section(found),
         displacement_section(found),
+        gate_section(found),
         kernel_section(found),
     ]
-    first, *others = sorted(made, key=lambda section: bool(section.missing))
-    narrow = [section for section in others if len(section.charts) == 1]
+    made = [replace(s, meaning=s.meaning or _MEANINGS.get(s.key, "")) for s in made]
+    shown = [s for s in made if not s.missing]
+    narrow = [s for s in shown if len(s.charts) == 1]
     alone = narrow[-1:] if len(narrow) % 2 else []
-    wide = [replace(s, wide=len(s.charts) != 1 or s in alone) for s in others]
-    return [replace(first, wide=True), *wide]
+    wide = [replace(s, wide=s.key == "curves" or len(s.charts) != 1 or s in alone) for s in shown]
+    return [*wide, *(s for s in made if s.missing)]
 
 
 def curves_section(found: Analysis) -> Section:
@@ -99,7 +119,7 @@ def curves_section(found: Analysis) -> Section:
     held = found.held_back
     lines += _held_lines(held, accuracy=False)
     mark = {} if held is None else {"mark": float(held.risk.step), "mark_name": f"kept: step {held.risk.step}"}
-    charts = [line_chart(lines, _STEP, Axis("mean loss"), "Loss over the run", **mark)]
+    charts = [line_chart(lines, _STEP, Axis("mean loss", log=None), "Loss over the run", **mark)]
     right = _held_lines(held, accuracy=True)
     if curves is not None and curves.test_accuracy is not None:
         steps = [float(k) for k in curves.steps]
@@ -112,7 +132,9 @@ def curves_section(found: Analysis) -> Section:
         "Training loss, test loss, and the population risk: the expected loss on new data from the same distribution, "
         "estimated from the run itself."
     )
-    return Section("curves", title, lead + _held_words(held), tuple(charts), notes=notes)
+    gap = gap_words(facts_of(found))
+    meaning = f"{gap[0].upper()}{gap[1:]}." if gap else ""
+    return Section("curves", title, lead + _held_words(held), tuple(charts), notes=notes, meaning=meaning)
 
 
 def _held_lines(held: HeldBackCurve | None, *, accuracy: bool) -> list[Line]:
@@ -181,6 +203,8 @@ def gate_section(found: Analysis) -> Section:
     charts.append(heat_map(names, gates.steps, rows, "Mean gate of each parameter"))
     more = len(gates.layers) - len(names)
     notes = (f"{more} more parameters are not shown",) if more > 0 else ()
+    if max(overall["self_fit"], default=0.0) > 1:
+        notes += ("over 100%, a step's progress on its own batch is a loss on other examples",)
     lead = (
         "The gate is a factor between 0 and 1 for each weight: the optimizer moves a weight only as far as the signal "
         "in its gradient stands out from the noise between examples."
@@ -302,11 +326,11 @@ def kernel_section(found: Analysis) -> Section:
     if kernel is None:
         return Section("kernel", title, missing=found.left_out.get("kernel", "not computed"))
     steps = [float(k) for k in kernel.steps]
-    line = Line("distance from the initial kernel", steps, [100 * v for v in kernel.drift], color=3, points=True)
+    line = Line("distance from the initial kernel", steps, kernel.drift, color=3, points=True)
     chart = line_chart(
         [line],
         _STEP,
-        Axis("% of the initial norm", zero=True),
+        Axis("times the initial norm", zero=True),
         "Distance of the kernel from its initial value",
         height=220,
     )

@@ -1,13 +1,13 @@
 """An analysis in sentences, for people, and as JSON values, for programs."""
 
 import math
-import re
 from typing import Any
 
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.curves import Memorization
 from poprisk.report._drawing.svg_chart import number
-from poprisk.risk import AuditTable, Estimate, Reading, RiskEstimate, under_training
+from poprisk.report._drawing.wording import as_command, percent, share_words, size_of
+from poprisk.risk import AuditTable, Reading, RiskEstimate, under_training
 
 _WORST = 20
 
@@ -41,7 +41,8 @@ def summary_lines(found: Analysis) -> list[str]:
             f"mean was {number(gate['mean_gate'][-1])}."
         )
     if found.kernel is not None:
-        lines.append(f"The tangent kernel moved by {percent(found.kernel.drift[-1])} of its initial norm.")
+        moved = found.kernel.drift[-1]
+        lines.append(f"The tangent kernel moved by {percent(moved)}{' of' if moved <= 2 else ''} its initial norm.")
     return lines or [next(iter(found.left_out.values()), "Nothing could be computed.")]
 
 
@@ -59,33 +60,15 @@ def headline(table: AuditTable) -> str:
 def _memorization_words(found: Memorization, first: float, last: float) -> str:
     share, error = 100 * found.share, 100 * found.standard_error
     known = math.isfinite(error)
-    size = f"{share:.0f} ± {error:.0f}%" if known else f"{share:.0f}%"
+    size = share_words(found.share, found.standard_error)
     doubt = " This cannot be distinguished from zero." if known and share < 2 * error else ""
+    doubt += " More than 100% means that the network does worse on new data than before training." * (share > 100)
     assumed = ", assuming that it is drawn from the same distribution as the training set"
     source = f"{found.source}{assumed if 'test' in found.source else ''}"
     return (
         f"{size} of the drop in training loss, from {number(first)} to {number(last)}, was memorization: it does not "
         f"carry over to new data, according to the {source}.{doubt}"
     )
-
-
-def as_command(advice: str) -> str:
-    """Advice that names options of Python functions, in terms of the command line.
-
-    >>> as_command("Use population_risk(run, retrain_budget=10), which allows 10-fold cross-validation.")
-    'Use --retrain 10, which allows 10-fold cross-validation'
-    >>> as_command('use tier="exact"')
-    'use --tier exact'
-    """
-    advice = advice.removesuffix(' For the weights at the last step: population_risk(run, weights="last").')
-    shorter = re.sub(r"population_risk\(run, retrain_budget=(\d+)\)", r"--retrain \1", advice)
-    shorter = re.sub(r"audit\(run, retrain_budget=(\d+)\)", r"--retrain \1", shorter)
-    return shorter.replace('tier="exact"', "--tier exact").removesuffix(".")
-
-
-def size_of(risk: Estimate) -> str:
-    """Value and standard error, rounded to what is known, as everywhere."""
-    return str(risk).partition(" (")[0]
 
 
 def _risk_words(risk: RiskEstimate) -> str:
@@ -171,12 +154,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def percent(share: float) -> str:
-    """A share in percent, with one decimal if it is small.
-
-    >>> percent(0.1234), percent(0.0123)
-    ('12%', '1.2%')
-    """
-    return f"{100 * share:.0f}%" if abs(share) >= 0.1 else f"{100 * share:.1f}%"

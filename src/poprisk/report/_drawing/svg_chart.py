@@ -3,17 +3,19 @@
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 62, 14, 12, 44
 _DASHES = ("", "7 4", "2 4", "10 3 2 3", "4 2")
+_FLAT = 0.04
+"""Share of the axis below which the middle of a curve lies flat on a linear axis."""
 _FLOOR = 1e-12
 """Relative to the largest value: a logarithmic axis stops here, since anything smaller is rounding."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; points that are not finite are left out."""
+    """One curve, interrupted where points are not finite."""
 
     name: str
     x: Sequence[float]
@@ -34,7 +36,8 @@ class Axis:
     """Label and range of an axis."""
 
     label: str
-    log: bool = False
+    log: bool | None = False
+    """Whether the axis is logarithmic; None: where a linear one would show a curve as flat."""
     zero: bool = False
     """Whether a linear axis must contain 0."""
 
@@ -61,10 +64,14 @@ def line_chart(
     >>> chart.count("<path"), 'data-points="3"' in chart, "loss" in chart
     (1, True, True)
     """
-    shown = [_finite(line, y.log) for line in lines]
+    y = replace(y, log=_needs_log(lines)) if y.log is None else y
+    pieces = [_pieces(line, bool(y.log)) for line in lines]
+    shown = [piece for parts in pieces for piece in parts]
     values = [v for line in shown for v in line.y]
     if not values:
         return f'<p class="soft">{html.escape(title)}: no finite values to draw.</p>'
+    if len(values) > 2 and max(values) == min(values) and level is None:
+        return f'<p class="soft">{html.escape(title)}: always {number(values[0])} ({html.escape(y.label)}).</p>'
     ends = [e for line in shown if line.error for v, r in zip(line.y, line.error, strict=True) for e in (v - r, v + r)]
     extra = _given(level)
     across = _Scale([*(v for line in shown for v in line.x), *_given(mark)], x, _LEFT, _WIDTH - _RIGHT)
@@ -83,7 +90,22 @@ def line_chart(
         below = height - _BOTTOM - 8 if rising else _TOP + 10
         inside += f'<text class="name" x="{beside:.1f}" y="{below}" text-anchor="{anchor}">'
         inside += f"{html.escape(mark_name)}</text>"
-    return _figure(inside, title, height, len(values), _legend(shown))
+    return _figure(
+        inside, title, height, len(values), _legend([line for line, own in zip(lines, pieces, strict=True) if own])
+    )
+
+
+def _needs_log(lines: Sequence[Line]) -> bool:
+    """Whether most of a curve would lie flat on the floor of a linear axis, and all values are positive.
+
+    >>> _needs_log([Line("a", [0, 1, 2], [100.0, 1.0, 0.1])]), _needs_log([Line("a", [0, 1, 2], [3.0, 2.0, 1.0])])
+    (True, False)
+    """
+    finite = [[v for v in line.y if math.isfinite(v)] for line in lines]
+    values = [v for own in finite for v in own]
+    if not values or min(values) <= 0:
+        return False
+    return any(own and sorted(own)[len(own) // 2] < _FLAT * max(values) for own in finite)
 
 
 def _given(value: float | None) -> list[float]:
@@ -187,7 +209,7 @@ class _Scale:
     """Maps values to pixels, and chooses the ticks."""
 
     def __init__(self, values: Sequence[float], axis: Axis, start: float, stop: float) -> None:
-        self.log, self.start, self.stop = axis.log, start, stop
+        self.log, self.start, self.stop = bool(axis.log), start, stop
         low, high = min(values), max(values)
         if axis.log:
             low, high = math.log10(low), math.log10(high)
@@ -251,15 +273,28 @@ def _frame(across: _Scale, up: _Scale, x: Axis, y: Axis, height: int) -> str:
     return out + f'<text x="14" y="{half}" text-anchor="middle" {turned}>{html.escape(y.label)}</text>'
 
 
-def _finite(line: Line, log: bool) -> Line:
-    """The line without points that cannot be drawn; on a logarithmic axis, without zeros and rounding errors."""
+def _pieces(line: Line, log: bool) -> list[Line]:
+    """The stretches of a line without a missing point; on a logarithmic axis, zeros and rounding errors are missing.
+
+    >>> [piece.x for piece in _pieces(Line("a", [0, 1, 2, 3], [1.0, math.nan, 2.0, 3.0]), False)]
+    [[0], [2, 3]]
+    """
     finite = [v for v in line.y if math.isfinite(v)]
     least = _FLOOR * max(finite, default=0.0) if log else -math.inf
     keep = [i for i, v in enumerate(line.y) if math.isfinite(v) and math.isfinite(line.x[i]) and v > least]
-    error = None if line.error is None else [e if math.isfinite(e := line.error[i]) else 0.0 for i in keep]
-    hollow = None if line.hollow is None else [line.hollow[i] for i in keep]
-    x, y = [line.x[i] for i in keep], [line.y[i] for i in keep]
-    return Line(line.name, x, y, line.color, error, line.dash, line.points, hollow)
+    groups: list[list[int]] = []
+    for i in keep:
+        if groups and groups[-1][-1] == i - 1:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return [_part(line, rows) for rows in groups]
+
+
+def _part(line: Line, rows: list[int]) -> Line:
+    error = None if line.error is None else [e if math.isfinite(e := line.error[i]) else 0.0 for i in rows]
+    hollow = None if line.hollow is None else [line.hollow[i] for i in rows]
+    return replace(line, x=[line.x[i] for i in rows], y=[line.y[i] for i in rows], error=error, hollow=hollow)
 
 
 def _band(line: Line, across: _Scale, up: _Scale) -> str:
