@@ -1,13 +1,16 @@
 """The pages say what was measured, and their code runs."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from poprisk.cli import app
 from readme_code import blocks, run_block
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +57,23 @@ def test_the_page_on_operators_runs_from_top_to_bottom(capsys):
     for block in found:
         exec(block, names)
     assert len(capsys.readouterr().out.splitlines()) > 10  # the bounds
+
+
+def test_the_quickstart_runs(tmp_path, monkeypatch, capsys):
+    """Its commands in a new folder, on its task, with fewer epochs; and its last block."""
+    task, _, in_python = blocks(page := (ROOT / "docs/quickstart.md").read_text())
+    (tmp_path / "task.py").write_text(task)
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^\$ poprisk (train|report|audit) (.*)$", page, flags=re.MULTILINE)
+    assert [name for name, _ in commands] == ["train", "report", "audit", "train"]
+    for name, options in commands[:2]:
+        result = CliRunner().invoke(app, [name, *options.replace("--epochs 100", "--epochs 4").split()])
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    names: dict[str, object] = {}
+    exec(in_python, names)
+    assert len(names["corrected"]) == 200
+    assert "valid" in capsys.readouterr().out
 
 
 def test_the_page_on_comparisons_runs_from_top_to_bottom(capsys):
