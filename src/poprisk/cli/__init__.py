@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from poprisk._version import __version__
-from poprisk.cli import _analyze, _audit, _bench, _demo, _explore, _jobs, _report, _train
+from poprisk.cli import _analyze, _audit, _bench, _compare, _demo, _explore, _jobs, _report, _runs, _train
 from poprisk.cli._lab import WithInstalledCommands
 from poprisk.cli._outcome import run
 from poprisk.cli._train_plan import with_share
@@ -43,6 +43,8 @@ app.command(epilog=_train.EXAMPLES)(_train.train)
 app.command(epilog=_analyze.EXAMPLES)(_analyze.analyze)
 app.command(epilog=_report.EXAMPLES)(_report.report)
 app.command(epilog=_audit.EXAMPLES)(_audit.audit)
+app.command(epilog=_compare.EXAMPLES)(_compare.compare)
+app.command(epilog=_runs.EXAMPLES)(_runs.runs)
 app.command(epilog=_explore.EXAMPLES)(_explore.explore)
 app.command(epilog=_bench.EXAMPLES)(_bench.bench)
 app.add_typer(_jobs.app, name="jobs")

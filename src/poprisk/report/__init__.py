@@ -12,7 +12,9 @@
 """
 
 from poprisk.report._analysis.analyze import Analysis, analyze
+from poprisk.report._analysis.compare import Comparison, compare_runs
 from poprisk.report._analysis.operators import CleanTargets
+from poprisk.report._drawing.comparison import write_comparison
 from poprisk.report._drawing.page import write_report
 from poprisk.report._explore import explore
 
@@ -20,6 +22,7 @@ from poprisk.report._explore import explore
 # For the rooms above: not public, and not in __all__.
 from poprisk.report._analysis.curves import put_weights, scores_on_test
 from poprisk.report._analysis.kept import KeptAnalysis
+from poprisk.report._drawing.comparison import compared, comparison_json, comparison_lines
 from poprisk.report._drawing.page import report_command
 from poprisk.report._drawing.summary import analysis_json, finite, headline, summary_lines
 from poprisk.report._drawing.templates import require_template
@@ -28,7 +31,10 @@ from poprisk.report._drawing.wording import as_command, size_of
 __all__ = [
     "Analysis",
     "CleanTargets",
+    "Comparison",
     "analyze",
+    "compare_runs",
     "explore",
+    "write_comparison",
     "write_report",
 ]

@@ -35,6 +35,7 @@ from typing import Any
 
 from poprisk import _moved
 from poprisk.runs._digits import digits_split, replace_labels
+from poprisk.runs._listing import RunSummary, list_runs
 from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
 from poprisk.runs._refit import refit
@@ -77,8 +78,10 @@ __all__ = [
     "Recorder",
     "Replay",
     "Run",
+    "RunSummary",
     "StepContext",
     "digits_split",
+    "list_runs",
     "refit",
     "replace_labels",
     "replay",

@@ -5,7 +5,7 @@ A section is computed if its estimated time on one CPU core is within the budget
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -104,6 +104,7 @@ def analyze(
     retrain: int = 0,
     clean: CleanTargets | None = None,
     kept: KeptAnalysis | None = None,
+    parts: Sequence[str] = PARTS,
     progress: bool | Callable[[str], None] = True,
 ) -> Analysis:
     r"""Analyze a recorded run within a time budget: what it learned, what it memorized, which labels look wrong.
@@ -117,6 +118,7 @@ def analyze(
             least 3 (K-fold). These trainings do not count towards the budget.
         clean: Targets without label noise, if known, to split the test error (squared loss only).
         kept: Storage for finished parts, made with the same options: parts found there are used, others are added.
+        parts: Names of the parts to compute; others are used if they are kept. Default: all.
         progress: Whether to show progress, or a function that is called with the name of each part before it is
             computed.
 
@@ -124,7 +126,8 @@ def analyze(
         The analysis. :func:`~poprisk.report.write_report` writes it as an HTML page.
 
     Raises:
-        HyperparameterError: ``budget`` is not a positive number of seconds, or ``retrain`` is 1, 2 or negative.
+        HyperparameterError: ``budget`` is not a positive number of seconds, ``retrain`` is 1, 2 or negative, or there
+            is no such part.
         RunError: The run has no steps.
         DataError: The clean targets do not match the problem.
 
@@ -138,15 +141,17 @@ def analyze(
     (9, 'the optimizer has no gate; train with PopRiskAdamW')
     """
     check_options(budget, retrain)
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise HyperparameterError(f"parts must be among {', '.join(PARTS)}, got {unknown[0]!r}")
     run = as_run(run)
     if not run.num_steps:
         raise RunError("the run has no steps, so there is nothing to analyze: train it first")
     if callable(progress):
-        return _Work(run, budget, retrain, clean, kept, progress).done()
+        return _Work(run, budget, retrain, clean, kept, parts, progress).done()
     with Progress("analysis", len(PARTS), counted="{done} of {total} parts", shown=progress) as bar:
         # Parts differ too much to tell the time left.
         began = lambda part: bar.update(PARTS.index(part), doing=part, worked=False)  # noqa: E731
-        return _Work(run, budget, retrain, clean, kept, began).done()
+        return _Work(run, budget, retrain, clean, kept, parts, began).done()
 
 
 def check_options(budget: float, retrain: int) -> None:
@@ -171,10 +176,11 @@ class _Work:
         retrain: int,
         clean: CleanTargets | None,
         kept: KeptAnalysis | None,
+        parts: Sequence[str],
         progress: Callable[[str], None],
     ) -> None:
         self.run, self.budget, self.retrain, self.clean = run, budget, retrain, clean
-        self.kept, self.progress = kept, progress
+        self.kept, self.parts, self.progress = kept, parts, progress
         self.found = Analysis(run, budget, retrain)
 
     def done(self) -> Analysis:
@@ -207,7 +213,9 @@ class _Work:
     def _part(self, name: str, seconds: Callable[[], float], compute: Callable[[], Found]) -> Found | None:
         """The kept value of a part, or the computed one; None, with a reason in ``left_out``, if there is neither."""
         part = None if self.kept is None else self.kept.get(name)
-        if part is None:
+        if part is None and name not in self.parts:
+            part = Part(None, "not computed; poprisk analyze RUN computes and keeps it")
+        elif part is None:
             part = self._computed(name, seconds, compute)
         if part.reason is not None:
             self.found.left_out[name] = part.reason

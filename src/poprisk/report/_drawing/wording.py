@@ -39,7 +39,8 @@ def percent(share: float) -> str:
 def share_words(share: float, error: float) -> str:
     """A share with its standard error, if that is known.
 
-    >>> share_words(0.98, 0.23), share_words(0.5, math.nan)
-    ('98 ± 23%', '50%')
+    >>> share_words(0.98, 0.23), share_words(0.5, math.nan), share_words(-0.001, 0.05)
+    ('98 ± 23%', '50%', '0 ± 5%')
     """
-    return f"{100 * share:.0f} ± {100 * error:.0f}%" if math.isfinite(error) else f"{100 * share:.0f}%"
+    size = round(100 * share)
+    return f"{size} ± {100 * error:.0f}%" if math.isfinite(error) else f"{size}%"

@@ -52,7 +52,7 @@ function rowOf(row) {
   const i = row[AT.example], line = make("tr", {"data-example": i});
   if (AT.suspect >= 0 && row[AT.suspect]) line.classList.add("suspect");
   if (hasPictures) line.append(make("td", {}, picture(i, "thumb")));
-  if (hasTexts) line.append(make("td", {class: "text"}, data.texts[i] || ""));
+  if (hasTexts) line.append(make("td", {class: "text"}, make("div", {class: "clip"}, data.texts[i] || "")));
   data.columns.forEach((c, j) => {
     if (j === AT.example) {
       const open = make("button", {type: "button", title: "open example " + i + " above"}, String(i));
@@ -98,7 +98,7 @@ function heading(words, help, name = "") {
   return make("th", {scope: "col", title: help, class: name}, words);
 }
 if (hasPictures) get("head").append(heading("picture", "what the example looks like"));
-if (hasTexts) get("head").append(heading("text", "the beginning of the example's text; all of it is above"));
+if (hasTexts) get("head").append(heading("text", "the beginning of the example's text; all of it is above", "text"));
 data.columns.forEach((c, j) => {
   const button = make("button", {type: "button", title: c.help}, c.title, make("span", {}));
   button.addEventListener("click", () => { downwards = sortBy === j ? !downwards : true; sortBy = j; choose(); });
