@@ -23,7 +23,7 @@ from poprisk.cli._demonstration.study import MAX_NOISE, DemoConfig
 from poprisk.errors import HyperparameterError, MissingExtraError
 from poprisk.runs._digits import TRAIN_SIZES
 
-COMMANDS = ("demo", "train", "analyze", "report", "audit", "explore", "reproduce", "bench")
+COMMANDS = ("demo", "train", "analyze", "report", "audit", "compare", "runs", "explore", "reproduce", "bench")
 
 
 def test_demo_end_to_end_without_a_terminal(tmp_path):
