@@ -26,7 +26,8 @@ from poprisk.errors import DataError, RunError
 from poprisk.report._analysis.curves import KernelCurve, LossCurves, Memorization
 from poprisk.report._analysis.gates import GateCurve
 from poprisk.report._analysis.neighbours import Neighbours
-from poprisk.report._analysis.operators import CleanTargets, DriftCurve, WindowFacts
+from poprisk.report._analysis.operators import CleanTargets, DenseFacts, DriftCurve, WindowFacts
+from poprisk.report._analysis.readings import Readings
 from poprisk.risk import AuditTable, Reading, RiskEstimate
 from poprisk.runs import Run
 from poprisk.theory import ExampleGroups
@@ -37,6 +38,7 @@ FOLDER, INDEX = "analysis", "index.json"
 _VERSION = 2
 _CLASSES = (
     AuditTable,
+    DenseFacts,
     DriftCurve,
     Estimate,
     ExampleGroups,
@@ -46,6 +48,7 @@ _CLASSES = (
     Memorization,
     Neighbours,
     Reading,
+    Readings,
     RiskEstimate,
     WindowFacts,
 )
