@@ -50,8 +50,8 @@ def draw_band(
 def thinned(steps: Sequence[int], values: Sequence[float], places: int) -> tuple[list[float], list[float]]:
     """A curve over a logarithmic axis with the mean of each of so many stretches of equal length: jitter is averaged.
 
-    >>> thinned([1, 10, 11, 100], [0.0, 1.0, 3.0, 5.0], 2)
-    ([1.0, 32.0], [0.0, 3.0])
+    >>> thinned([1, 2, 50, 100], [0.0, 1.0, 3.0, 5.0], 2)
+    ([1.5, 75.0], [0.5, 4.0])
     """
     first, last = math.log(steps[0]), math.log(steps[-1])
     kept: dict[int, list[tuple[float, float]]] = {}
