@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poprisk.cli._options import AsJson, ProblemReference, RunDirectory, examples, number, opened
+from poprisk.cli._options import AsJson, ProblemReference, RunDirectory, Trust, examples, number, opened
 from poprisk.cli._outcome import user_code
 from poprisk.cli._output import show, stdout, table
 
@@ -72,6 +72,7 @@ def audit(
         number(0, 100, "Number of trainings that may be spent on predictions of unseen examples: 0, or at least 3."),
     ] = 0,
     problem: ProblemReference = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """List the training labels of a recorded run that are probably wrong, and what they should be.
@@ -89,7 +90,7 @@ def audit(
     if output is not None:
         check_format(output)
         writable_directory(output.parent)  # before anything slow
-    found = opened(run, problem, needs_problem=True)
+    found = opened(run, problem, trust, needs_problem=True)
     with user_code("the audit"):
         audited = audit_run(found, tier=tier, moments=moments, retrain_budget=retrain)  # type: ignore[arg-type]  # checked there
     if output is not None:

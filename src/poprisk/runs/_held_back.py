@@ -13,8 +13,9 @@ from poprisk._core.autodiff import resolve_loss
 from poprisk._core.store import pack, unpack
 from poprisk.errors import HyperparameterError
 from poprisk.optim import KeepBest, KeptRisk, Moment, hold_back
+from poprisk.runs._manifest import Content
 from poprisk.runs._problem import Problem
-from poprisk.runs._storage import Content, RunWriter
+from poprisk.runs._writer import RunWriter
 
 
 @dataclass(frozen=True, eq=False)
