@@ -165,7 +165,7 @@ def test_a_run_killed_between_segments_is_gone_on_with(tmp_path):
     Run.load(tmp_path / "run").verify()
 
 
-@pytest.mark.parametrize("sent_signal", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent_signal", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_training_with_all_its_steps(tmp_path, sent_signal):
     (tmp_path / "slow_task.py").write_text(SLOW)
     here = str(Path(__file__).parent)

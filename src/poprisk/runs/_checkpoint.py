@@ -130,7 +130,12 @@ def _plain(value: Any) -> Any:
 
 def _parsed(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("torch."):
-        return getattr(torch, value.removeprefix("torch."))
+        found = getattr(torch, value.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise RunError(
+                f"the recorded option {value!r:.60} is not a data type of torch: restore the run from a copy"
+            )
+        return found
     if isinstance(value, Mapping):
         return {key: _parsed(entry) for key, entry in value.items()}
     return tuple(_parsed(entry) for entry in value) if isinstance(value, list) else value

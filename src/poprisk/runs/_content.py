@@ -56,15 +56,22 @@ def check_content(manifest: dict[str, Any], i: int, content: Content, where: str
     for name in tensors:
         if name.startswith("source."):
             check.is_one(name, (layout.size,), layout.dtype)
-    _check_notes(notes, segment, groups, where)
+    _check_notes(notes, segment, manifest["optimizer"], where)
 
 
-def _check_notes(notes: Any, segment: dict[str, Any], groups: int, where: str) -> None:
+def _check_notes(notes: Any, segment: dict[str, Any], optimizer: dict[str, Any], where: str) -> None:
+    from poprisk.runs._schema import OptimizerEntry
+
+    groups = len(optimizer["groups"])
     check_schema(_Notes, notes, where)
     check_schema(list[_Change], [tuple(change) for change in notes["options"]], where)
     inside = all(segment["start"] <= k < segment["stop"] and g < groups for k, g, _ in notes["options"])
     if len(notes["start_options"]) != groups or not inside:
         raise DataError(f"{where} has options of other parameter groups or steps than the run: restore it from a copy")
+    now = [dict(group) for group in notes["start_options"]]
+    check_schema(OptimizerEntry, {"name": optimizer["name"], "groups": now}, where)
+    for _, g, changed in notes["options"]:
+        check_schema(OptimizerEntry, {"name": optimizer["name"], "groups": [{**now[g], **changed}]}, where)
 
 
 def _total(counts: Tensor, least: int, where: str) -> int:

@@ -191,7 +191,7 @@ class Run:
         are not changed by it: ``weights(num_steps)`` are those of the last step.
         """
         record = self._manifest.get("kept")
-        return None if record is None else Kept.from_content(self._storage.read(record))
+        return None if record is None else Kept.from_content(self._storage.read(record), self.num_examples)
 
     def module(self, dtype: torch.dtype | None = None) -> nn.Module:
         """A new module, as in the run but with the problem's initial weights, on the device of the examples.

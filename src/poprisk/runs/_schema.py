@@ -116,6 +116,28 @@ class LayoutEntry(Entries):
         return self
 
 
+class SGDOptions(Entries):
+    """Options of a parameter group of torch's SGD."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool = False
+
+
+class AdamOptions(Entries):
+    """Options of a parameter group of the other optimizers."""
+
+    lr: float
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+    eps: float
+    weight_decay: float
+    amsgrad: bool = False
+    maximize: bool = False
+
+
 class OptimizerEntry(Entries):
     """Name and parameter groups of the optimizer."""
 
@@ -126,8 +148,8 @@ class OptimizerEntry(Entries):
     def _is_known(self) -> "OptimizerEntry":
         if self.name not in OPTIMIZERS:
             raise ValueError(f"the optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.name!r:.60}")
-        if any(not isinstance(group.get("lr"), int | float) for group in self.groups):
-            raise ValueError("each parameter group must have a number lr")
+        for group in self.groups:
+            (SGDOptions if self.name == "torch.optim.SGD" else AdamOptions).model_validate(group)
         return self
 
 

@@ -46,7 +46,7 @@ def train(
 
     Examples are drawn in epochs, each in a random order given by the seed; an incomplete last batch is dropped. All
     random numbers are determined by (seed, step), so a run that was killed and resumed gives the same bits as one that
-    was not interrupted. SIGTERM ends the training between two steps, like Ctrl-C; a kill loses at most 30 seconds of it.
+    was not interrupted. SIGTERM ends the training between two steps, like Ctrl-C; a kill loses at most 30 seconds.
 
     Args:
         problem: The problem to train, on the device of its examples.

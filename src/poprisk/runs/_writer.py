@@ -62,15 +62,15 @@ class RunWriter:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
-    def claim(self) -> None:
-        """Be the only writer of the directory, until the run is finished.
+    def claim(self, *, make: bool = False) -> None:
+        """Be the only writer of the directory, until the run is finished; one that does not exist is made if asked for.
 
         Raises:
             RunError: another process writes into it; the message says which.
         """
-        if isinstance(self.storage, DirectoryStorage):
-            assert self.storage.path is not None
-            self.lock = WriterLock(writable_directory(self.storage.path))
+        folder = self.storage.path
+        if folder is not None and (make or folder.is_dir()) and (self.lock is None or not self.lock.is_held):
+            self.lock = WriterLock(writable_directory(folder), take_over=not self._finished)
 
     def release(self) -> None:
         """Let others write into the directory."""
@@ -91,8 +91,14 @@ class RunWriter:
         """Write the outcome beside the record, and the manifest that lists it."""
         assert self._manifest is not None
         self.wait()
-        self._manifest["kept"] = self.storage.write("kept", *content)
-        self._write_manifest(self._manifest)
+        if self._finished:
+            self.claim()
+        try:
+            self._manifest["kept"] = self.storage.write("kept", *content)
+            self._write_manifest(self._manifest)
+        finally:
+            if self._finished:
+                self.release()
 
     @property
     def is_finished(self) -> bool:
@@ -110,6 +116,10 @@ class RunWriter:
     def begin(self, about: dict[str, Any]) -> None:
         """The first checkpoint, and the manifest."""
         if isinstance(self.storage, DirectoryStorage):
+            self.storage.check_is_free()
+            if self.lock is None:
+                self.claim(make=True)
+                self.storage.check_is_free()  # nobody came first
             self.storage.prepare()
         start = checkpoint.capture(self._layout, self._parameters, self._optimizer)
         self._note_buffers()

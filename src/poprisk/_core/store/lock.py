@@ -19,22 +19,25 @@ _HELD: dict[str, "WriterLock"] = {}
 class WriterLock:
     """An exclusive lock on a directory, held until :meth:`release`, or until the process ends, however it ends.
 
-    A second lock of the same process takes over, because the first belongs to a recorder that was left behind, e.g. in
-    a notebook; the first then refuses to write. On a network file system the lock holds across machines if the system's
-    own file locks do.
+    On a network file system the lock holds across machines if the system's own file locks do.
 
     Args:
         folder: The directory, which must exist.
+        take_over: Whether to take the lock from a recorder of this process that was left behind, e.g. in a notebook;
+            it then refuses to write.
 
     Raises:
-        RunError: another process holds the lock; the message says which.
+        RunError: somebody else holds the lock; the message says who.
         OSError: the directory cannot be written.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, take_over: bool = False) -> None:
         self._folder, self._path = Path(folder), Path(folder) / LOCK
         self._key, self._descriptor = os.path.realpath(folder), -1
-        if (before := _HELD.get(self._key)) is not None:
+        before = _HELD.get(self._key)
+        if before is not None and not take_over:
+            raise RunError(f"{folder} is being written by a recorder of this process: close it first")
+        if before is not None:
             self._descriptor, before._descriptor = before._descriptor, -1
         else:
             self._acquire()

@@ -31,6 +31,9 @@ def check_schema(schema: Any, value: Any, where: object) -> None:
         _adapter(schema).validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        nested = first.get("ctx", {}).get("error")
+        if isinstance(nested, ValidationError):  # of an entry whose schema depends on another one
+            first = nested.errors(include_url=False)[0] | {"loc": (*first["loc"], *nested.errors()[0]["loc"])}
         place = ".".join(str(part) for part in first["loc"]) or "its top"
         shown = repr(first["input"])
         shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
