@@ -115,12 +115,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return value in inner
     if origin in (list, tuple):
-        each = (
-            inner
-            if origin is tuple and inner[-1] is not Ellipsis
-            else inner[:1] * (len(value) if isinstance(value, origin) else 0)
-        )
-        return isinstance(value, origin) and len(value) == len(each) and all(map(_fits, value, each))
+        count = len(value) if isinstance(value, origin) else -1
+        each = inner if origin is tuple and inner[-1] is not Ellipsis else inner[:1] * count
+        return len(each) == count and all(map(_fits, value, each))
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
     if hint in (float, int):
