@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from poprisk.risk import AuditTable
+    from poprisk.runs import Run
 
 EXAMPLES = examples(
     "poprisk audit poprisk-run",
@@ -85,7 +86,7 @@ def audit(
     from poprisk.risk import check_format
 
     if apply is not None:
-        _apply(run, problem, apply, output, as_json)
+        _apply(opened(run, problem, trust, needs_problem=True), apply, output, as_json)
         return
     if output is not None:
         check_format(output)
@@ -100,7 +101,7 @@ def audit(
     show([*audit_lines(audited, top, stdout().width), *written], outcome, as_json)
 
 
-def _apply(run: Path, problem: str | None, file: Path, output: Path | None, as_json: bool) -> None:
+def _apply(found: "Run", file: Path, output: Path | None, as_json: bool) -> None:
     """Write the targets with the decisions of a review."""
     from poprisk._core.store import writable_directory
     from poprisk.risk import Decisions, check_targets_format, write_targets
@@ -108,7 +109,6 @@ def _apply(run: Path, problem: str | None, file: Path, output: Path | None, as_j
     output = Path("corrected.npy") if output is None else output
     check_targets_format(output)
     decisions = Decisions.load(file)
-    found = opened(run, problem, needs_problem=True)
     decisions.check_is_of(found)
     corrected = decisions.apply(found.problem.targets.cpu())
     writable_directory(output.parent)

@@ -26,7 +26,9 @@ def runs(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder that holds recorded runs; or the word repair.")
     ] = Path(),
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="After repair: the run.", show_default=False)] = None,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="After repair: the run.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the recorded runs in a folder and its subfolders; or repair one: poprisk runs repair RUN.

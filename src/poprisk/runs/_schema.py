@@ -1,5 +1,6 @@
 """What a manifest of a run must be, entry by entry; imported only when one is read from disk."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -8,117 +9,88 @@ from poprisk.runs._linearize import OPTIMIZERS
 
 _MOST = 2**48
 _ITEM_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.float16": 2, "torch.bfloat16": 2}
-Count = Annotated[int, Field(ge=0, le=_MOST)]
-Positive = Annotated[int, Field(ge=1, le=_MOST)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-FileName = Annotated[str, Field(pattern=r"^(start|kept|held-back-\d{8,15}|segment-\d{8,15}(-\d{8,15})?)\.safetensors$")]
+_NAME = r"^(start|kept|held-back-\d{8,15}|segment-\d{8,15}(-\d{8,15})?)\.safetensors$"
+_Count = Annotated[int, Field(ge=0, le=_MOST)]
+_Positive = Annotated[int, Field(ge=1, le=_MOST)]
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Entries(BaseModel):
-    """Entries with known types; a later version may have others beside them."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class _Entries(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)  # a later version may have other entries beside these
 
 
-class File(BaseModel):
-    """A file of the run's directory."""
-
+class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    name: FileName
-    size: Positive
-    sha256: Hash
+    name: Annotated[str, Field(pattern=_NAME)]
+    size: _Positive
+    sha256: _Hash
 
 
-class Segment(BaseModel):
-    """A file with the steps ``start`` … ``stop - 1``."""
-
+class _Segment(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    start: Count
-    stop: Positive
-    file: File
+    start: _Count
+    stop: _Positive
+    file: _File
 
     @model_validator(mode="after")
-    def _is_named(self) -> "Segment":
+    def _is_named(self) -> "_Segment":
         whole = f"segment-{self.start:08d}"
         if self.file.name not in (f"{whole}.safetensors", f"{whole}-{self.stop:08d}.safetensors"):
             raise ValueError(f"the file of steps {self.start} … {self.stop - 1} cannot be {self.file.name}")
         return self
 
 
-class Call(Entries):
-    """The import path of a function with its arguments, or why it has none."""
-
+class _Call(_Entries):
     path: str | None
     arguments: dict[str, JsonValue]
     reason: str | None = None
     folder: str | None = None
 
 
-class Named(Entries):
-    """A loss with a name."""
-
+class _Named(_Entries):
     name: Literal["squared", "cross_entropy", "logistic"]
 
 
-class Split(BaseModel):
-    """Which examples a part of a problem is without, or consists of."""
-
+class _Without(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    without: list[Count] | None = None
-    only: list[Count] | None = None
+    without: list[_Count]
+
+
+class _Only(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    only: list[_Count]
+
+
+class _Problem(_Entries):
+    name: str
+    source: _Call | None
+    make_model: _Call
+    loss: _Named | _Call
+    examples: _Positive
+    data: dict[str, str]
+    fingerprint: _Hash
+    test_fingerprint: _Hash | None
+    splits: list[_Without | _Only] = []
+
+
+class _Layout(_Entries):
+    names: Annotated[list[str], Field(min_length=1)]
+    shapes: list[Annotated[list[_Count], Field(max_length=32)]]
+    dtypes: list[Literal["torch.float64", "torch.float32", "torch.float16", "torch.bfloat16"]]
+    groups: list[_Count]
 
     @model_validator(mode="after")
-    def _is_one(self) -> "Split":
-        if (self.without is None) == (self.only is None):
-            raise ValueError("a split is either without some examples or only these")
+    def _agrees(self) -> "_Layout":
+        if len({len(set(self.names)), len(self.names), len(self.shapes), len(self.dtypes), len(self.groups)}) != 1:
+            raise ValueError("names must differ, and be as many as shapes, dtypes and groups")
         return self
-
-
-class ProblemEntry(Entries):
-    """The description of the problem."""
-
-    name: str
-    source: Call | None
-    make_model: Call
-    loss: Named | Call
-    examples: Positive
-    data: dict[str, str]
-    fingerprint: Hash
-    test_fingerprint: Hash | None
-    splits: list[Split] = []
-
-
-class LayoutEntry(Entries):
-    """The parameters in the flat vector of weights."""
-
-    names: list[str]
-    shapes: list[Annotated[list[Count], Field(max_length=32)]]
-    dtypes: list[Literal["torch.float64", "torch.float32", "torch.float16", "torch.bfloat16"]]
-    groups: list[Count]
 
     def bytes(self) -> int:
         """Size of the weights."""
-        total = 0
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            size = _ITEM_BYTES[dtype]
-            for side in shape:
-                size *= side
-            total += size
-        return total
-
-    @model_validator(mode="after")
-    def _agrees(self) -> "LayoutEntry":
-        if len({len(self.names), len(self.shapes), len(self.dtypes), len(self.groups)}) != 1 or not self.names:
-            raise ValueError("names, shapes, dtypes and groups must be of the same length, at least 1")
-        if len(set(self.names)) != len(self.names):
-            raise ValueError("two parameters have the same name")
-        return self
+        return sum(math.prod(s) * _ITEM_BYTES[d] for s, d in zip(self.shapes, self.dtypes, strict=True))
 
 
-class SGDOptions(Entries):
-    """Options of a parameter group of torch's SGD."""
-
+class _SGD(_Entries):
     lr: float
     momentum: float
     dampening: float
@@ -127,9 +99,7 @@ class SGDOptions(Entries):
     maximize: bool = False
 
 
-class AdamOptions(Entries):
-    """Options of a parameter group of the other optimizers."""
-
+class _Adam(_Entries):
     lr: float
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
     eps: float
@@ -138,7 +108,7 @@ class AdamOptions(Entries):
     maximize: bool = False
 
 
-class OptimizerEntry(Entries):
+class OptimizerEntry(_Entries):
     """Name and parameter groups of the optimizer."""
 
     name: str
@@ -149,88 +119,75 @@ class OptimizerEntry(Entries):
         if self.name not in OPTIMIZERS:
             raise ValueError(f"the optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.name!r:.60}")
         for group in self.groups:
-            (SGDOptions if self.name == "torch.optim.SGD" else AdamOptions).model_validate(group)
+            (_SGD if self.name == "torch.optim.SGD" else _Adam).model_validate(group)
         return self
 
 
-class EnvironmentEntry(Entries):
-    """Versions."""
-
+class _Environment(_Entries):
     poprisk: str
     torch: str
 
 
-class NumericsEntry(Entries):
-    """Settings on which the last bits depend."""
-
+class _Numerics(_Entries):
     device: str
     fused_by_default: bool = False
 
 
-class HoldBackEntry(Entries):
-    """How examples were held back."""
-
+class _HoldBack(_Entries):
     share: Annotated[float, Field(gt=0, lt=1)]
     tail: float | list[float] | None
-    examples: Count
+    examples: _Count
 
 
-class TrainingEntry(Entries):
-    """What ``train`` notes of its loop; a loop of one's own may note anything else."""
-
-    batch_size: Positive = 1
-    accumulate: Positive = 1
+class _Training(_Entries):  # what ``train`` notes of its loop; a loop of one's own may note anything else
+    batch_size: _Positive = 1
+    accumulate: _Positive = 1
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     seeded_forward: bool = False
-    hold_back: HoldBackEntry | None = None
+    hold_back: _HoldBack | None = None
 
 
-class UnexplainedEntry(Entries):
-    """From which step on the problem does not explain the gradients."""
-
-    step: Count
+class _Unexplained(_Entries):
+    step: _Count
     reason: str
 
 
-class Manifest(Entries):
+class Manifest(_Entries):
     """The manifest of a run in the present format."""
 
     format_version: int
     kind: Literal["run"]
     created: str
-    environment: EnvironmentEntry
-    numerics: NumericsEntry
-    problem: ProblemEntry | None
-    loss: Named | Call
-    frozen_sha256: Hash
+    environment: _Environment
+    numerics: _Numerics
+    problem: _Problem | None
+    loss: _Named | _Call
+    frozen_sha256: _Hash
     modes: bool | list[str] | None = None
-    examples: Positive
-    layout: LayoutEntry
+    examples: _Positive
+    layout: _Layout
     optimizer: OptimizerEntry
-    every: Positive
-    seed: Seed
+    every: _Positive
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
     augmentation: Literal["seeded", "unseeded"] | None
     training: JsonValue
     obstacles: list[str]
-    unexplained: UnexplainedEntry | None = None
-    start: File
-    segments: list[Segment]
-    num_steps: Count
+    unexplained: _Unexplained | None = None
+    start: _File
+    segments: list[_Segment]
+    num_steps: _Count
     closed: bool
-    held_back: File | None = None
-    kept: File | None = None
+    held_back: _File | None = None
+    kept: _File | None = None
 
     @model_validator(mode="after")
     def _follows(self) -> "Manifest":
         if isinstance(self.training, dict):
-            TrainingEntry.model_validate(self.training)
-        at = 0
-        for segment in self.segments:
-            if segment.start != at or segment.stop <= at:
-                raise ValueError(f"a segment of steps {segment.start} … {segment.stop - 1} follows step {at - 1}")
-            at = segment.stop
-        if at != self.num_steps:
-            raise ValueError(f"the segments have {at} steps, the run has {self.num_steps}")
+            _Training.model_validate(self.training)
+        stops = [0, *(segment.stop for segment in self.segments)]
+        starts = [*(segment.start for segment in self.segments), self.num_steps]
+        if starts != stops or stops != sorted(set(stops)):
+            raise ValueError(f"the segments do not follow each other up to step {self.num_steps}")
         files = [self.start, *(s.file for s in self.segments), *(f for f in (self.held_back, self.kept) if f)]
         if len({file.name for file in files}) != len(files):
             raise ValueError("a file is listed twice")

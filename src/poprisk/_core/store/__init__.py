@@ -24,6 +24,7 @@ from poprisk._core.store.lock import WriterLock as WriterLock
 from poprisk._core.store.packed import check_fields as check_fields
 from poprisk._core.store.packed import pack as pack
 from poprisk._core.store.packed import unpack as unpack
+from poprisk._core.store.reading import is_private as is_private
 from poprisk._core.store.reading import json_digest as json_digest
 from poprisk._core.store.reading import member as member
 from poprisk._core.store.reading import own_folder as own_folder

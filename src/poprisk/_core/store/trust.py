@@ -91,16 +91,12 @@ def _kept() -> tuple[set[str], str]:
             return set(), f"; {folder} belongs to another user or can be written by others, so it was not read"
         text = read_regular(folder / _FILE, most=_LARGEST).decode("ascii", "replace")
     except FileNotFoundError:
-        writable = any(os.access(p, os.W_OK) for p in (folder, *folder.parents) if p.exists())
+        writable = next((os.access(p, os.W_OK) for p in (folder, *folder.parents) if p.exists()), False)
         hint = f"; nothing can be remembered in {folder}: set POPRISK_STATE_DIR to a folder that you can write"
-        return set(), "" if writable and _first_is_writable(folder) else hint
+        return set(), "" if writable else hint
     except (OSError, DataError) as error:
         return set(), f"; {folder / _FILE} cannot be read ({error})"
     return set(text.split()), ""
-
-
-def _first_is_writable(folder: Path) -> bool:
-    return next((os.access(p, os.W_OK) for p in (folder, *folder.parents) if p.exists()), False)
 
 
 def _digest(call: Importable) -> str:
@@ -111,7 +107,7 @@ def _digest(call: Importable) -> str:
         place: Any = [str(file), name]
     else:
         place = [path, _origin(path)]
-    files = [os.path.realpath(text) for text in _texts(call.arguments) if _exists(text)]
+    files = [os.path.realpath(text) for text in _texts(call.arguments) if os.path.lexists(text)]
     return hashlib.sha256(json.dumps([place, call.arguments, files], sort_keys=True).encode()).hexdigest()
 
 
@@ -131,16 +127,5 @@ def _origin(path: str) -> Any:
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _texts(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
-
-
-def _exists(text: str) -> bool:
-    try:
-        return os.path.lexists(text)
-    except (OSError, ValueError):
-        return False
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(each)

@@ -79,8 +79,6 @@ class _Belongs(TypedDict):
 
 
 class _Index(TypedDict):
-    """What an index must be."""
-
     kind: Literal["analysis"]
     belongs: _Belongs
     parts: dict[str, _File]
