@@ -1,5 +1,6 @@
 """What the files of a run must hold, checked when they are read: tensors of the right names, types and sizes."""
 
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -15,14 +16,15 @@ from poprisk.runs._linearize import COLUMNS
 
 Content = tuple[dict[str, Tensor], Any]
 _Change = tuple[int, Annotated[int, Field(ge=0)], dict[str, JsonValue]]
-_DENSE = ("weights", "preconditioner", "decay", "buffer")
+_Rows = list[Annotated[list[Any], Field(min_length=3, max_length=3)]]
 
 
 class _Notes(TypedDict):
-    """Options of the parameter groups at the first step, and their changes: step, group, values."""
-
     start_options: list[dict[str, JsonValue]]
-    options: list[Annotated[list[Any], Field(min_length=3, max_length=3)]]
+    options: _Rows
+
+
+_DENSE = ("weights", "preconditioner", "decay", "buffer")
 
 
 def check_content(manifest: dict[str, Any], i: int, content: Content, where: str) -> None:
@@ -33,29 +35,29 @@ def check_content(manifest: dict[str, Any], i: int, content: Content, where: str
     """
     layout = Layout.from_json(manifest["layout"])
     tensors, notes = content
-    check = _Check(tensors, where)
-    check.is_one(WEIGHTS, (layout.size,), layout.dtype)
+    is_one = partial(_tensor, tensors, where)
+    is_one(WEIGHTS, (layout.size,), layout.dtype)
     if i == 0:
         return
     segment, groups = manifest["segments"][i - 1], len(manifest["optimizer"]["groups"])
     steps = segment["stop"] - segment["start"]
     for name in ("factor", "loss_scale", "loss"):
-        check.is_one(name, (steps,), torch.float64)
-    counts = check.is_one("part_count", (steps,), torch.int64)
-    sizes = check.is_one("part_size", (_total(counts, 1, where),), torch.int64)
-    index = check.is_one("index", (_total(sizes, 0, where),), torch.int64)
+        is_one(name, (steps,), torch.float64)
+    counts = is_one("part_count", (steps,), torch.int64)
+    sizes = is_one("part_size", (_total(counts, 1, where),), torch.int64)
+    index = is_one("index", (_total(sizes, 0, where),), torch.int64)
     if len(index) and not (int(index.min()) >= 0 and int(index.max()) < manifest["examples"]):
         raise DataError(f"{where} names examples outside of 0 … {manifest['examples'] - 1}: restore it from a copy")
     if "example_weight" in tensors:
-        check.is_one("example_weight", (len(index),), torch.float64)
+        is_one("example_weight", (len(index),), torch.float64)
     if manifest["every"] == 1:
-        check.is_one("coefficients", (steps, groups, len(COLUMNS)), torch.float64)
+        is_one("coefficients", (steps, groups, len(COLUMNS)), torch.float64)
     for name in _DENSE:
         if name in tensors or (name == "weights" and manifest["every"] == 1):
-            check.is_one(name, (steps, layout.size), layout.dtype)
+            is_one(name, (steps, layout.size), layout.dtype)
     for name in tensors:
         if name.startswith("source."):
-            check.is_one(name, (layout.size,), layout.dtype)
+            is_one(name, (layout.size,), layout.dtype)
     _check_notes(notes, segment, manifest["optimizer"], where)
 
 
@@ -80,16 +82,11 @@ def _total(counts: Tensor, least: int, where: str) -> int:
     return int(counts.double().sum().clamp(max=2**53))
 
 
-class _Check:
-    def __init__(self, tensors: dict[str, Tensor], where: str) -> None:
-        self._tensors, self._where = tensors, where
-
-    def is_one(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor of that name, shape and type."""
-        found = self._tensors.get(name)
-        if found is None or tuple(found.shape) != shape or found.dtype != dtype:
-            got = "none" if found is None else f"{found.dtype} {list(found.shape)}"
-            raise DataError(
-                f"{self._where} must hold a tensor {name!r} of {dtype} {list(shape)}, got {got}: restore it from a copy"
-            )
-        return found
+def _tensor(tensors: dict[str, Tensor], where: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    found = tensors.get(name)
+    if found is None or tuple(found.shape) != shape or found.dtype != dtype:
+        got = "none" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise DataError(
+            f"{where} must hold a tensor {name!r} of {dtype} {list(shape)}, got {got}: restore it from a copy"
+        )
+    return found

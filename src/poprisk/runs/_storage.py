@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -175,25 +176,21 @@ class DirectoryStorage:
     def _salvaged(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """The manifest up to the last segment before the first that is missing or damaged."""
         self.read_part(manifest, 0)
-        good = []
-        for i, segment in enumerate(manifest["segments"], start=1):
-            try:
-                self.read_part(manifest, i)
-            except DataError:
-                break
-            good.append(segment)
-        beside = {name: manifest[name] for name in BESIDE if name in manifest}
-        bare = {name: value for name, value in manifest.items() if name not in BESIDE}
-        if len(good) < len(manifest["segments"]):
-            stop = good[-1]["stop"] if good else 0
-            return {**bare, "segments": good, "num_steps": stop, "closed": False}
-        for name, record in beside.items():
-            try:
-                self.read(record)
-            except DataError:
-                continue
-            bare[name] = record
-        return bare
+        segments = manifest["segments"]
+        good = next((i for i in range(len(segments)) if not self._is_good(manifest, i + 1)), len(segments))
+        whole = good == len(segments)
+        bare = {k: v for k, v in manifest.items() if k not in BESIDE or (whole and self._is_good(manifest, k))}
+        return (
+            bare
+            if whole
+            else {**bare, "segments": segments[:good], "num_steps": segments[good]["start"], "closed": False}
+        )
+
+    def _is_good(self, manifest: dict[str, Any], which: int | str) -> bool:
+        with suppress(DataError):
+            self.read(manifest[which]) if isinstance(which, str) else self.read_part(manifest, which)
+            return True
+        return False
 
     def _named_files(self) -> set[str]:
         manifest = self.read_manifest()

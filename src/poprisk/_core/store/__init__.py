@@ -32,7 +32,6 @@ from poprisk._core.store.reading import parsed_json as parsed_json
 from poprisk._core.store.reading import read_json as read_json
 from poprisk._core.store.reading import read_regular as read_regular
 from poprisk._core.store.schema import check_schema as check_schema
-from poprisk._core.store.schema import follows as follows
 from poprisk._core.store.script import where as where
 from poprisk._core.store.tensors import TensorFile as TensorFile
 from poprisk._core.store.tensors import check_size as check_size

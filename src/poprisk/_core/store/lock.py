@@ -6,9 +6,8 @@ import socket
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
-from poprisk._core.store.reading import is_same_file
 from poprisk.errors import RunError
 
 LOCK = ".writer.lock"
@@ -19,7 +18,7 @@ _HELD: dict[str, "WriterLock"] = {}
 class WriterLock:
     """An exclusive lock on a directory, held until :meth:`release`, or until the process ends, however it ends.
 
-    On a network file system the lock holds across machines if the system's own file locks do.
+    On a network file system it holds across machines if the system's own file locks do; Windows has no such locks.
 
     Args:
         folder: The directory, which must exist.
@@ -28,7 +27,6 @@ class WriterLock:
 
     Raises:
         RunError: somebody else holds the lock; the message says who.
-        OSError: the directory cannot be written.
     """
 
     def __init__(self, folder: str | Path, *, take_over: bool = False) -> None:
@@ -39,8 +37,8 @@ class WriterLock:
             raise RunError(f"{folder} is being written by a recorder of this process: close it first")
         if before is not None:
             self._descriptor, before._descriptor = before._descriptor, -1
-        else:
-            self._acquire()
+        while not self.is_held:
+            self._try()
         _HELD[self._key] = self
 
     @property
@@ -52,7 +50,7 @@ class WriterLock:
         """Check that this lock still holds.
 
         Raises:
-            RunError: it was released, or another recorder of this process took over.
+            RunError: another recorder of this process took over.
         """
         if not self.is_held:
             raise RunError(
@@ -62,7 +60,7 @@ class WriterLock:
 
     def release(self) -> None:
         """Let others write; the file of the lock is removed."""
-        if self._descriptor >= 0:
+        if self.is_held:
             with suppress(OSError):
                 self._path.unlink()
             os.close(self._descriptor)
@@ -72,59 +70,40 @@ class WriterLock:
     def __enter__(self) -> "WriterLock":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.release()
 
-    def _acquire(self) -> None:
+    def _try(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-        while True:
-            descriptor = os.open(self._path, flags, 0o666)
-            try:
-                _lock(descriptor)
-                if is_same_file(descriptor, self._path):  # not one that its holder has just removed
-                    about = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
-                    os.truncate(descriptor, 0)
-                    os.write(descriptor, json.dumps(about).encode())
+        descriptor = os.open(self._path, flags, 0o666)
+        try:
+            _lock(descriptor)
+            with suppress(FileNotFoundError):  # its holder has just removed it: once more
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                    since = datetime.now(UTC).isoformat(timespec="seconds")
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, json.dumps([os.getpid(), socket.gethostname(), since]).encode())
                     self._descriptor = descriptor
-                    return
-            except BlockingIOError:
-                raise RunError(
-                    f"{self._folder} is being written by {_holder(descriptor)}: wait until it ends, or stop it"
-                ) from None
-            finally:
-                if self._descriptor != descriptor:
-                    os.close(descriptor)
+        except (BlockingIOError, PermissionError):  # what systems say
+            who = _holder(descriptor)
+            raise RunError(f"{self._folder} is being written by {who}: wait until it ends, or stop it") from None
+        finally:
+            if not self.is_held:
+                os.close(descriptor)
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file without waiting; released with the process, and not inherited by those that it forks.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-    """
+    """Lock a file without waiting: released with the process, and not inherited by those that it forks."""
     try:
         import fcntl
-    except ImportError:  # Windows
-        import msvcrt
-
-        try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError:
-            raise BlockingIOError from None
+    except ImportError:
         return
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except PermissionError:  # what some systems say instead
-        raise BlockingIOError from None
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _holder(descriptor: int) -> str:
     try:
-        about = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {int(about['pid'])} on {str(about['host'])[:80]} since {str(about['since'])[:40]}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pid, host, since = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {int(pid)} on {str(host)[:80]} since {str(since)[:40]}"
+    except (OSError, ValueError, TypeError):
         return "another process"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

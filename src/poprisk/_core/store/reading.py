@@ -13,25 +13,14 @@ _DEPTH, _JSON_BYTES = 64, 2**28
 
 
 def member(folder: str | Path, name: str) -> Path:
-    """The path of a file directly in a folder.
-
-    Raises:
-        DataError: the name leads elsewhere.
-
-    >>> member("run", "start.safetensors").name
-    'start.safetensors'
-    """
+    """The path of a file directly in a folder; a DataError if the name leads elsewhere."""
     if not name or name != os.path.basename(name) or name in (".", "..") or "\\" in name or "\0" in name:
         raise DataError(f"{folder} names the file {name!r}, which is not one of its own: do not use it")
     return Path(folder) / name
 
 
 def own_folder(folder: str | Path, name: str) -> Path:
-    """The path of a folder directly in another one, there or not.
-
-    Raises:
-        DataError: it is a link or a file.
-    """
+    """The path of a folder directly in another one, there or not; a DataError if it is a link or a file."""
     found = member(folder, name)
     if found.is_symlink() or (found.exists() and not found.is_dir()):
         raise DataError(f"{found} must be a folder, but is a link or a file: remove it")
@@ -39,12 +28,7 @@ def own_folder(folder: str | Path, name: str) -> Path:
 
 
 def regular_size(path: str | Path) -> int:
-    """Size of a regular file.
-
-    Raises:
-        DataError: it is a link, a pipe, a device or a folder.
-        FileNotFoundError: there is no such file.
-    """
+    """Size of a regular file; a DataError if it is a link, a pipe, a device or a folder."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "no regular file"
@@ -81,14 +65,7 @@ def _memory() -> int:
 
 
 def parsed_json(content: bytes | str, where: object) -> Any:
-    """A JSON value of bounded depth.
-
-    Raises:
-        DataError: it is not JSON, or nested too deeply.
-
-    >>> parsed_json("[1, 2]", "here")
-    [1, 2]
-    """
+    """A JSON value of bounded depth; a DataError if it is not JSON, or nested too deeply."""
     try:
         value = json.loads(content)
     except RecursionError:
@@ -108,12 +85,7 @@ def _nests(x: Any) -> bool:
 
 
 def read_json(path: str | Path) -> Any:
-    """The JSON value in a regular file.
-
-    Raises:
-        DataError: the file is no regular file, too large, or not JSON.
-        FileNotFoundError: there is no such file.
-    """
+    """The JSON value in a regular file, checked as by :func:`read_regular` and :func:`parsed_json`."""
     return parsed_json(read_regular(path, most=_JSON_BYTES), path)
 
 
@@ -124,20 +96,8 @@ def json_digest(value: dict[str, Any]) -> str:
 
 
 def is_private(folder: str | Path) -> bool:
-    """Whether a folder belongs to this user and nobody else may write into it.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
+    """Whether a folder belongs to this user and nobody else may write into it."""
     if not hasattr(os, "getuid"):
         return os.path.isdir(folder)
     status = os.stat(folder)
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
-
-
-def is_same_file(descriptor: int, path: str | Path) -> bool:
-    """Whether an open file is the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False

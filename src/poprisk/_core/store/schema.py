@@ -30,22 +30,13 @@ def check_schema(schema: Any, value: Any, where: object) -> None:
     try:
         _adapter(schema).validate_python(value, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first: dict[str, Any] = dict(error.errors(include_url=False)[0])
         nested = first.get("ctx", {}).get("error")
         if isinstance(nested, ValidationError):  # of an entry whose schema depends on another one
-            first = nested.errors(include_url=False)[0] | {"loc": (*first["loc"], *nested.errors()[0]["loc"])}
+            first |= {**nested.errors(include_url=False)[0], "loc": (*first["loc"], *nested.errors()[0]["loc"])}
         place = ".".join(str(part) for part in first["loc"]) or "its top"
         shown = repr(first["input"])
         shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
         got = "" if first["type"] == "value_error" else f", got {shown}"
         said = first["msg"].removeprefix("Value error, ")
         raise DataError(f"{where} is not valid at {place}: {said}{got}; restore it from a copy") from None
-
-
-def follows(schema: Any, value: Any) -> bool:
-    """Whether a JSON value follows a schema."""
-    try:
-        check_schema(schema, value, "")
-    except DataError:
-        return False
-    return True

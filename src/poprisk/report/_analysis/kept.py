@@ -15,8 +15,8 @@ from typing_extensions import TypedDict
 from poprisk._core.estimate import Estimate
 from poprisk._core.store import (
     TensorFile,
+    check_schema,
     fingerprint,
-    follows,
     json_digest,
     own_folder,
     pack,
@@ -181,11 +181,10 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
     """The index of an analysis; None if there is none that is intact."""
     try:
         index = read_json(folder / INDEX)
+        check_schema(_Index, index, folder)
     except (OSError, DataError):
         return None
-    if not isinstance(index, dict) or index.get("sha256") != json_digest(index):
-        return None
-    return index if follows(_Index, index) else None
+    return index if index["sha256"] == json_digest(index) else None
 
 
 def _identity(run: Run) -> str:
