@@ -27,9 +27,7 @@ class Interrupted(Exception):
 def run(app: typer.Typer, arguments: list[str] | None) -> int:
     """Run a command. Returns its exit code."""
     kept = ""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's request to end: as Ctrl-C
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _ends_like_an_interrupt():
         _say_warnings()
         try:
             code: Any = app(arguments, standalone_mode=False)
@@ -54,6 +52,19 @@ def fail(message: str) -> int:
 def note(message: str) -> None:
     """Print a line to stderr, beside the results."""
     typer.echo(f"poprisk: {_line(message)}", err=True)
+
+
+@contextmanager
+def _ends_like_an_interrupt() -> Iterator[None]:
+    """Let SIGTERM, by which a scheduler asks a process to end, be answered as Ctrl-C."""
+    ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
