@@ -12,6 +12,7 @@ from poprisk import _moved
 from poprisk._version import __version__ as __version__
 
 _NAMES_BY_ROOM = {
+    "poprisk._core.cluster": ("cluster",),
     "poprisk._core.estimate": ("Estimate",),
     "poprisk.operators": (
         "DissipationChannels",

@@ -1,3 +1,4 @@
+from poprisk._core.cluster import cluster as cluster
 from poprisk._core.estimate import Estimate as Estimate
 from poprisk.operators import DissipationChannels as DissipationChannels
 from poprisk.operators import DriftDiffusion as DriftDiffusion

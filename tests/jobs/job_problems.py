@@ -1,13 +1,17 @@
 """Problems and kinds of jobs that a worker in another process can import."""
 
+import os
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from poprisk._core.store import VALUES, TiledArray, add_tiled, append_line, open_store
 from poprisk.errors import DataError
+from poprisk.jobs._kinds import KernelTiles
 from poprisk.runs._problem import Problem
+from poprisk.runs._training import train
 
 
 def network(inputs: int = 3, width: int = 6, outputs: int = 2, norm: bool = False) -> nn.Module:
@@ -34,15 +38,53 @@ def line(n: int = 9, test: int = 4) -> Problem:
     return Problem(network, "squared", x[:n], y[:n], arguments=sizes, test=(x[n:], y[n:]), name="line")
 
 
+class Logged:
+    """Mixed into a kind of job: a line for each tile that is begun, and one for each that is stored."""
+
+    def compute(self, cell):
+        log(self._group, "start", cell)
+        found = super().compute(cell)
+        time.sleep(float(os.environ.get("TILE_SECONDS", "0")))
+        return found
+
+
+class LoggedTiles(Logged, KernelTiles):
+    pass
+
+
 class Squares:
     """Jobs without a model: the square of the index, after some time; ``content`` may name indices that fail."""
 
-    def __init__(self, group, folder: Path, device: torch.device) -> None:
-        self._content, self._folder = group.content, folder
+    CODE = ()
 
-    def compute(self, indices):
-        (i,) = indices
-        time.sleep(self._content.get("seconds", 0.0))
-        if i in self._content.get("failing", ()) and not (self._folder / "mended").exists():
-            raise DataError(f"no square of {i} today")
-        return {"block": torch.full((4, 4), float(i * i))}
+    def __init__(self, group, run, device: torch.device) -> None:
+        self._group = group
+
+    def compute(self, cell):
+        content = self._group.content
+        log(self._group, "start", cell)
+        time.sleep(content.get("seconds", 0.0))
+        if cell[1] in content.get("failing", ()) and not Path(content["log"]).with_name("mended").exists():
+            raise DataError(f"no square of {cell[1]} today")
+        return {VALUES: torch.full((4, 4), float(cell[1] ** 2))}
+
+
+def log(group, event, cell):
+    path = group.content.get("log") or os.environ.get("JOBS_LOG")
+    if path:
+        append_line(path, f"{event} {cell[0]} {cell[1]} {os.getpid()}")
+
+
+def begun(path) -> list[tuple[int, int]]:
+    """The tiles of a log, as often as they were begun."""
+    lines = [line.split() for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
+    return [(int(i), int(j)) for event, i, j, _ in lines if event == "start"]
+
+
+def plan_squares(folder: Path, count: int = 6, run=None, **content):
+    """A group of squares in ``folder/store``, with the options of ``run_jobs`` that do it."""
+    content = {"threads": 1, "device": "cpu", "log": str(folder / "log"), **content}
+    where = {"shape": [4, 4 * count], "tile": [4, 4], "dtype": "float32", "symmetric": False, "run": None}
+    group = add_tiled(TiledArray(open_store(folder / "store"), "squares", "squares", content, where), {})
+    run = run or train(blobs(), torch.optim.SGD, 1, progress=False)
+    return group, {"runs": {"squares": run}, "client": "in-process"}

@@ -1,19 +1,21 @@
-"""Workers killed with SIGKILL at random while they make the tiles of a kernel, and replaced; what came of it.
+"""Workers, schedulers and clients killed with SIGKILL at random while they make a kernel; what came of it.
 
     python tests/jobs/killed_workers.py --trials 20
 
-Each trial: three workers on one kernel, each of them killed once at a random moment while tiles are being made, a new
-one joining for each. Meanwhile another process reads every result that has its final name. At the end the kernel is
-compared byte by byte with that of one process, and the logs are counted.
+Each trial: a scheduler, four workers and a client, each in a process of its own, and three of them killed at random
+moments while tiles are being made. Whatever has ended is started again. Meanwhile another process reads every tile that
+has its final name. At the end the kernel is compared byte by byte with that of one process, and the log is counted.
 """
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -23,129 +25,170 @@ from pathlib import Path
 import job_problems
 import torch
 
+from poprisk._core.store import load_all, open_store
 from poprisk.errors import DataError
-from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._manifest import Manifest
-from poprisk.jobs._plan import JobPlan
-from poprisk.jobs._results import read_logs, read_result
-from poprisk.jobs._worker import run_jobs, work
-from poprisk.runs._problem import Problem
-from poprisk.runs._training import train
+from poprisk.jobs import JobPlan, _kinds, run_jobs
+from poprisk.runs import Problem, train
 
-WORKERS, LEASE, SIDE = 3, 4.0, 8
-FORK = multiprocessing.get_context("fork")
+WORKERS, KILLS, SIDE, TILE_SECONDS = 4, 3, 8, 0.05
+PRELOADED = ["torch", "zarr", "distributed", "poprisk.jobs", "job_problems"]
 
 
-class Reader:
-    """A process that reads every result as soon as it has its final name, over and over, and counts torn ones."""
-
-    def __init__(self, folder: Path) -> None:
-        self._reads, self._torn, self._stop = FORK.Value("q", 0), FORK.Value("q", 0), FORK.Event()
-        self._process = FORK.Process(target=self._run, args=(folder, set(Manifest.load(folder).groups[0].keys)))
-        self._process.start()
-
-    def _run(self, folder: Path, keys: set[str]) -> None:
-        while not self._stop.wait(0.05):
-            for path in (folder / "results").glob("*/*.safetensors"):
-                if path.stem in keys:
-                    try:
-                        read_result(folder, path.stem)
-                    except DataError:
-                        self._torn.value += 1
-                    self._reads.value += 1
-
-    def stop(self) -> tuple[int, int]:
-        """Reads, and those of something torn."""
-        self._stop.set()
-        self._process.join()
-        assert self._process.exitcode == 0
-        return self._reads.value, self._torn.value
+def context():
+    """Processes that have imported everything when they start."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(PRELOADED)
+    return found
 
 
-def start(folder: Path, name: str):
-    process = FORK.Process(target=work, args=(folder,), kwargs={"name": name, "lease": LEASE}, name=name)
-    process.start()
-    return process
+def scheduler(port: int) -> None:
+    async def run() -> None:
+        from distributed import Scheduler
+
+        async with Scheduler(host="127.0.0.1", port=port, dashboard=False) as started:
+            await started.finished()
+
+    quiet()
+    asyncio.run(run())
 
 
-def finished(folder: Path) -> int:
-    return len(list((folder / "results").glob("*/*.safetensors")))
+def worker(port: int, log: str) -> None:
+    async def run() -> None:
+        from distributed import Worker
+
+        async with Worker(f"tcp://127.0.0.1:{port}", nthreads=1, memory_limit=0, dashboard=False) as started:
+            await started.finished()
+
+    quiet()
+    os.environ |= {"JOBS_LOG": log, "TILE_SECONDS": str(TILE_SECONDS)}
+    asyncio.run(run())
 
 
-def trial(folder: Path, expected: tuple, chance: random.Random) -> dict:
-    keys = Manifest.load(folder).groups[0].keys
-    before, total = finished(folder), len(keys)  # the weights lie among the results too
-    moments = sorted(chance.uniform(0.02, 0.85) * total for _ in range(WORKERS))
-    reader = Reader(folder)
-    alive = [start(folder, f"w{i}") for i in range(WORKERS)]
-    originals, killed, joined = list(alive), [], WORKERS
-    for moment in moments:
-        while finished(folder) - before < moment:
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0.0, 0.1))  # anywhere in a tile, not just after one
-        victim = originals.pop(chance.randrange(len(originals)))
-        os.kill(victim.pid, signal.SIGKILL)
-        victim.join()
-        killed.append(victim.name)
-        alive.remove(victim)
-        alive.append(start(folder, f"w{joined}"))
-        joined += 1
-    for process in alive:
-        process.join()
-    reads, torn = reader.stop()
-    assert all(process.exitcode == 0 for process in alive), [process.exitcode for process in alive]
-    aside = len(list((folder / "results").glob("*/.*.tmp")))
-    kernel = assemble_matrix(folder, Manifest.load(folder).groups[0].name)
+def client(port: int, folder: Path) -> None:
+    from distributed import Client
+
+    quiet()
+    _kinds.KINDS["kernel"] = job_problems.LoggedTiles
+    with Client(f"tcp://127.0.0.1:{port}", timeout=60) as connected:
+        connected.wait_for_workers(1, timeout=60)
+        run_jobs(folder, client=connected)
+
+
+def quiet() -> None:
+    import logging
+
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def read_tiles(folder: Path, stop, reads, torn) -> None:
+    """Reads every tile as soon as it has its final name, over and over, and counts torn ones."""
+    (group,) = load_all(open_store(folder))
+    while not stop.wait(0.2):
+        for cell in group.done():
+            try:
+                group.tile(cell)
+            except DataError:
+                torn.value += 1
+            reads.value += 1
+
+
+def tiles(folder: Path) -> dict[str, bytes]:
+    (values,) = folder.glob("*/values")
+    return {str(path.relative_to(values)): path.read_bytes() for path in values.rglob("*") if path.is_file()}
+
+
+class Processes:
+    """The scheduler, the workers and the client of a trial; what has ended is started again."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._what = {"scheduler": (scheduler, (port,)), "client": (client, (port, folder))}
+        self._what |= {f"worker {i}": (worker, (port, str(log))) for i in range(WORKERS)}
+        self._context, self.alive = context(), {}
+        self.clients = 0
+
+    def start_missing(self) -> bool:
+        """Whether the client has done its work."""
+        for name, (function, arguments) in self._what.items():
+            process = self.alive.get(name)
+            if process is not None and process.is_alive():
+                continue
+            if name == "client" and process is not None and process.exitcode == 0:
+                return True
+            self.clients += name == "client"
+            self.alive[name] = self._context.Process(target=function, args=arguments)
+            self.alive[name].start()
+        return False
+
+    def kill(self, name: str) -> None:
+        os.kill(self.alive[name].pid, signal.SIGKILL)
+        self.alive[name].join()
+
+    def stop(self) -> None:
+        for process in self.alive.values():
+            process.kill()
+            process.join()
+
+
+def trial(folder: Path, expected: dict[str, bytes], chance: random.Random, kinds: list[str]) -> dict:
+    (group,) = load_all(open_store(folder))
+    total, log = len(group.cells()), folder.with_name(f"{folder.name}.log")
+    moments = sorted(chance.uniform(0.05, 0.85) * total for _ in range(KILLS))
+    made, killed = context(), Counter()
+    stop, reads, torn = made.Event(), made.Value("q", 0), made.Value("q", 0)
+    reader = made.Process(target=read_tiles, args=(folder, stop, reads, torn))
+    reader.start()
+    processes = Processes(folder, log)
+    while not processes.start_missing():
+        if moments and len(group.done()) >= moments[0]:
+            time.sleep(chance.uniform(0.0, 0.1))  # anywhere in a tile, not just after one
+            kind = chance.choice(kinds)
+            victim = f"worker {chance.randrange(WORKERS)}" if kind == "worker" else kind
+            if processes.alive["client"].is_alive():
+                processes.kill(victim)
+                killed[kind] += 1
+                moments.pop(0)
+        time.sleep(0.02)
+    processes.stop()
+    stop.set()
+    reader.join()
+    begun = Counter(job_problems.begun(log))
+    lost = killed["worker"] + WORKERS * (killed["scheduler"] + killed["client"])
     return {
-        "identical": (kernel.path.read_bytes(), kernel.bound) == expected,
+        "identical": tiles(folder) == expected,
         "tiles": total,
-        "killed": len(killed),
-        "torn_reads": torn,
-        "reads": reads,
-        "files_left_aside": aside,
-        **counted(folder, killed),
+        "killed": killed.total(),
+        **{f"killed_{kind}": killed[kind] for kind in ("worker", "scheduler", "client")},
+        "torn_reads": torn.value,
+        "reads": reads.value,
+        "computed": begun.total(),
+        "computed_again": begun.total() - total,
+        "computed_again_beyond_what_was_in_flight": max(0, begun.total() - total - lost),
     }
 
 
-def counted(folder: Path, killed: list[str]) -> dict:
-    """From the logs: computations begun, kills in the middle of one, and those made again with and without such a kill.
-
-    Of the kills in the middle of a tile some come after its result is in place: that tile is not made again.
-    """
-    starts, dones, last = Counter(), Counter(), {}
-    for line in read_logs(folder):
-        starts[line.get("key")] += line["event"] == "start"
-        dones[line.get("key")] += line["event"] == "done"
-        last[line["worker"]] = line
-    hit = Counter(last[name]["key"] for name in killed if last[name]["event"] == "start")
-    keys = [key for key in starts if key]
-    unexplained = sum(max(0, starts[key] - 1 - hit[key]) for key in keys)
-    return {
-        "computed": sum(starts[key] for key in keys),
-        "killed_inside_a_tile": sum(hit.values()),
-        "computed_again": sum(starts[key] - 1 for key in keys),
-        "computed_twice_without_a_kill": unexplained + sum(max(0, dones[key] - 1) for key in keys),
-    }
-
-
-def run_trials(trials: int, seed: int, examples: int = 72, **options) -> dict:
+def run_trials(
+    trials: int, seed: int, examples: int = 72, kinds=("worker", "worker", "scheduler", "client"), **options
+):
     """Of kernels in full precision; ``options`` of ``JobPlan.train_kernel`` make others."""
-    options = options or {"method": "jacobian contraction"}
     torch.set_num_threads(1)
     chance, found, began = random.Random(seed), [], time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        problem = Problem.build(job_problems.blobs, n=examples, test=0, inputs=200, width=300, outputs=10)
+        problem = Problem.build(job_problems.blobs, n=examples, test=0, inputs=20, width=30, outputs=10)
         run = train(problem, torch.optim.Adam, 2, batch_size=32, path=folder / "run", progress=False)
-        (name,) = JobPlan(folder / "planned").train_kernel(run, 1, side=SIDE, **options)
+        JobPlan(folder / "planned").train_kernel(run, 1, side=SIDE, **options)
         shutil.copytree(folder / "planned", folder / "alone")
-        run_jobs(folder / "alone")
-        alone = assemble_matrix(folder / "alone", name)
-        expected = (alone.path.read_bytes(), alone.bound)
+        run_jobs(folder / "alone", client="in-process")
+        expected = tiles(folder / "alone")
         for number in range(trials):
             there = folder / f"trial{number}"
             shutil.copytree(folder / "planned", there)
-            found.append(trial(there, expected, chance))
+            found.append(trial(there, expected, chance, list(kinds)))
             shutil.rmtree(there)
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     sums = {key: sum(each[key] for each in found) for key in found[0]}

@@ -1,4 +1,4 @@
-"""Peak memory of tiles, assembly and products of a kernel much larger than the limit, in a process of its own."""
+"""Peak memory of tiles and products of a kernel much larger than the limit, in a process of its own."""
 
 import json
 import re
@@ -9,9 +9,8 @@ from pathlib import Path
 import job_problems
 import torch
 
-from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._plan import JobPlan
-from poprisk.jobs._worker import run_jobs
+from poprisk._core.store import load_all, open_store
+from poprisk.jobs import JobPlan, open_matrix, run_jobs
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
@@ -24,11 +23,11 @@ def memory(what: str) -> int:
 
 def everything(folder: Path, run: Path, limit: int, **options) -> int:
     (name,) = JobPlan(folder, memory_limit=limit).train_kernel(run, 0, **options)
-    run_jobs(folder)
-    K = assemble_matrix(folder, name)
+    run_jobs(folder, client="in-process")
+    K = open_matrix(folder, name)
     v = torch.ones(K.shape[1], dtype=K.dtype)
     torch.testing.assert_close(K @ v, v @ K)
-    return K.path.stat().st_size
+    return K.shape[0] * K.shape[1] * K.dtype.itemsize
 
 
 def main(n: int, limit: int) -> None:
@@ -43,15 +42,15 @@ def main(n: int, limit: int) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         at_rest = memory("VmRSS")
         size = everything(folder / "jobs", folder / "large", limit)
-        tiles = json.loads((folder / "jobs" / "manifest.json").read_text())["groups"][0]
+        (group,) = load_all(open_store(folder / "jobs"))
         print(
             json.dumps(
                 {
                     "kernel": size,
                     "limit": limit,
                     "peak": memory("VmHWM") - at_rest,
-                    "side": tiles["jobs"][0][1],
-                    "tile_bytes": tiles["where"]["tile_bytes"],
+                    "side": group.where["tile"][0],
+                    "tile_bytes": group.where["tile_bytes"],
                 }
             )
         )

@@ -1,139 +1,113 @@
-"""``python -m poprisk.jobs``: one voice with the command line, and scripts that a scheduler takes."""
+"""``poprisk jobs``: one voice with the command line; workers, a scheduler and a client in processes of their own."""
 
-import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import job_problems
+import numpy as np
 import pytest
 import torch
 
 from poprisk._core.progress import Progress
 from poprisk.cli import main
-from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._manifest import JobGroup, Manifest
-from poprisk.jobs._plan import JobPlan
-from poprisk.jobs._slurm import slurm_script
-from poprisk.jobs._status import job_status
-from poprisk.jobs._worker import run_jobs, worker_name
-from poprisk.runs._problem import Problem
-from poprisk.runs._training import train
-
-HERE = Path(__file__).parent
-# Python 3.12 warns of any fork beside threads; these forks only compute, and end.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+from poprisk.jobs import JobPlan, job_status, open_matrix
+from poprisk.runs import Problem, train
 
 
 @pytest.fixture
-def squares(tmp_path):
-    group = JobGroup("squares", "job_problems:Squares", {}, [[i] for i in range(20)])
-    Manifest((group,)).save(tmp_path)
-    return tmp_path
+def planned(tmp_path):
+    """Kernels of a run, six tiles each."""
+    problem = Problem.build(job_problems.blobs)
+    run = train(problem, torch.optim.SGD, 1, batch_size=5, path=tmp_path / "run", progress=False)
+    JobPlan(tmp_path / "store").train_kernel(run, [0, 1], side=7)
+    return tmp_path / "store"
 
 
 def call(*arguments):
     with pytest.raises(SystemExit) as leaving:
-        main(["jobs", *map(str, arguments)])
+        main(["jobs", *(str(each) for each in arguments)])
     return leaving.value.code
 
 
-def test_work_then_status(squares, capfd, monkeypatch):
+def test_resume_then_status(planned, capfd, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert call("status", squares) == 0
-    assert "squares: 0 of 20 done\nin all: 0 of 20 done, 0 claimed\n" in capfd.readouterr().out
-    assert call("work", squares, "--name", "me") == 0
+    assert call("status", planned) == 0
+    zero = "train kernel at step 0: 0 of 6 done\ntrain kernel at step 1: 0 of 6 done\nin all: 0 of 12 done\n"
+    assert capfd.readouterr().out == zero
+    assert call("resume", planned, "--workers", "1") == 0
     out, err = capfd.readouterr()
-    assert re.search(r"me finished 20 jobs in \d+ s; all jobs are done", out)
-    assert "jobs: 20 of 20 done" in err
-    assert call("status", squares) == 0
-    assert "in all: 20 of 20 done, 0 claimed\nme finished 20\n" in capfd.readouterr().out
+    assert re.fullmatch(r"did 12 of 12 jobs in \d+ s; all are done\n", out)
+    assert "jobs: 12 of 12 done" in err
+    assert call("resume", planned, "--verify", "--workers", "1") == 0
+    assert capfd.readouterr().out.startswith("did 0 of 12 jobs")
+    assert call("status", planned) == 0
+    assert "in all: 12 of 12 done\n" in capfd.readouterr().out
 
 
 def test_errors_are_one_line_with_an_exit_code(tmp_path, capfd):
-    for command in ("work", "status", "slurm", "assemble"):
+    for command in ("resume", "status"):
         assert call(command, tmp_path / "nothing") == 2
         out, err = capfd.readouterr()
         assert out == ""
         assert err.startswith("poprisk: error: ")
         assert "holds no jobs" in err
         assert err.count("\n") == 1
+    assert call("resume") == 2
+    assert "Missing argument 'STORE'" in capfd.readouterr().err
     assert call("work") == 2
-    assert "Missing argument 'DIR'" in capfd.readouterr().err
+    assert "Missing option '--scheduler'" in capfd.readouterr().err
 
 
-def test_assemble_prints_where_the_matrices_are(tmp_path, capfd):
-    run = train(Problem.build(job_problems.blobs), torch.optim.SGD, 1, path=tmp_path / "run", progress=False)
-    JobPlan(tmp_path / "jobs").train_kernel(run, 0, side=10)
-    JobPlan(tmp_path / "jobs").train_kernel(run, 0, side=10, precision="float16", name="rounded")
-    run_jobs(tmp_path / "jobs")
-    assert call("assemble", tmp_path / "jobs") == 0
-    exact, rounded = (assemble_matrix(tmp_path / "jobs", f"{name} at step 0") for name in ("train kernel", "rounded"))
-    assert capfd.readouterr().out == (
-        f"train kernel at step 0: {exact.path}\n"
-        f"rounded at step 0: {rounded.path}, |dK_ij| <= {rounded.bound:.2g} sqrt(K_ii K_jj)\n"
-    )
+def test_a_matrix_of_an_earlier_version_is_converted(tmp_path, capfd):
+    np.save(tmp_path / "old.npy", np.eye(5, dtype=np.float32))
+    assert call("convert", tmp_path / "old.npy", tmp_path / "store", "--name", "old kernel", "--symmetric") == 0
+    assert capfd.readouterr().out.startswith("old kernel: in ")
+    assert torch.equal(open_matrix(tmp_path / "store", "old kernel").to_dense(), torch.eye(5))
 
 
-def test_a_worker_that_is_told_to_end_gives_its_job_back(tmp_path, capfd):
-    """SIGTERM, as SLURM and torchrun send it: another worker goes on at once, no lease is waited for."""
-    Manifest((JobGroup("squares", "job_problems:Squares", {"seconds": 0.7}, [[i] for i in range(4)]),)).save(tmp_path)
-    process = multiprocessing.get_context("fork").Process(target=main, args=(["jobs", "work", str(tmp_path)],))
-    process.start()
-    while not job_status(tmp_path).done:
+def start(*arguments, **options):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", *map(str, arguments)], env=environment, text=True, **options)
+
+
+@pytest.mark.slow
+def test_a_scheduler_a_worker_and_a_client_of_the_command_line(planned, tmp_path):
+    """As on a cluster, each in a process of its own."""
+    file = tmp_path / "scheduler.json"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    options = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", file)
+    started = [start("dask", "scheduler", *options, **quiet)]
+    try:
+        while not file.exists():
+            time.sleep(0.1)
+        address = re.search(r'"address": "(\S+?)"', file.read_text()).group(1)
+        started.append(start("poprisk", "jobs", "work", "--scheduler", address, "--memory-limit", "1GiB", **quiet))
+        done = start("poprisk", "jobs", "resume", planned, "--scheduler", address, stdout=subprocess.PIPE)
+        assert re.fullmatch(r"did 12 of 12 jobs in \d+ s; all are done\n", done.communicate(timeout=110)[0])
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_a_client_that_is_told_to_end_keeps_what_is_done(tmp_path):
+    """SIGTERM, as SLURM sends it: the finished tiles stay, and the lock is free."""
+    problem = Problem.build(job_problems.blobs, n=60, inputs=40, width=300, outputs=10)
+    run = train(problem, torch.optim.SGD, 1, batch_size=5, path=tmp_path / "run", progress=False)
+    JobPlan(tmp_path / "store").train_kernel(run, 0, side=1)
+    client = start("poprisk", "jobs", "resume", tmp_path / "store", "--workers", "1", stderr=subprocess.PIPE)
+    while job_status(tmp_path / "store")["train kernel at step 0"][0] < 3:
         time.sleep(0.05)
-    while not job_status(tmp_path).claimed:  # the next one
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join()
-    assert process.exitcode == 143
-    assert "poprisk: interrupted; finished jobs are kept" in capfd.readouterr().err
-    left = job_status(tmp_path)
-    assert 0 < left.done < 4
-    assert left.claimed == 0
-    rest = run_jobs(tmp_path, lease=600.0)
-    assert (rest.computed, rest.taken_over) == (4 - left.done, 1)
-
-
-def test_the_slurm_script_is_a_script(squares, tmp_path):
-    script = slurm_script(squares, tasks=7, time_limit="00:30:00")
-    assert "#SBATCH --array=0-6\n" in script
-    assert "#SBATCH --cpus-per-task=1 " in script
-    assert "#SBATCH --time=00:30:00\n" in script
-    assert "--gpus" not in script
-    assert f"exec srun python -m poprisk jobs work {squares} --lease 90\n" in script
-    bash = shutil.which("bash")
-    if bash is not None:
-        file = tmp_path / "script.sh"
-        file.write_text(script)
-        assert subprocess.run([bash, "-n", str(file)], check=False).returncode == 0
-
-
-def test_a_plan_for_gpus_asks_for_them(tmp_path):
-    content = {"device": "cuda", "threads": 4}
-    Manifest((JobGroup("squares", "job_problems:Squares", content, [[0]], {"memory_limit": 2**33}),)).save(tmp_path)
-    script = slurm_script(tmp_path, tasks=1)
-    assert "#SBATCH --gpus-per-task=1 " in script
-    assert "#SBATCH --cpus-per-task=4 " in script
-    assert "#SBATCH --mem=12288M\n" in script
-
-
-@pytest.mark.parametrize(
-    ("variable", "start"),
-    [("SLURM_ARRAY_TASK_ID", "task3-"), ("RANK", "rank3-"), (None, f"process{os.getpid()}-")],
-    ids=("slurm", "torchrun", "alone"),  # a number that each process has for itself is no name for a test
-)
-def test_names_come_from_the_launcher(monkeypatch, variable, start):
-    for each in ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "RANK"):
-        monkeypatch.delenv(each, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, "3")
-    assert worker_name().startswith(start)
+    client.terminate()
+    assert "poprisk: interrupted; finished jobs are stored" in client.communicate(timeout=60)[1]
+    assert client.returncode == 143
+    done, total = job_status(tmp_path / "store")["train kernel at step 0"]
+    assert 3 <= done < total
 
 
 def test_progress_has_the_time_left(capfd):
@@ -145,21 +119,3 @@ def test_progress_has_the_time_left(capfd):
     assert lines[0] == "jobs: 4 of 10 done"
     assert re.fullmatch(r"jobs: 5 of 10 done, about \d+ s left", lines[1])
     assert lines[2] == "jobs: 10 of 10 done"
-
-
-@pytest.mark.slow
-def test_torchrun_starts_workers(squares):
-    """Two ranks, no process group: each is a worker."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "poprisk", "jobs", "work"]
-    done = subprocess.run(
-        [sys.executable, *command, str(squares)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(path.stem[:6] for path in squares.glob("log/*")) == ["rank0-", "rank1-"]
-    assert job_status(squares).done == 20

@@ -1,10 +1,7 @@
-"""SIGKILL at random: the finished kernel is identical, only lost tiles are computed again, nothing torn is read."""
+"""SIGKILL at random: the kernel is identical, only what was in flight is computed again, nothing torn is read."""
 
 import pytest
 from killed_workers import run_trials
-
-# Python 3.12 warns of any fork beside threads; these forks only compute, and end.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def check(found, trials):
@@ -12,20 +9,12 @@ def check(found, trials):
     assert found["killed"] == 3 * trials
     assert found["torn_reads"] == 0
     assert found["reads"] > 0
-    assert found["computed_twice_without_a_kill"] == 0
-    assert found["computed_again"] <= found["killed_inside_a_tile"] <= found["killed"]
-    assert found["computed"] == found["tiles"] + found["computed_again"]
+    assert found["computed_again_beyond_what_was_in_flight"] == 0
 
 
 @pytest.mark.timeout(300)
-def test_two_trials():
-    check(run_trials(2, seed=1, examples=40), 2)
-
-
-@pytest.mark.timeout(300)
-def test_tiles_of_rounded_rows():
-    """The bound of the finished kernel is compared with it."""
-    check(run_trials(1, seed=2, examples=40, precision="bfloat16x3"), 1)
+def test_a_trial_with_rounded_rows():
+    check(run_trials(1, seed=1, examples=40, precision="bfloat16x3"), 1)
 
 
 @pytest.mark.slow
@@ -33,4 +22,5 @@ def test_tiles_of_rounded_rows():
 def test_twenty_trials():
     found = run_trials(20, seed=0)
     check(found, 20)
-    assert found["computed_again"] >= 10  # the kills did hit workers at work
+    assert min(found["killed_worker"], found["killed_scheduler"], found["killed_client"]) > 5
+    assert found["computed_again"] >= 5  # the kills did hit workers at work

@@ -1,19 +1,16 @@
 """Kernels of rounded rows from jobs: the bits of one process, within their bound of float64, mixed with no others."""
 
-import multiprocessing
 from dataclasses import replace
 
 import job_problems
 import pytest
 import torch
 
-from poprisk.errors import DeviceError, HyperparameterError
-from poprisk.jobs._assemble import assemble_matrix
-from poprisk.jobs._manifest import Manifest
-from poprisk.jobs._numerics import pinned
-from poprisk.jobs._plan import JobPlan
-from poprisk.jobs._results import read_result, write_result
-from poprisk.jobs._worker import run_jobs, work
+from poprisk import cluster
+from poprisk._core.store import load_tiled, open_store
+from poprisk.errors import DataError, DeviceError, HyperparameterError
+from poprisk.jobs import JobPlan, open_matrix, run_jobs
+from poprisk.operators import pinned
 from poprisk.operators._kernels.method import Method
 from poprisk.operators._kernels.plan import plan_tiles
 from poprisk.operators._kernels.precision import Precision, check_supported, error_bound
@@ -23,8 +20,6 @@ from poprisk.runs._training import train
 
 STEP, SIDE = 2, 6
 ON_A_CPU = [each for each in Precision if each is not Precision.TF32]
-# Python 3.12 warns of any fork beside threads; these forks only compute, and end.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def recorded(path, problem):
@@ -77,25 +72,21 @@ def streamed(run, inputs, others, precision, chunk):
         return assembled(torch.empty(tiled.shape), tiled.tiles()), maker.bound
 
 
-def test_workers_give_the_bits_of_one_process(tmp_path, run):
-    """Three that share, one that does all, and the tiles of a stream in this process."""
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    for folder in (alone, shared):
-        names = planned(folder, run, precision="float16")
-    run_jobs(alone)
-    fork = multiprocessing.get_context("fork")
-    workers = [fork.Process(target=work, args=(shared,), kwargs={"lease": 60.0}) for _ in range(3)]
-    [worker.start() for worker in workers]
-    [worker.join() for worker in workers]
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+def test_jobs_give_the_bits_of_one_stream(tmp_path, run):
+    """In one thread or three, and the tiles of a stream in this process."""
+    for folder in ("one", "three"):
+        names = planned(tmp_path / folder, run, precision="float16")
+    run_jobs(tmp_path / "one", client="in-process")
+    with cluster("threads", workers=3):
+        run_jobs(tmp_path / "three")
     test, examples = inputs_of(run)
     for name, sides in zip(names, ((examples, None), (test, examples)), strict=True):
-        one, two = (assemble_matrix(folder, name) for folder in (alone, shared))
-        assert one.path.read_bytes() == two.path.read_bytes()
-        chunk = Manifest.load(alone).group(name).content["chunk"]
+        one, three = (open_matrix(tmp_path / folder, name) for folder in ("one", "three"))
+        chunk = load_tiled(open_store(tmp_path / "one"), name).where["chunk"]
         expected, bound = streamed(run, *sides, "float16", chunk)
         assert torch.equal(one.to_dense(), expected)
-        assert one.bound == two.bound == bound
+        assert torch.equal(three.to_dense(), expected)
+        assert one.bound == three.bound == bound
 
 
 @pytest.mark.parametrize("precision", ON_A_CPU)
@@ -103,52 +94,33 @@ def test_workers_give_the_bits_of_one_process(tmp_path, run):
 def test_the_bound_holds_against_the_naive_float64_kernel(tmp_path, request, outputs, precision):
     run = request.getfixturevalue("run" if outputs == 2 else "run_of_one_output")
     names = planned(tmp_path, run, side=4, precision=precision)
-    run_jobs(tmp_path)
+    run_jobs(tmp_path, client="in-process")
     K, places = naive_kernel(run), outputs * len(inputs_of(run)[0])
     scales = K.diagonal().sqrt()[:, None] * K.diagonal().sqrt()
     blocks = (slice(places, None), slice(places, None)), (slice(0, places), slice(places, None))
     for name, at in zip(names, blocks, strict=True):
-        found = assemble_matrix(tmp_path, name)
+        found = open_matrix(tmp_path, name)
         assert found.dtype == torch.float32
         assert found.bound is not None
         error = ((found.to_dense().double() - K[at]).abs() / scales[at]).max().item()
         assert error <= found.bound
         if precision in (Precision.FLOAT16, Precision.BFLOAT16):
             assert error > 1e-6  # rows were rounded indeed
-        group = Manifest.load(tmp_path).group(name)
-        bounds = {read_result(tmp_path, key)["bound"].item() for key in group.keys}
-        assert bounds == {found.bound} == {error_bound(precision, run.num_weights, -(-run.num_weights // 16) * 16)}
-    K_SS = assemble_matrix(tmp_path, names[0]).to_dense()
+        assert found.bound == error_bound(precision, run.num_weights, -(-run.num_weights // 16) * 16)
+    K_SS = open_matrix(tmp_path, names[0]).to_dense()
     assert torch.equal(K_SS, K_SS.T)
 
 
-def test_tiles_of_different_precision_share_no_key(tmp_path, run):
+def test_tiles_of_different_precision_are_not_mixed(tmp_path, run):
     plan = JobPlan(tmp_path)
     for precision in (None, *ON_A_CPU):
         plan.train_kernel(run, STEP, side=SIDE, method="layer factors", precision=precision, name=str(precision))
-    groups = Manifest.load(tmp_path).groups
-    keys = [key for group in groups for key in group.keys]
-    assert len(set(keys)) == len(keys)
-    assert "precision" not in groups[0].content  # as manifests were before there were any
-    run_jobs(tmp_path)
-    found = [assemble_matrix(tmp_path, group.name) for group in groups]
+    with pytest.raises(DataError, match=r"already planned in .* with other settings"):
+        plan.train_kernel(run, STEP, side=SIDE, method="layer factors", precision="float16", name="None")
+    plan.run(client="in-process")
+    found = [open_matrix(tmp_path, f"{precision} at step {STEP}") for precision in (None, *ON_A_CPU)]
     assert [K.bound is None for K in found] == [True] + [False] * len(ON_A_CPU)
     assert len({K.path for K in found}) == len(found)
-
-
-def test_the_matrix_has_the_largest_bound_of_its_tiles(tmp_path, run):
-    name, _ = planned(tmp_path, run, precision="float16")
-    run_jobs(tmp_path)
-    key = Manifest.load(tmp_path).group(name).keys[2]
-    other = {**read_result(tmp_path, key), "bound": torch.tensor(0.25, dtype=torch.float64)}
-    write_result(tmp_path, key, other, {})
-    with pytest.warns(UserWarning, match="2 kinds of machine"):
-        K = assemble_matrix(tmp_path, name)
-    assert K.bound == 0.25
-    assert assemble_matrix(tmp_path, name).bound == 0.25  # now from its file
-    K.path.with_suffix(".json").unlink()  # a matrix without its bound is put together again
-    with pytest.warns(UserWarning, match="2 kinds of machine"):
-        assert assemble_matrix(tmp_path, name).bound == 0.25
 
 
 def test_what_cannot_be_is_refused_before_anything_is_planned(tmp_path, run):
@@ -164,7 +136,7 @@ def test_what_cannot_be_is_refused_before_anything_is_planned(tmp_path, run):
         plan.train_kernel(run, STEP, precision="tf32")
     with pytest.raises(HyperparameterError, match=r"precision must be a Precision or one of \['float32', 'tf32'"):
         plan.train_kernel(run, STEP, precision="float8")
-    assert not (tmp_path / "manifest.json").exists()
+    assert not list(tmp_path.iterdir())
     with pytest.raises(DeviceError, match=r"'tf32' needs a GPU of CUDA capability 8\.0 or later, got 7\.0: use"):
         check_supported(Precision.TF32, "cuda", (7, 0))
     check_supported(Precision.TF32, "cuda", (9, 0))
@@ -200,16 +172,16 @@ def test_chunks_that_are_replayed_are_so_from_the_first_on(run):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", list(Precision))
 def test_on_a_gpu_the_bits_do_not_depend_on_the_worker(tmp_path, run, precision):
-    """Workers that begin elsewhere, and one that finishes what another has begun."""
     for folder in ("one", "two"):
         names = planned(tmp_path / folder, run, device="cuda", precision=precision)
-    run_jobs(tmp_path / "one")
-    work(tmp_path / "two", name="begins.elsewhere")
+    run_jobs(tmp_path / "one", client="in-process")
+    with cluster("threads", workers=2):
+        run_jobs(tmp_path / "two")
     K, places = naive_kernel(run), 2 * len(inputs_of(run)[0])
     scales = K.diagonal().sqrt()[:, None] * K.diagonal().sqrt()
     blocks = (slice(places, None), slice(places, None)), (slice(0, places), slice(places, None))
     for name, at in zip(names, blocks, strict=True):
-        one, two = (assemble_matrix(tmp_path / folder, name) for folder in ("one", "two"))
-        assert one.path.read_bytes() == two.path.read_bytes()
+        one, two = (open_matrix(tmp_path / folder, name) for folder in ("one", "two"))
+        assert torch.equal(one.to_dense(), two.to_dense())
         assert one.bound is not None
         assert ((one.to_dense().double() - K[at]).abs() / scales[at]).max().item() <= one.bound + 1e-6

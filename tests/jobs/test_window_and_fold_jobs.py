@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from poprisk.errors import DataError, HyperparameterError, JobError
-from poprisk.jobs._assemble import assemble_matrix, assemble_resampled
-from poprisk.jobs._operator_columns import OPERATORS, probe_columns
-from poprisk.jobs._plan import JobPlan
-from poprisk.jobs._worker import run_jobs
+from poprisk.jobs import JobPlan, open_matrix, open_resampled, probe_columns, run_jobs
+from poprisk.jobs._plan import OPERATORS
 from poprisk.operators._window import Window
 from poprisk.risk._k_fold import k_fold
 from poprisk.runs._problem import Problem
@@ -35,24 +33,23 @@ def test_columns_of_the_identity_are_the_operators(tmp_path, run, window):
     plan = JobPlan(tmp_path)
     names = {name: plan.operator_columns(run, name, start=2, columns_per_job=13) for name in OPERATORS}
     adjoint = plan.operator_columns(run, "test_transfer", start=2, adjoint=True, columns_per_job=13)
-    run_jobs(tmp_path)
+    run_jobs(tmp_path, client="in-process")
     for operator, name in names.items():
-        close(assemble_matrix(tmp_path, name).to_dense(), getattr(window, operator).to_dense())
-    close(assemble_matrix(tmp_path, adjoint).to_dense(), window.test_transfer.T.to_dense())
-    W = assemble_matrix(tmp_path, names["dissipation_gramian"])
+        close(open_matrix(tmp_path, name).to_dense(), getattr(window, operator).to_dense())
+    close(open_matrix(tmp_path, adjoint).to_dense(), window.test_transfer.T.to_dense())
+    W = open_matrix(tmp_path, names["dissipation_gramian"])
     assert W.symmetric
-    assert W.path.name != assemble_matrix(tmp_path, adjoint).path.name
 
 
 def test_random_probes_can_be_made_again(tmp_path, run, window):
     options = {"columns": "rademacher", "count": 7, "seed": 5}
     name = JobPlan(tmp_path).operator_columns(run, "propagator", start=2, columns_per_job=3, **options)
-    run_jobs(tmp_path)
+    run_jobs(tmp_path, client="in-process")
     P = window.propagator
     X = probe_columns(P.shape[1], 0, 7, "rademacher", 5)
     assert set(X.unique().tolist()) == {-1.0, 1.0}
     assert len(X.T.unique(dim=0)) == 7
-    Y = assemble_matrix(tmp_path, name)
+    Y = open_matrix(tmp_path, name)
     close(Y.to_dense(), P @ X)
     assert not Y.symmetric
 
@@ -69,17 +66,17 @@ def test_wrong_operators_and_columns_are_refused(tmp_path, run):
         plan.operator_columns(run, "propagator", start=1, stop=9)
     with pytest.raises(DataError, match="folds must lie between 2 and the 12 examples, got 13"):
         plan.k_fold(run, folds=13)
-    with pytest.raises(HyperparameterError, match="members_per_job must be at least 1"):
+    with pytest.raises(HyperparameterError, match="members_per_job must be a whole number of at least 1"):
         plan.k_fold(run, folds=3, members_per_job=0)
-    with pytest.raises(HyperparameterError, match="columns_per_job must be at least 1"):
+    with pytest.raises(HyperparameterError, match="columns_per_job must be a whole number of at least 1"):
         plan.operator_columns(run, "propagator", columns_per_job=0)
 
 
 @pytest.mark.parametrize("members_per_job", [1, 2])
 def test_a_k_fold_of_jobs_is_the_k_fold(tmp_path, run, members_per_job):
     name = JobPlan(tmp_path).k_fold(run, folds=4, seed=3, members_per_job=members_per_job)
-    run_jobs(tmp_path)
-    found, expected = assemble_resampled(tmp_path, name), k_fold(run, folds=4, seed=3, progress=False)
+    run_jobs(tmp_path, client="in-process")
+    found, expected = open_resampled(tmp_path, name), k_fold(run, folds=4, seed=3, progress=False)
     close(found.weights, expected.weights)
     close(found.losses, expected.losses)
     close(found.displacement, expected.displacement)
@@ -87,8 +84,8 @@ def test_a_k_fold_of_jobs_is_the_k_fold(tmp_path, run, members_per_job):
     assert found.is_partition
     assert found.risk.valid == expected.risk.valid
     close(found.bias_corrected.value, expected.bias_corrected.value)
-    with pytest.raises(JobError, match="is not a matrix: use assemble_resampled"):
-        assemble_matrix(tmp_path, name)
+    with pytest.raises(JobError, match="is not a matrix: use open_resampled"):
+        open_matrix(tmp_path, name)
 
 
 def test_folds_of_a_network_with_batch_statistics(tmp_path):
@@ -102,8 +99,8 @@ def test_folds_of_a_network_with_batch_statistics(tmp_path):
         progress=False,
     )
     name = JobPlan(tmp_path / "jobs").k_fold(run, folds=3, members_per_job=2)
-    run_jobs(tmp_path / "jobs")
-    found, expected = assemble_resampled(tmp_path / "jobs", name), k_fold(run, folds=3, progress=False)
+    run_jobs(tmp_path / "jobs", client="in-process")
+    found, expected = open_resampled(tmp_path / "jobs", name), k_fold(run, folds=3, progress=False)
     close(found.losses, expected.losses)
     close(found.own_losses, expected.own_losses)
     close(found.bias_corrected.value, expected.bias_corrected.value)
@@ -111,5 +108,5 @@ def test_folds_of_a_network_with_batch_statistics(tmp_path):
 
 def test_a_kernel_is_no_k_fold(tmp_path, run):
     (name,) = JobPlan(tmp_path).train_kernel(run, 0)
-    with pytest.raises(JobError, match="is not a K-fold: use assemble_matrix"):
-        assemble_resampled(tmp_path, name)
+    with pytest.raises(JobError, match="is not a K-fold: use open_matrix"):
+        open_resampled(tmp_path, name)

@@ -1,6 +1,8 @@
-"""``poprisk jobs``: start a worker, show how many jobs are done, write a SLURM script, assemble the results."""
+"""``poprisk jobs``: show how many jobs are done, do the rest, start a worker, convert matrices of earlier versions."""
 
+import os
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -9,81 +11,101 @@ import typer
 from poprisk.cli._outcome import interrupt_says, note
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that JobPlan wrote.", show_default=False)]
-_KEPT = "finished jobs are kept; start a worker again to go on"
+_Store = Annotated[str, typer.Argument(metavar="STORE", help="Directory or address of the store.", show_default=False)]
+_Scheduler = Annotated[str | None, typer.Option(help="Address of Dask's scheduler.", show_default=False)]
+_KEPT = "finished jobs are stored; the same command does the rest"
 
 
 @app.callback()
 def _root() -> None:
-    """Compute kernels, operators and retrainings as jobs that any number of processes can share.
+    """Compute kernels, operators and retrainings as jobs, on this machine or on any Dask cluster.
 
-    A jobs directory is planned in Python with poprisk.jobs.JobPlan; workers may join, leave and die at any time.
+    Jobs are planned in Python with poprisk.jobs.JobPlan; each stores its result, and workers may die at any time.
     """
 
 
 @app.command()
-def work(
-    folder: _Folder,
-    name: Annotated[
-        str | None, typer.Option(help="Name of this worker in the logs. Default: a unique one.", show_default=False)
+def status(store: _Store) -> None:
+    """Show how many jobs are done."""
+    from poprisk.jobs import job_status
+
+    found = job_status(store)
+    for name, (done, total) in found.items():
+        typer.echo(f"{name}: {done} of {total} done")
+    typer.echo(f"in all: {sum(done for done, _ in found.values())} of {sum(total for _, total in found.values())} done")
+
+
+@app.command()
+def resume(
+    store: _Store,
+    scheduler: _Scheduler = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Number of processes to start here, without a scheduler. Default: one per core.")
     ] = None,
-    lease: Annotated[
-        float,
-        typer.Option(help="Seconds without a sign of life after which a worker counts as dead; the same for all."),
-    ] = 90.0,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the contents of existing results.")] = False,
-    tolerate: Annotated[
-        bool,
-        typer.Option("--tolerate", help="Work even if this machine rounds differently from the first worker's."),
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read what is stored, and compute again what is damaged.")
     ] = False,
+    tolerate: Annotated[
+        bool, typer.Option("--tolerate", help="Also use machines that round differently from the first ones.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for another process that does the same jobs.")] = False,
 ) -> None:
-    """Do jobs until all are done. You can start and kill any number of workers, at any time and on any machine."""
-    from poprisk.jobs import work as do_work
+    """Do the jobs that are not done yet: on a Dask cluster, or in processes of this machine."""
+    from poprisk import cluster
+    from poprisk.jobs import run_jobs
 
     signal.signal(signal.SIGTERM, _leave)
+    options = {"verify": verify, "tolerate": tolerate, "wait": wait, "progress": True}
     try:
         with interrupt_says(lambda: _KEPT):
-            done = do_work(folder, name=name, lease=lease, verify=verify, tolerate=tolerate, progress=True)
+            if scheduler is not None:
+                from distributed import Client
+
+                with Client(scheduler) as client:
+                    done = run_jobs(store, client=client, **options)
+            elif workers is not None:
+                with cluster("in-process" if workers <= 1 else "processes", workers=workers):
+                    done = run_jobs(store, **options)
+            else:
+                done = run_jobs(store, **options)
     except SystemExit:
         note(f"interrupted; {_KEPT}")
         raise
-    typer.echo(f"{done.worker} finished {done.computed} jobs in {done.seconds:.0f} s; all jobs are done")
+    typer.echo(f"did {done.computed} of {done.total} jobs in {done.seconds:.0f} s; all are done")
 
 
 @app.command()
-def status(folder: _Folder) -> None:
-    """Show how many jobs are done, in progress and failed, and about how long the rest will take."""
-    from poprisk.jobs import job_status
-
-    for line in job_status(folder).lines():
-        typer.echo(line)
-
-
-@app.command()
-def slurm(
-    folder: _Folder,
-    tasks: Annotated[int, typer.Option(help="Number of workers in the array.")] = 10,
-    time_limit: Annotated[str, typer.Option("--time", help="Time limit of each worker.")] = "04:00:00",
-    lease: Annotated[float, typer.Option(help="Lease of each worker, in seconds; see poprisk jobs work.")] = 90.0,
+def work(
+    scheduler: Annotated[str, typer.Option(help="Address of Dask's scheduler, as it prints it.", show_default=False)],
+    memory_limit: Annotated[str, typer.Option(help="Memory of this worker, in Dask's notation.")] = "auto",
+    gpu: Annotated[bool, typer.Option("--gpu", help="Take one GPU, for jobs planned with device='cuda'.")] = False,
 ) -> None:
-    """Print a commented sbatch script that starts an array of workers. Save it to a file, check it, submit it."""
-    from poprisk.jobs import slurm_script
+    """Start a worker of one task at a time. Start as many as you like, on any machine that sees runs and store."""
+    import importlib.util
 
-    typer.echo(slurm_script(folder, tasks=tasks, time_limit=time_limit, lease=lease), nl=False)
+    from poprisk.errors import MissingExtraError
+
+    if importlib.util.find_spec("distributed") is None:
+        raise MissingExtraError("distributed", "jobs", "a worker")
+    options = ["--nthreads", "1", "--memory-limit", memory_limit, "--no-dashboard"]
+    options += ["--resources", "GPU=1"] if gpu else []
+    os.execv(sys.executable, [sys.executable, "-m", "dask", "worker", scheduler, *options])
 
 
 @app.command()
-def assemble(folder: _Folder) -> None:
-    """Assemble every finished matrix into a .npy file, and print its path and error bound."""
-    from poprisk.jobs import Manifest, assemble_matrix
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A matrix of an earlier version: assembled/….npy.")],
+    store: _Store,
+    name: Annotated[str, typer.Option(help="Name of the matrix in the store.", show_default=False)],
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="The matrix is a training kernel.")] = False,
+) -> None:
+    """Copy a matrix that an earlier version assembled into a store, with its bound if it has one."""
+    from poprisk.jobs import convert_matrix
 
-    for group in Manifest.load(folder).groups:
-        if group.where.get("layout") in ("tiles", "columns"):
-            matrix = assemble_matrix(folder, group.name)
-            bound = "" if matrix.bound is None else f", |dK_ij| <= {matrix.bound:.2g} sqrt(K_ii K_jj)"
-            typer.echo(f"{group.name}: {matrix.path}{bound}")
+    convert_matrix(file, store, name, symmetric=symmetric)
+    typer.echo(f"{name}: in {store}; open it with poprisk.jobs.open_matrix")
 
 
 def _leave(number: int, _: Any) -> NoReturn:
-    """On SIGTERM, as SLURM and torchrun send it: exit in a way that lets the worker give its job back."""
+    """On SIGTERM, as schedulers send it: exit in a way that cancels the tasks."""
     raise SystemExit(128 + number)

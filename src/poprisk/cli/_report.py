@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from poprisk.cli._analyze import analyzed
-from poprisk.cli._options import AsJson, Budget, Clean, ProblemReference, Retrain, RunDirectory, Trust, examples, opened
+from poprisk.cli._options import AsJson, Budget, Clean, ProblemReference, Retrain, RunDirectory, examples, opened
 from poprisk.cli._outcome import note
 from poprisk.cli._output import show
 from poprisk.errors import DataError
@@ -35,7 +35,6 @@ def report(
     ] = True,
     clean: Clean = None,
     problem: ProblemReference = None,
-    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the report of a recorded run: one HTML page that needs no server and no network.
@@ -53,7 +52,7 @@ def report(
         )
     require_template()  # before anything slow
     writable_directory(output.parent)
-    found = opened(run, problem, trust)
+    found = opened(run, problem)
     targets = None if clean is None else CleanTargets.load(clean)
     kept = _kept(found, budget, retrain, targets)
     if kept.finished:

@@ -1,30 +1,26 @@
-"""Kernels, operators and retrainings as jobs: planned once, done by any number of processes that may die, assembled."""
+"""Kernels, operators and retrainings as jobs: planned once, done by any number of workers that may die, in a store."""
 
 from typing import Any
 
 from poprisk import _moved
-from poprisk.jobs._assemble import assemble_matrix, assemble_resampled
-from poprisk.jobs._disk_matrix import DiskMatrix
-from poprisk.jobs._manifest import Manifest
-from poprisk.jobs._operator_columns import probe_columns
+from poprisk._core.cluster import cluster
+from poprisk._core.linalg import StoredMatrix, probe_columns
+from poprisk._core.store import convert_matrix
+from poprisk.jobs._engine import JobsDone, job_status, run_jobs
 from poprisk.jobs._plan import JobPlan
-from poprisk.jobs._slurm import slurm_script
-from poprisk.jobs._status import Status, job_status
-from poprisk.jobs._worker import WorkDone, run_jobs, work
+from poprisk.jobs._results import open_matrix, open_resampled
 
 __all__ = [
-    "DiskMatrix",
     "JobPlan",
-    "Manifest",
-    "Status",
-    "WorkDone",
-    "assemble_matrix",
-    "assemble_resampled",
+    "JobsDone",
+    "StoredMatrix",
+    "cluster",
+    "convert_matrix",
     "job_status",
+    "open_matrix",
+    "open_resampled",
     "probe_columns",
     "run_jobs",
-    "slurm_script",
-    "work",
 ]
 
 

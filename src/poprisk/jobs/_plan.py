@@ -1,114 +1,86 @@
 """Plans jobs: kernels at recorded steps, columns of operators, trainings of a K-fold."""
 
+import os
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from poprisk._core.store import writable_directory
-from poprisk.errors import HyperparameterError
-from poprisk.jobs._fold_members import fold_group
-from poprisk.jobs._kernel_tiles import kernel_group
-from poprisk.jobs._manifest import MANIFEST, JobGroup, Manifest
-from poprisk.jobs._operator_columns import Columns, operator_group
-from poprisk.jobs._sources import open_run
-from poprisk.operators import Diagonal, Method, Precision
-from poprisk.runs import Run
+from poprisk._core.cluster import current_cluster, worker_memory
+from poprisk._core.linalg import probe_columns
+from poprisk._core.store import TiledArray, add_tiled, directory_of, fingerprint, open_store
+from poprisk.errors import DataError, HyperparameterError
+from poprisk.jobs._engine import JobsDone, run_jobs
+from poprisk.jobs._kinds import BUFFER, KINDS, NOTES, NOTES_BYTES, examples_of
+from poprisk.operators import Diagonal, Method, Precision, TileMaker, Window, aligned, check_supported, plan_tiles
+from poprisk.risk import k_fold_members
+from poprisk.runs import Run, check_first_steps, code_digest, problem_digest, run_digest
+
+OPERATORS = ("propagator", "train_completion", "train_transfer", "test_transfer", "dissipation_gramian")
+# Number of copies of a tile held while it is written, or read and transposed.
+_COPIES = 6
 
 
 class JobPlan:
-    r"""Plans jobs into a directory, one group at a time; nothing is computed yet.
+    r"""Plans jobs into a store; nothing is computed until :meth:`run` or :func:`run_jobs`.
 
-    Planning the same jobs again changes nothing, and finished jobs stay finished: the key of a job is a hash of
-    everything that its result depends on, including the sources of the method. Only one process may plan at a time;
-    workers see the jobs that existed when they started.
+    Planning the same jobs again changes nothing, and finished jobs stay finished: the store has a hash of all that the
+    numbers depend on, including the sources of the method.
 
     Args:
-        folder: The directory, on a file system shared by all workers; created if missing.
-        threads: Number of threads of every worker; part of the plan because it affects the last bits of sums.
+        store: A directory, an address that fsspec knows (``s3://…``), or a Zarr store; all workers must see it.
+        threads: Number of threads of every task; part of the plan because it affects the last bits of sums.
         device: ``"cpu"`` or ``"cuda"``; part of the plan for the same reason.
-        memory_limit: Memory limit in bytes for the work on one tile, and later for the assembly of a kernel and for
-            products with it, in addition to the model, examples and weights. It determines the tile size.
+        memory_limit: Memory limit in bytes for the work on one tile, in addition to the model, examples and weights.
+            It determines the tile size. Default: half of what a worker of the enclosing ``poprisk.cluster`` has, at
+            most 1 GiB.
 
     Raises:
         HyperparameterError: an option is out of range.
-        OSError: the directory is not writable.
     """
 
-    def __init__(self, folder: str | Path, *, threads: int = 1, device: str = "cpu", memory_limit: int = 2**30) -> None:
+    def __init__(self, store: Any, *, threads: int = 1, device: str = "cpu", memory_limit: int | None = None) -> None:
+        if memory_limit is None:
+            memory_limit = min(2**30, (worker_memory(current_cluster()) or 2**31) // 2)
         for name, value in (("threads", threads), ("memory_limit", memory_limit)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise HyperparameterError(f"{name} must be a whole number of at least 1, got {value!r}")
+            _check_count(name, value)
         if device not in ("cpu", "cuda"):
             raise HyperparameterError(f"device must be 'cpu' or 'cuda', without a number, got {device!r}")
-        self.folder = writable_directory(folder)
-        self._shared = {"threads": threads, "device": device}
-        self._memory_limit = memory_limit
+        self.store, self._runs = open_store(store), {}
+        self._shared, self._memory_limit = {"threads": threads, "device": device}, memory_limit
 
-    def train_kernel(
-        self,
-        run: Run | str | Path,
-        steps: int | Sequence[int],
-        *,
-        preconditioner: Diagonal | None = None,
-        method: Method | str = Method.AUTO,
-        dtype: torch.dtype | None = None,
-        precision: Precision | str | None = None,
-        side: int | None = None,
-        name: str = "train kernel",
-    ) -> list[str]:
+    def run(self, **options: Any) -> JobsDone:
+        """Do what is not done yet, with the runs that were passed; options as in :func:`run_jobs`."""
+        return run_jobs(self.store, runs=self._runs, **options)
+
+    def train_kernel(self, run: Run | str | Path, steps: int | Sequence[int], **options: Any) -> list[str]:
         r"""The tiles of :math:`K_{SS} = J_S M J_S^\top`, on and above the diagonal, at the weights of some steps.
 
         Args:
-            run: A run recorded into a directory, with a problem from ``Problem.build``; or that directory.
+            run: A run with its problem, or its directory. For workers in other processes it must be in a directory.
             steps: Steps before which the kernel is computed, from 0 to ``run.num_steps``.
-            preconditioner: The diagonal of M: a number, or a vector like the weights.
-            method: The algorithm, or its name.
-            dtype: Data type of the kernel; default: that of the run.
-            precision: Precision of the kernel products, see :class:`~poprisk.operators.Precision`; None means full
-                precision. With it, tiles are float32 and stored with a bound on their error, and the largest of these
-                is the ``bound`` of the matrix.
-            side: Largest number of examples along a side of a tile; default: 512 outputs, or 2048 outputs in lower
-                precision on a GPU.
-            name: Name of the kernel; the step is appended.
+            options: ``preconditioner``: the diagonal of M, a number or a vector like the weights. ``method``: the
+                algorithm. ``dtype``: of the kernel; default: that of the run. ``precision`` of the products, see
+                :class:`~poprisk.operators.Precision`; tiles are then float32 and the matrix has a ``bound``. ``side``:
+                largest number of examples along a side of a tile. ``name`` of the kernel; the step is appended.
 
         Returns:
-            The name of each kernel, for :func:`~poprisk.jobs.assemble_matrix`.
+            The name of each kernel, for :func:`~poprisk.jobs.open_matrix`.
 
         Raises:
-            JobError: other processes cannot find the run or rebuild its problem.
             DataError: there is no such step, or a kernel of that name has other settings.
             HyperparameterError: the memory limit is too small for a tile of one example by one example, or the
                 precision is unknown or does not go with the method or dtype.
             DeviceError: the device does not support the precision.
         """
-        kind = {"preconditioner": preconditioner, "method": method, "dtype": dtype, "precision": precision}
-        return self._kernels("train", run, steps, name, side=side, **kind)
+        return self._kernels("train", run, steps, **{"name": "train kernel", **options})
 
-    def cross_kernel(
-        self,
-        run: Run | str | Path,
-        steps: int | Sequence[int],
-        *,
-        preconditioner: Diagonal | None = None,
-        method: Method | str = Method.AUTO,
-        dtype: torch.dtype | None = None,
-        precision: Precision | str | None = None,
-        side: int | None = None,
-        name: str = "cross kernel",
-    ) -> list[str]:
-        r"""The tiles of :math:`K_{QS} = J_Q M J_S^\top`, where Q is the test set; arguments as in ``train_kernel``.
-
-        Raises:
-            JobError: other processes cannot find the run or rebuild its problem.
-            DataError: there is no test set or no such step, or a kernel of that name has other settings.
-            HyperparameterError: the memory limit is too small for a tile of one example by one example, or the
-                precision is unknown or does not go with the method or dtype.
-            DeviceError: the device does not support the precision.
-        """
-        kind = {"preconditioner": preconditioner, "method": method, "dtype": dtype, "precision": precision}
-        return self._kernels("test", run, steps, name, side=side, **kind)
+    def cross_kernel(self, run: Run | str | Path, steps: int | Sequence[int], **options: Any) -> list[str]:
+        r"""The tiles of :math:`K_{QS} = J_Q M J_S^\top`, where Q is the test set; all else as in ``train_kernel``."""
+        return self._kernels("test", run, steps, **{"name": "cross kernel", **options})
 
     def operator_columns(
         self,
@@ -117,7 +89,7 @@ class JobPlan:
         *,
         start: int = 0,
         stop: int | None = None,
-        columns: Columns = "identity",
+        columns: str = "identity",
         count: int | None = None,
         seed: int = 0,
         adjoint: bool = False,
@@ -139,34 +111,35 @@ class JobPlan:
             adjoint: Use the adjoint of the operator.
             dtype: Data type of the operator.
             columns_per_job: Number of columns per job. The memory limit does not apply to these jobs.
-            name: Name of the matrix; default: the operator and the window.
-
-        Returns:
-            The name, for :func:`~poprisk.jobs.assemble_matrix`.
+            name: Name of the matrix, which is returned for ``open_matrix``; default: the operator and the window.
 
         Raises:
-            JobError: other processes cannot find the run or rebuild its problem.
             DataError: the window is empty or not within the run.
             HyperparameterError: unknown operator or kind of columns.
         """
-        opened = open_run(run)
+        opened = _opened(run)
         last = opened.num_steps if stop is None else stop
-        group = operator_group(
-            opened,
-            self.folder,
-            name or f"{operator}{' adjoint' if adjoint else ''} of steps {start} to {last}",
-            operator=operator,
-            adjoint=adjoint,
-            columns=columns,
-            count=count,
-            seed=seed,
-            start=start,
-            stop=stop,
-            dtype=dtype,
-            columns_per_job=columns_per_job,
-            **self._shared,
-        )
-        return self._add(group)
+        if operator not in OPERATORS:
+            raise HyperparameterError(f"operator must be one of {list(OPERATORS)}, got {operator!r}")
+        if not 0 <= start < last <= opened.num_steps:
+            raise DataError(
+                f"a window needs 0 ≤ start < stop ≤ {opened.num_steps}, the run's steps, got {start} and {last}"
+            )
+        window = Window.of_run(opened, start=start, stop=start + 1, dtype=dtype, dense=False)  # only to get sizes
+        sizes = [window.num_test_outputs if operator == "test_transfer" else window.num_outputs, window.num_outputs]
+        rows, inner = sizes[::-1] if adjoint else sizes
+        count = inner if count is None else count
+        if count < 1 or (columns == "identity" and count > inner) or not inner:
+            raise HyperparameterError(f"the operator has {inner} columns, got count={count}")
+        probe_columns(1, 0, 1, columns, seed)
+        _check_count("columns_per_job", columns_per_job)
+        where = {"shape": [rows, count], "tile": [rows, min(columns_per_job, count)], "dtype": _digits(dtype)}
+        if operator == "dissipation_gramian" and columns == "identity" and count == inner:
+            where["known_symmetric"] = True
+        content = {"start": start, "stop": last, "operator": operator, "adjoint": adjoint, "columns": columns}
+        content |= {"digest": run_digest(opened, last), "seed": seed, "dtype": where["dtype"]}
+        name = name or f"{operator}{' adjoint' if adjoint else ''} of steps {start} to {last}"
+        return self._add(opened, name, "columns", content, where)
 
     def k_fold(
         self,
@@ -186,53 +159,95 @@ class JobPlan:
             seed: Seed for the partition.
             renormalize: As in :func:`poprisk.risk.k_fold`.
             members_per_job: Number of trainings per job, trained together.
-            name: Name of the resampling.
-
-        Returns:
-            The name, for :func:`~poprisk.jobs.assemble_resampled`.
+            name: Name of the resampling, which is returned for ``open_resampled``.
 
         Raises:
-            JobError: other processes cannot find the run or rebuild its problem.
             DataError: folds is out of range.
-            RunError: the run cannot be retrained.
+            RunError: the run has no problem.
         """
-        group = fold_group(
-            open_run(run),
-            self.folder,
-            name or f"{folds}-fold, seed {seed}",
-            folds=folds,
-            seed=seed,
-            renormalize=renormalize,
-            members_per_job=members_per_job,
-            **self._shared,
-        )
-        return self._add(group)
+        opened = _opened(run)
+        _check_count("members_per_job", members_per_job)
+        count, d = k_fold_members(opened, folds, seed, renormalize=renormalize).count, opened.num_weights
+        each = min(members_per_job, count)
+        where = {"shape": [count, d], "tile": [each, d], "dtype": _digits(opened.layout.dtype)}
+        content = {"digest": run_digest(opened), "folds": folds, "seed": seed, "renormalize": renormalize}
+        arrays = {NOTES: {"shape": [ceil(count / each), NOTES_BYTES], "chunks": [1, NOTES_BYTES], "dtype": "uint8"}}
+        for key, b in opened.module(opened.layout.dtype).named_buffers():
+            sizes = {"shape": [count, *b.shape], "chunks": [each, *(max(1, n) for n in b.shape)]}
+            arrays[f"{BUFFER}{key}"] = {**sizes, "dtype": str(b.dtype).removeprefix("torch.")}
+        return self._add(opened, name or f"{folds}-fold, seed {seed}", "folds", content, where, arrays)
 
     def _kernels(
         self,
         rows: str,
         run: Run | str | Path,
         steps: int | Sequence[int],
-        name: str,
         *,
-        method: Method | str,
-        precision: Precision | str | None,
-        side: int | None,
-        **options: Any,
+        name: str,
+        preconditioner: Diagonal | None = None,
+        method: Method | str = Method.AUTO,
+        dtype: torch.dtype | None = None,
+        precision: Precision | str | None = None,
+        side: int | None = None,
     ) -> list[str]:
-        if side is not None and side < 1:
-            raise HyperparameterError(f"side must be at least 1 example, got {side}")
-        opened = open_run(run)
-        options |= {"side": side, "memory_limit": self._memory_limit, **self._shared, "method": Method.checked(method)}
-        options["precision"] = None if precision is None else Precision.checked(precision)
-        return [
-            self._add(kernel_group(opened, self.folder, f"{name} at step {step}", step=step, rows=rows, **options))
-            for step in ([steps] if isinstance(steps, int) else steps)
-        ]
+        _check_count("side", 1 if side is None else side)
+        opened, method, device = _opened(run), Method.checked(method), self._shared["device"]
+        digits, precision = _digits(dtype or opened.layout.dtype), precision and Precision.checked(precision)
+        if precision is not None:
+            check_supported(precision, device)
+            if digits != "float32":
+                raise HyperparameterError(
+                    f"precision={precision.value!r} makes float32 tiles from float32 Jacobians, but the dtype is "
+                    f"{digits}: pass dtype=torch.float32, or leave precision out"
+                )
+        model = opened.model(getattr(torch, digits))
+        check_first_steps(opened, model)
+        sides = [examples_of(opened, which, model.weights.dtype) for which in (rows, "train")]
+        counts = [len(x[0] if isinstance(x, tuple) else x) for x in sides]
+        M = preconditioner.detach().cpu() if isinstance(preconditioner, Tensor) else preconditioner
+        kind, sizes = {"preconditioner": M, "precision": precision}, {"side": side, "memory": self._memory_limit}
+        inputs, names = (sides[0], None if rows == "train" else sides[1]), []
+        for step in [steps] if isinstance(steps, int) else steps:
+            w = aligned(opened.weights(step).to(model.weights))
+            how = {"method": method, "separate": True, "copies": _COPIES, "device": torch.device(device)}
+            plan = plan_tiles(model, w, *inputs, **kind, **sizes, **how)
+            maker = TileMaker(model, w, sides[0], plan.method, plan.chunk, recipe=plan.recipe, graphs=False, **kind)
+            vectors = {"weights": w} | ({"preconditioner": M} if isinstance(M, Tensor) else {})
+            content = {"digest": problem_digest(opened), "rows": rows, "dtype": digits, "method": plan.method.value}
+            content |= {"precision": precision and precision.value, "preconditioner": M}
+            content |= {key: fingerprint({key: x}) for key, x in vectors.items()}
+            tile = [plan.outputs * (plan.rows if precision else ceil(n / ceil(n / plan.rows))) for n in counts]
+            where = {"shape": [n * plan.outputs for n in counts], "tile": tile, "dtype": digits, "bound": maker.bound}
+            where |= {"symmetric": rows == "train", "outputs": plan.outputs, "chunk": plan.chunk, "step": step}
+            where |= {"memory_limit": self._memory_limit, "tile_bytes": plan.bytes}
+            names.append(self._add(opened, f"{name} at step {step}", "kernel", content, where, vectors, side))
+        return names
 
-    def _add(self, group: JobGroup) -> str:
-        there = Manifest.load(self.folder) if (self.folder / MANIFEST).exists() else Manifest(())
-        wider = there.with_group(group)
-        if wider is not there:
-            wider.save(self.folder)
-        return group.name
+    def _add(
+        self, run: Run, name: str, kind: str, content: dict, where: dict, arrays: Any = (), side: Any = None
+    ) -> str:
+        folder = directory_of(self.store)
+        path = run.path and (os.path.relpath(run.path.resolve(), folder) if folder else str(run.path.resolve()))
+        content = {**content, **self._shared, "code": code_digest(*KINDS[kind].CODE)}
+        planned = TiledArray(self.store, name, kind, content, {"symmetric": False, **where, "run": path})
+        add_tiled(planned, dict(arrays), same_tiles=side is not None)
+        self._runs[name] = run
+        return name
+
+
+def _opened(run: Run | str | Path) -> Run:
+    found = run if isinstance(run, Run) else Run.load(run)
+    found.problem  # noqa: B018  # refuses a run without a problem
+    return found
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise HyperparameterError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _digits(dtype: torch.dtype) -> str:
+    found = str(dtype).removeprefix("torch.")
+    if found not in ("float32", "float64"):
+        raise DataError(f"jobs compute in float32 or float64, got {found}: pass dtype=torch.float32")
+    return found

@@ -1,98 +1,86 @@
-"""What workers write: the result of each job, used only after its checksum was verified, and a log."""
+"""What jobs made: matrices that may be larger than memory, and K-fold estimates from stored weights."""
 
 import json
-import os
-import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import warnings
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from poprisk._core.store import append_line, fingerprint, write_tensors
-from poprisk.errors import DataError
-
-_NOTES = "poprisk"
-
-
-def result_path(folder: str | Path, key: str) -> Path:
-    """File of a job's result; results are spread over folders named by two letters of the key."""
-    return Path(folder) / "results" / key[:2] / f"{key}.safetensors"
+from poprisk._core.linalg import StoredMatrix
+from poprisk._core.store import Cell, TiledArray, load_tiled, open_store
+from poprisk.errors import JobError, MixedNumericsWarning
+from poprisk.jobs._engine import shipped_run
+from poprisk.jobs._kinds import BUFFER, NOTES
+from poprisk.risk import Resampled, k_fold_of_weights
+from poprisk.runs import Problem, Run
 
 
-def write_result(folder: str | Path, key: str, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Path:
-    """Write a result to a temporary file and rename it; it contains a hash of names, dtypes, shapes and bytes.
+def open_matrix(store: Any, name: str, *, partial: bool = False, device: torch.device | str = "cpu") -> StoredMatrix:
+    """Open a kernel or the columns of an operator.
 
-    >>> import tempfile, torch
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = write_result(folder, "ab12", {"x": torch.arange(2)}, {"worker": "one"})
-    ...     read_result(folder, "ab12")["x"], result_notes(folder, "ab12")["worker"]
-    (tensor([0, 1]), 'one')
-    """
-    path, ordered = result_path(folder, key), dict(sorted(tensors.items()))
-    write_tensors(path, ordered, {**notes, "key": key, "sha256": fingerprint(ordered)})
-    return path
-
-
-def read_result(folder: str | Path, key: str) -> dict[str, Tensor]:
-    """The tensors of a finished job; the whole file is verified.
+    Args:
+        store: The store: a directory, an address that fsspec knows, or a Zarr store.
+        name: The name, as returned by ``JobPlan``.
+        partial: Open what there is before all jobs are done: the kernel of the first examples, or the first rows or
+            columns.
+        device: Device for products.
 
     Raises:
-        DataError: the file is missing, damaged, or belongs to another job.
+        JobError: jobs are not done, or the group is not a matrix.
+        DataError: there is no such group, or its metadata is damaged.
     """
-    from safetensors.torch import load
-
-    path = result_path(folder, key)
-    try:
-        content = path.read_bytes()
-        tensors = dict(sorted(load(content).items()))
-        notes = _notes(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing: the job is not done; start a worker") from None
-    except OSError:
-        raise
-    except Exception as error:  # safetensors raises its own exceptions for damaged files
-        raise DataError(f"{path} is damaged ({error}): start a worker with verify to compute it again") from None
-    if notes.get("key") != key or notes.get("sha256") != fingerprint(tensors):
-        raise DataError(f"{path} is damaged: wrong SHA-256; start a worker with verify to compute it again")
-    return tensors
+    group = load_tiled(open_store(store), name)
+    if group.kind == "folds":
+        raise JobError(f"{name!r} is not a matrix: use open_resampled")
+    cells = _finished(group, partial)
+    if group.where["symmetric"]:
+        cells = sorted({*cells, *(cell[::-1] for cell in cells)})
+    return StoredMatrix(group, cells, device)
 
 
-def result_notes(folder: str | Path, key: str) -> dict[str, Any] | None:
-    """The notes stored with a result if the file is complete, else None; the tensors are not read."""
-    try:
-        with open(result_path(folder, key), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(length) if length < size else b""
-            ends = [part["data_offsets"][1] for name, part in json.loads(header).items() if name != "__metadata__"]
-            notes = _notes(header)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
-    return notes if notes.get("key") == key and size == 8 + length + max(ends, default=0) else None
+def open_resampled(store: Any, name: str, *, run: Run | None = None, problem: Problem | None = None) -> Resampled:
+    """What :func:`poprisk.risk.k_fold` returns, from trainings done as jobs.
+
+    Args:
+        store: The store.
+        name: The name, as returned by ``JobPlan.k_fold``.
+        run: The run; default: the directory that was planned with.
+        problem: Its problem, where the directory's own description shall not be used.
+
+    Raises:
+        JobError: jobs are not done, or the group is not a K-fold.
+        DataError: there is no such group, or it is damaged.
+    """
+    group = load_tiled(open_store(store), name)
+    if group.kind != "folds":
+        raise JobError(f"{name!r} is not a K-fold: use open_matrix")
+    weights = torch.cat([group.tile(cell) for cell in _finished(group, False)])
+    found = [json.loads(bytes(row.tolist())) for row in group.whole(NOTES)]
+    opened, buffers = shipped_run(group, {} if run is None else {group.name: run}, problem).open(), None
+    if found[0]["alone"]:
+        stacked = {key: group.whole(f"{BUFFER}{key}") for key, _ in opened.module().named_buffers()}
+        buffers = [{key: x[c] for key, x in stacked.items()} for c in range(len(weights))]
+    notes = tuple(dict.fromkeys(note for each in found for note in each["notes"]))
+    return k_fold_of_weights(opened, weights, group.content["seed"], notes=notes, buffers=buffers)
 
 
-def _notes(header: bytes) -> dict[str, Any]:
-    return json.loads(json.loads(header)["__metadata__"][_NOTES])
-
-
-class WorkerLog:
-    """The append-only log of one worker, ``log/NAME.jsonl``; times are local and informative only."""
-
-    def __init__(self, folder: str | Path, worker: str) -> None:
-        self._path = Path(folder) / "log" / f"{worker}.jsonl"
-
-    def add(self, event: str, **what: Any) -> None:
-        """Appends one event: joined, start, done, failed, released or left."""
-        append_line(self._path, json.dumps({"event": event, "time": round(time.time(), 3), **what}))
-
-
-def read_logs(folder: str | Path) -> Iterator[dict[str, Any]]:
-    """Every line of every worker, with the worker's name; lines that a killed worker left incomplete are skipped."""
-    for path in sorted((Path(folder) / "log").glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                read = json.loads(line)
-            except ValueError:
-                continue
-            yield {"worker": path.stem, **read}
+def _finished(group: TiledArray, partial: bool) -> list[Cell]:
+    """All tiles; of an unfinished group those of its leading part, or an error."""
+    done, cells = group.done(), group.cells()
+    missing = [cell for cell in cells if cell not in done]
+    whole_rows = not group.where["symmetric"] and group.where["tile"][0] < group.where["shape"][0]
+    axis = 0 if whole_rows else 1  # cells come row by row, or column by column up to the diagonal
+    part = [cell for cell in cells if not missing or cell[axis] < missing[0][axis]]
+    if missing and not (partial and part):
+        raise JobError(
+            f"{len(missing)} of {len(cells)} jobs of {group.name!r} are not done: run_jobs(store), or poprisk jobs "
+            f"resume {group.store}"
+        )
+    if len(kinds := group.where["numerics"]) > 1:
+        warnings.warn(
+            f"{group.name!r} was computed on {len(kinds)} kinds of machine ({'; '.join(map(str, kinds))}): it equals "
+            "what one of them gives to rounding, not to the bit",
+            MixedNumericsWarning,
+            stacklevel=3,
+        )
+    return part

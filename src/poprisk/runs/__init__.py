@@ -57,6 +57,7 @@ from poprisk.runs._checkpoint import (
     set_options,
     weights_of,
 )
+from poprisk.runs._digest import code_digest, problem_digest, run_digest
 from poprisk.runs._digits import NUM_CLASSES, NUM_PIXELS, TRAIN_SIZES
 from poprisk.runs._disk_use import bytes_per_step, readable_size, usual_segment
 from poprisk.runs._first_steps import check_first_steps
@@ -69,7 +70,8 @@ from poprisk.runs._refit import refit_steps
 from poprisk.runs._replay import options_of, rebuilt
 from poprisk.runs._run import as_run
 from poprisk.runs._segment import SegmentReader
-from poprisk.runs._storage import MANIFEST, DirectoryStorage, file_records, repair
+from poprisk.runs._shipped import ShippedRun
+from poprisk.runs._storage import MANIFEST, DirectoryStorage, file_records
 
 __all__ = [
     "AffineStep",

@@ -32,12 +32,14 @@ from poprisk._core.linalg.projectors import null_projector as null_projector
 from poprisk._core.linalg.projectors import range_projector as range_projector
 from poprisk._core.linalg.random_vectors import default_generator as default_generator
 from poprisk._core.linalg.random_vectors import gaussian as gaussian
+from poprisk._core.linalg.random_vectors import probe_columns as probe_columns
 from poprisk._core.linalg.random_vectors import probes as probes
 from poprisk._core.linalg.ritz import Progress as Progress
 from poprisk._core.linalg.singular import SingularTriplets as SingularTriplets
 from poprisk._core.linalg.singular import top_singular_triplets as top_singular_triplets
 from poprisk._core.linalg.spectra import Eigenpairs as Eigenpairs
 from poprisk._core.linalg.spectra import top_eigenpairs as top_eigenpairs
+from poprisk._core.linalg.stored import StoredMatrix as StoredMatrix
 from poprisk._core.linalg.trace import hutchinson_trace as hutchinson_trace
 from poprisk._core.linalg.trace import hutchpp_trace as hutchpp_trace
 from poprisk._core.linalg.trace import xtrace as xtrace

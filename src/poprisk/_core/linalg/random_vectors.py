@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from poprisk._core.store import content_key
 from poprisk.errors import HyperparameterError
 
 Distribution = Literal["rademacher", "gaussian", "sphere"]
@@ -52,3 +53,31 @@ def probes(
         )
     Omega = gaussian(n, k, generator, like)
     return Omega * (n**0.5 / Omega.norm(dim=0)) if distribution == "sphere" else Omega
+
+
+def probe_columns(
+    n: int, start: int, stop: int, columns: str, seed: int, dtype: torch.dtype = torch.float64
+) -> Float[Tensor, "n k"]:
+    """Columns ``start`` … ``stop`` of the identity, or of an infinite sequence of random probes.
+
+    Each probe has a seed of its own, so that the same probes come from any start.
+
+    Raises:
+        HyperparameterError: unknown kind of columns.
+
+    >>> whole = probe_columns(5, 0, 4, "rademacher", seed=7)
+    >>> torch.equal(whole[:, 2:], probe_columns(5, 2, 4, "rademacher", seed=7))
+    True
+    """
+    X = torch.zeros(n, stop - start, dtype=dtype)
+    if columns == "identity":
+        X[start:stop].fill_diagonal_(1)
+        return X
+    if columns not in ("rademacher", "gaussian", "sphere"):
+        raise HyperparameterError(
+            f"columns must be 'identity', 'rademacher', 'gaussian' or 'sphere', got {columns!r}: try 'rademacher'"
+        )
+    for place in range(start, stop):
+        generator = torch.Generator().manual_seed(int(content_key([seed, place])[:12], 16))
+        X[:, place - start] = probes(n, 1, columns, generator, X).squeeze(1)
+    return X

@@ -1,68 +1,38 @@
-"""Files by which processes on several machines coordinate: created by exactly one, changed in place, appended to.
-
-These are the only files that are not replaced as a whole. None of them holds a result.
-"""
+"""Files by which processes coordinate: a lock that the system releases, and lines that several processes append."""
 
 import os
-import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-
-def create_exclusively(path: str | Path, content: bytes) -> bool:
-    """Create a file with its content if it does not exist, and return whether this call created it.
-
-    The content is written to a temporary file and linked to the name, which is atomic on local and on network file
-    systems; the number of links decides, because on a network the answer to a link that succeeded may be lost. On file
-    systems without links, the file is opened exclusively and may be seen empty for a moment.
-
-    Raises:
-        OSError: the directory cannot be created or written.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     create_exclusively(f"{folder}/x", b"mine"), create_exclusively(f"{folder}/x", b"yours")
-    (True, False)
-    """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        aside.write_bytes(content)
-        os.link(aside, target)
-    except FileExistsError:
-        return aside.stat().st_nlink == 2
-    except (NotImplementedError, OSError):
-        if aside.exists() and aside.stat().st_nlink == 2:
-            return True
-        return _open_exclusively(target, content)
-    finally:
-        aside.unlink(missing_ok=True)
-    return True
+from poprisk.errors import JobError
 
 
-def _open_exclusively(target: Path, content: bytes) -> bool:
-    try:
-        with open(target, "xb") as file:
-            file.write(content)
-    except FileExistsError:
-        return False
-    return True
+@contextmanager
+def locked(path: str | Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock on a file, which the operating system releases if the process dies.
 
-
-def overwrite_in_place(path: str | Path, content: bytes) -> None:
-    """Overwrite the first bytes of an existing file, without replacing it.
-
-    A renamed file can stay invisible for a while to a network client that has cached the old one; a change in place is
-    seen by every process that opens the file after it was closed here.
+    Args:
+        path: The file; it is created, holds the name of the holder, and stays.
+        wait: Wait for another process that has it.
 
     Raises:
-        OSError: the file does not exist, or cannot be written.
+        JobError: another process has it, and ``wait`` is not set.
     """
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.write(descriptor, content)
-    finally:
-        os.close(descriptor)
+    import fcntl
+
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise JobError(f"{holder} has {path}: wait until it ends, or pass wait=True (--wait)") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def append_line(path: str | Path, line: str) -> None:

@@ -172,3 +172,34 @@ def float32_products(precision: str) -> Iterator[None]:
     finally:
         for setting, value in zip(settings, before, strict=True):
             setting.fp32_precision = value
+
+
+@contextmanager
+def pinned(threads: int) -> Iterator[None]:
+    """Fixes the number of threads, IEEE products and deterministic convolutions within a block.
+
+    Sums are then split in the same way on all machines.
+
+    >>> with pinned(1):
+    ...     torch.get_num_threads()
+    1
+    """
+    before, repeatable = torch.get_num_threads(), torch.backends.cudnn.deterministic
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.deterministic = True
+    try:
+        with float32_products("ieee"):
+            yield
+    finally:
+        torch.set_num_threads(before)
+        torch.backends.cudnn.deterministic = repeatable
+
+
+def numerics_here(device: str = "cpu") -> dict[str, Any]:
+    """The version of torch and the kind of processor, which determine how results are rounded.
+
+    >>> sorted(numerics_here())
+    ['cpu', 'gpu', 'torch']
+    """
+    gpu = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "gpu": gpu}

@@ -28,7 +28,7 @@ NEEDED = ("convolution_rows", "rounded_product", "kernel_product", "jacobian_til
 
 CALLS = {
     "dense": "`rounded_kernel(model, w, inputs)`, on one GPU; `train_kernel(…)` where every digit counts",
-    "disk tiles": "`JobPlan(folder).train_kernel(run, steps)`, `run_jobs(folder)` on every GPU, `assemble_matrix`",
+    "disk tiles": "`JobPlan(store).train_kernel(run, steps)`, `run_jobs(store)` on all GPUs, `open_matrix`",
     "rounded tiles": '`kernel_tiles(model, w, inputs[part], inputs, precision="float16")`, on every GPU its part',
     "products": "`top_eigenpairs(K, k)` with `K = kernel_operator(model, w, inputs)`, on one GPU; a sketch: `K @ X`",
     "subsample": "`rounded_kernel(model, w, inputs[chosen])`: as many examples as another method allows",
