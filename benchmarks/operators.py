@@ -4,7 +4,9 @@ A tanh network of 112 810 weights is trained for 200 minibatch steps on 1 000 di
 10 000 × 10 000; nothing of that size is ever formed. The last line printed is one JSON object: ``stages`` with seconds
 by the clock and of processor time (all threads; on a machine shared with others the clock measures them too), residuals
 relative to the largest eigenvalue, the peak of resident memory, ``accuracy`` of float32 against float64 operators of a
-smaller run, and ``exponents`` of the cost of a product with W in its steps and columns, 1 where it is linear.
+smaller run, and ``exponents`` of the cost of a product with W in its steps, columns, examples and weights, 1 where it
+is linear. The pairs are looked for in the same window followed in stretches, which is several times cheaper, and
+certified by the steps as they were.
 
     python benchmarks/operators.py --output results/operators_cpu.json
     python benchmarks/operators.py --smoke
@@ -16,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from poprisk._core.linalg.spectra import top_eigenpairs
 from poprisk._core.store.envelope import environment
 from poprisk._core.store.files import write_json
+from poprisk.operators._stretches import RunPath, StretchedWindow
 from poprisk.operators._top_space import top_channels
 from poprisk.operators._window import Window
 from poprisk.runs._digits import digits_split
@@ -52,6 +55,10 @@ class Size:
     pairs: int = 20
     columns: tuple[int, ...] = (5, 10, 20)
     lengths: tuple[int, ...] = (50, 100, 200)
+    sets: tuple[int, ...] = (250, 500, 1000)
+    widths: tuple[int, ...] = (75, 150, 300)
+    stretch: int = 5
+    """Steps of a stretch of the window that is searched."""
     repeats: int = 2
     memory: int = 2**30
     """Bytes that a product with W may hold on to."""
@@ -66,6 +73,9 @@ SMOKE = Size(
     pairs=3,
     columns=(1, 2, 4),
     lengths=(2, 4, 8),
+    sets=(10, 20, 40),
+    widths=(3, 6, 12),
+    stretch=2,
     repeats=1,
 )
 ORACLE = Size(examples=60, test_examples=5, width=16, steps=30, batch_size=16)
@@ -122,7 +132,8 @@ def solve(size: Size) -> tuple[Run, Window, dict[str, Any]]:
     run = recorded(size)
     with watch("window"):
         window = Window.of_run(run, dtype=torch.float32, dense=False, memory=size.memory)
-        coarse = window.with_nodes(1)
+        path = RunPath.read(run, window.model, window.inputs, window.targets)
+        coarse = StretchedWindow(path, size.stretch)
     with watch("eigenpairs"):
         pairs = top_eigenpairs(
             window.dissipation_gramian,
@@ -189,30 +200,40 @@ def spectrum(window: Window) -> Tensor:
 
 
 def scaling(run: Run, size: Size) -> dict[str, Any]:
-    """Processor seconds of a product with W against the number of steps, then of columns; the least of the repeats."""
-    windows = {stop: Window.of_run(run, dtype=torch.float32, stop=stop, dense=False, nodes=1) for stop in size.lengths}
-    few, short = size.columns[0], windows[size.lengths[0]]
-
-    def cost(window: Window, columns: int) -> Callable[[], float]:
-        H = torch.randn(window.num_outputs, columns, generator=torch.Generator().manual_seed(0))
-
-        def once() -> float:
-            begin = time.process_time()
-            window.dissipation_gramian.matmat(H)
-            return time.process_time() - begin
-
-        return once
-
-    cost(short, few)()
-    steps = {length: cost(window, few) for length, window in windows.items()}
-    columns = {count: cost(short, count) for count in size.columns}
-    rounds = [[{key: once() for key, once in sweep.items()} for sweep in (steps, columns)] for _ in range(size.repeats)]
-    by_steps, by_columns = ({key: min(r[i][key] for r in rounds) for key in rounds[0][i]} for i in (0, 1))
-    return {
-        "seconds_by_steps": by_steps,
-        "seconds_by_columns": by_columns,
-        "exponents": {"steps": exponent(by_steps), "columns": exponent(by_columns)},
+    """Processor seconds of a product with W against steps, columns, examples and weights; the least of the repeats."""
+    few, short, options = size.columns[0], size.lengths[0], {"dtype": torch.float32, "dense": False, "nodes": 1}
+    brief = replace(size, steps=short)
+    wide = {network_size(width): recorded(replace(brief, width=width)) for width in size.widths}
+    sweeps = {
+        "steps": {stop: timed(Window.of_run(run, stop=stop, **options), few) for stop in size.lengths},
+        "columns": {count: timed(Window.of_run(run, stop=short, **options), count) for count in size.columns},
+        "examples": {n: timed(Window.of_run(recorded(replace(brief, examples=n)), **options), few) for n in size.sets},
+        "weights": {d: timed(Window.of_run(other, **options), few) for d, other in wide.items()},
     }
+    next(iter(sweeps["steps"].values()))()
+    rounds = [
+        {name: {key: once() for key, once in sweep.items()} for name, sweep in sweeps.items()}
+        for _ in range(size.repeats)
+    ]
+    least = {name: {key: min(r[name][key] for r in rounds) for key in sweep} for name, sweep in sweeps.items()}
+    seconds = {f"seconds_by_{name}": values for name, values in least.items()}
+    return {**seconds, "exponents": {name: exponent(values) for name, values in least.items()}}
+
+
+def timed(window: Window, columns: int) -> Callable[[], float]:
+    """A function that multiplies W with some columns and returns the processor seconds."""
+    H = torch.randn(window.num_outputs, columns, generator=torch.Generator().manual_seed(0))
+
+    def once() -> float:
+        begin = time.process_time()
+        window.dissipation_gramian.matmat(H)
+        return time.process_time() - begin
+
+    return once
+
+
+def network_size(width: int) -> int:
+    return sum(p.numel() for p in network(width).parameters())
 
 
 def exponent(seconds: dict[int, float]) -> float:

@@ -78,6 +78,7 @@ def _isolated(tmp_path_factory, monkeypatch):
 
     backends.fall_back.cache_clear()
     monkeypatch.setenv("POPRISK_CACHE_DIR", os.environ.get("POPRISK_CACHE_DIR") or str(_cache(tmp_path_factory)))
+    monkeypatch.setenv("POPRISK_STATE_DIR", str(_cache(tmp_path_factory).parent / "state"))
 
 
 _folder = []

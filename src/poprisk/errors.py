@@ -60,6 +60,14 @@ class RunError(PopRiskError, RuntimeError):
     """A training run cannot be recorded, resumed, opened or replayed as requested."""
 
 
+class UntrustedError(RunError):
+    """A file names code that this user has not run on this machine; ``call`` is the call that was not made."""
+
+    def __init__(self, message: str, call: object = None) -> None:
+        super().__init__(message)
+        self.call = call
+
+
 class JobError(PopRiskError, RuntimeError):
     """Jobs cannot be planned, run or assembled as requested."""
 

@@ -53,7 +53,7 @@ def test_an_analysis_is_kept_and_the_report_is_the_same_as_without_it(run, capsy
     assert found["risk"]["value"] == pytest.approx(float(fresh.risk.value))
     assert found["curves"]["train"] == pytest.approx(fresh.curves.train)
     assert found["memorization"]["share"] == pytest.approx(fresh.memorization.share)
-    assert found["operators"]["signal_rank"] == fresh.window.rank
+    assert found["operators"]["signal_rank"] == fresh.window.dense.rank
     assert found["left_out"] == fresh.left_out == {}
     assert found["kept"] == (run / "analysis").as_posix()
     assert sorted(p.name for p in (run / "analysis").iterdir()) == sorted(

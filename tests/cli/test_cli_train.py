@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from poprisk import PopRiskAdamW, Run
 from poprisk.cli._train_plan import read_plan
-from poprisk.errors import DataError, HyperparameterError
+from poprisk.errors import DataError, HyperparameterError, UntrustedError
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
@@ -93,19 +93,22 @@ def test_own_script_is_recorded_and_opens_without_a_flag(folder, capsys):
     assert json.loads(out)["examples"] == 36
 
 
-def test_a_folder_may_be_moved_with_its_runs_but_not_the_run_alone(folder, capsys, tmp_path_factory):
+def test_a_folder_that_was_moved_with_its_runs_is_asked_about_again(folder, capsys, tmp_path_factory):
     assert call(capsys, "train", "task.py:make_task", "--steps", 2, "--output", "run")[0] == 0
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     shutil.copytree(folder, elsewhere / "all")
     (elsewhere / "all" / "task.py").write_text(SCRIPT.replace("two kinds", "moved"))
-    assert Run.load(elsewhere / "all" / "run").problem.name == "moved"
+    with pytest.raises(UntrustedError, match=r"task\.py:make_task\(\) in .*all"):
+        Run.load(elsewhere / "all" / "run").problem  # another script, for all that is known
+    assert Run.load(elsewhere / "all" / "run", trust=True).problem.name == "moved"
+    assert Run.load(elsewhere / "all" / "run").problem.name == "moved"  # remembered
     assert Run.load("run").save(elsewhere / "copy").path is not None
     assert Run.load(elsewhere / "copy").problem.name == "two kinds"
     shutil.copytree("run", elsewhere / "alone")
     code, out, err = call(capsys, "audit", elsewhere / "alone", "--tier", "any")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "task.py" in err
-    assert "--problem script.py:function" in err
+    assert "--problem FUNCTION" in err
     code, out, err = call(capsys, "audit", elsewhere / "alone", "--tier", "any", "--problem", "task.py:make_task")
     assert code == 0, err
 

@@ -54,6 +54,8 @@ def test_the_smoke_size_reports_every_figure(benchmark, monkeypatch, capsys, tmp
     assert channels["visibility"] <= channels["visibility_limit"]
     assert channels["prediction_error"] <= channels["prediction_bound"]
     assert list(result["seconds_by_steps"]) == ["2", "4", "8"]
+    assert list(result["seconds_by_examples"]) == ["10", "20", "40"]
+    assert list(result["seconds_by_weights"]) == ["247", "502", "1066"]
     assert all(math.isfinite(x) for x in result["exponents"].values())  # at this size a clock measures overhead
     assert result["exponents"]["columns"] < 1.5, "at this size a product is all overhead"
 

@@ -186,7 +186,7 @@ def test_cells_add_up_to_the_error_of_the_network(noisy):
     run = noisy.run
     inputs, clean = run.problem.test
     error = (outputs_at(run, STEPS, inputs) - clean).square().sum().item() / len(clean)
-    assert sum(noisy.window.cells.values()) == pytest.approx(error, rel=1e-4)
+    assert sum(noisy.window.dense.cells.values()) == pytest.approx(error, rel=1e-4)
     moved = (outputs_at(run, STEPS, inputs) - outputs_at(run, 0, inputs)).flatten().tolist()
     assert noisy.window.displacement == pytest.approx(moved, rel=1e-3, abs=1e-5)
     assert noisy.window.predicted == pytest.approx(moved, rel=1e-3, abs=1e-5)
@@ -222,18 +222,24 @@ def test_page_needs_nothing_else_and_is_small(found):
 
 def test_every_section_has_a_chart_or_is_named_at_the_end_with_how_to_get_it(found):
     page = report_page(found)
-    keys = ["curves", "gates", "operators", "drift", "displacement", "kernel"]
+    keys = ["curves", "gates", "operators", "cells", "drift", "displacement", "kernel"]
     for key in keys:
         body = re.search(rf'<section[^>]* id="{key}">(.*?)</section>', page, re.S).group(1)
         points = [int(n) for n in re.findall(r'data-points="(\d+)"', body)]
         assert points
         assert all(points)
         assert key == "curves" or 'class="meaning"' in body
-    missing = re.search(r'id="missing">(.*?)</details>', page, re.S).group(1)
-    assert "Not on this page: Terms of the test error. Why, and how to get them" in missing
-    assert "Not available: this needs targets without label noise" in missing
     order = re.findall(r'<(?:section|details) class="[^"]*" id="([^"]*)"', page)
-    assert order == ["verdict", "summary", "examples", "curves", *keys[2:5], "gates", "kernel", "missing", "again"]
+    assert order == ["verdict", "summary", "examples", "curves", *keys[2:6], "gates", "kernel", "again"]
+
+
+def test_a_section_without_a_chart_is_named_at_the_end_with_how_to_get_it(found):
+    without = replace(found, gates=None, left_out={"gates": "the optimizer has no gate; train with PopRiskAdamW"})
+    page = report_page(without)
+    missing = re.search(r'id="missing">(.*?)</details>', page, re.S).group(1)
+    assert "Not on this page: Gate and signal-to-noise. Why, and how to get them" in missing
+    assert "Not available: the optimizer has no gate" in missing
+    assert re.findall(r'<(?:section|details) class="[^"]*" id="([^"]*)"', page)[-2:] == ["missing", "again"]
 
 
 def test_contents_can_be_left_out(noisy, found):
@@ -345,7 +351,7 @@ def test_command_writes_one_file(folder, capsys, tmp_path):
         (["RUN", "--problem", "nonsense"], "import path"),
         (["RUN", "--clean", "words.npz"], "must be a .npz file with the arrays train and test"),
         (["RUN", "--clean", "one.npz"], "must be a .npz file with the arrays train and test"),
-        (["RUN", "--clean", "both.npz"], 'loss="squared"'),
+        (["RUN", "--clean", "both.npz"], "clean train targets must be of shape [28], got [3]"),
         (["RUN", "-o", "."], "--output must be a file"),
     ],
 )
@@ -396,8 +402,8 @@ def test_a_report_is_written_from_an_analysis_or_a_run(tmp_path):
     [
         "population risk: the expected loss on new data",
         "The gate is a factor",
-        "The operators of a run are",
-        "the reservoir contains",
+        "The part that training works off is the signal channel",
+        "the part that it leaves is the reservoir",
     ],
 )
 def test_the_page_defines_its_terms(found, term):

@@ -186,8 +186,8 @@ def test_the_figure_has_two_panels_for_each_text(saved, tmp_path) -> None:
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == [
         "A  Held-out loss, clean text",
-        "B  Last step, clean text",
-        "C  Held-out loss, 20% wrong targets",
+        "B  Held-out loss, 20% wrong targets",
+        "C  Last step, clean text",
         "D  Last step, 20% wrong targets",
     ]
 

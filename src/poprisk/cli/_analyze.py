@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from poprisk.cli._options import AsJson, Budget, Clean, ProblemReference, Retrain, RunDirectory, examples, opened
+from poprisk.cli._options import AsJson, Budget, Clean, ProblemReference, Retrain, RunDirectory, Trust, examples, opened
 from poprisk.cli._outcome import interrupt_says, user_code
 from poprisk.cli._output import show
 
@@ -24,6 +24,7 @@ def analyze(
     retrain: Retrain = None,
     clean: Clean = None,
     problem: ProblemReference = None,
+    trust: Trust = False,
     again: Annotated[bool, typer.Option("--again", help="Compute everything again, also parts already kept.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -34,7 +35,7 @@ def analyze(
     """
     from poprisk.report import CleanTargets, KeptAnalysis, analysis_json, summary_lines
 
-    found = opened(run, problem)
+    found = opened(run, problem, trust)
     targets = None if clean is None else CleanTargets.load(clean)
     kept = KeptAnalysis(found, budget, retrain, targets)
     if again:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poprisk.cli._options import AsJson, ProblemReference, RunDirectory, examples, number, opened
+from poprisk.cli._options import AsJson, ProblemReference, RunDirectory, Trust, examples, number, opened
 from poprisk.cli._outcome import user_code
 from poprisk.cli._output import show, stdout, table
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from poprisk.risk import AuditTable
+    from poprisk.runs import Run
 
 EXAMPLES = examples(
     "poprisk audit poprisk-run",
@@ -72,6 +73,7 @@ def audit(
         number(0, 100, "Number of trainings that may be spent on predictions of unseen examples: 0, or at least 3."),
     ] = 0,
     problem: ProblemReference = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """List the training labels of a recorded run that are probably wrong, and what they should be.
@@ -84,12 +86,12 @@ def audit(
     from poprisk.risk import check_format
 
     if apply is not None:
-        _apply(run, problem, apply, output, as_json)
+        _apply(opened(run, problem, trust, needs_problem=True), apply, output, as_json)
         return
     if output is not None:
         check_format(output)
         writable_directory(output.parent)  # before anything slow
-    found = opened(run, problem, needs_problem=True)
+    found = opened(run, problem, trust, needs_problem=True)
     with user_code("the audit"):
         audited = audit_run(found, tier=tier, moments=moments, retrain_budget=retrain)  # type: ignore[arg-type]  # checked there
     if output is not None:
@@ -99,7 +101,7 @@ def audit(
     show([*audit_lines(audited, top, stdout().width), *written], outcome, as_json)
 
 
-def _apply(run: Path, problem: str | None, file: Path, output: Path | None, as_json: bool) -> None:
+def _apply(found: "Run", file: Path, output: Path | None, as_json: bool) -> None:
     """Write the targets with the decisions of a review."""
     from poprisk._core.store import writable_directory
     from poprisk.risk import Decisions, check_targets_format, write_targets
@@ -107,7 +109,6 @@ def _apply(run: Path, problem: str | None, file: Path, output: Path | None, as_j
     output = Path("corrected.npy") if output is None else output
     check_targets_format(output)
     decisions = Decisions.load(file)
-    found = opened(run, problem, needs_problem=True)
     decisions.check_is_of(found)
     corrected = decisions.apply(found.problem.targets.cpu())
     writable_directory(output.parent)

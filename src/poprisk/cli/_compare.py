@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from poprisk.cli._options import AsJson, Budget, ProblemReference, examples, opened
+from poprisk.cli._options import AsJson, Budget, ProblemReference, Trust, examples, opened
 from poprisk.cli._outcome import user_code
 from poprisk.cli._output import show, stdout, table
 from poprisk.errors import DataError
@@ -31,6 +31,7 @@ def compare(
         typer.Option("--examples/--no-examples", help="Whether to include pictures and texts of the examples."),
     ] = True,
     problem: ProblemReference = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two to five recorded runs: which does best on new data, curves, memorization, and disputed labels.
@@ -46,7 +47,7 @@ def compare(
         raise DataError(f"--output must be a file, got the directory {output}: {how}")
     require_template()  # before anything slow
     writable_directory(output.parent)
-    found = [opened(run, problem) for run in runs]
+    found = [opened(run, problem, trust) for run in runs]
     with user_code("the comparison"):
         comparison = compare_runs(found, budget=budget)
     command = shlex.join(["poprisk", "compare", *(run.as_posix() for run in runs), "--output", output.as_posix()])

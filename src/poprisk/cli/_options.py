@@ -1,14 +1,15 @@
 """Input of the commands: numbers within limits, options that several commands share, recorded runs and problems."""
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poprisk.cli._outcome import user_code
-from poprisk.errors import RunError
+from poprisk.cli._outcome import note, user_code
+from poprisk.errors import RunError, UntrustedError
 
 if TYPE_CHECKING:
     from poprisk.runs import Problem, Run
@@ -50,6 +51,14 @@ def examples(*lines: str) -> str:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a recorded run.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Import and call what the run names as its task, even if you have not run it on this machine; remembered "
+        "for this task.",
+    ),
+]
 ProblemReference = Annotated[
     str | None,
     typer.Option(
@@ -98,8 +107,8 @@ def built(reference: str, **arguments: Any) -> "Problem":
         return Problem.build(reference, **arguments)
 
 
-def opened(path: Path, problem: str | None, *, needs_problem: bool = False) -> "Run":
-    """A recorded run, with the given problem or the one that it rebuilds.
+def opened(path: Path, problem: str | None, trust: bool, *, needs_problem: bool = False) -> "Run":
+    """A recorded run, with the given problem or the one that it rebuilds; on a terminal, asks before foreign code.
 
     Raises:
         DataError: There is no run, or it is damaged.
@@ -107,12 +116,29 @@ def opened(path: Path, problem: str | None, *, needs_problem: bool = False) -> "
     """
     from poprisk.runs import Run
 
-    run = Run.load(path, problem=None if problem is None else built(problem))
+    run = Run.load(path, problem=None if problem is None else built(problem), trust=trust)
     try:
         with user_code("rebuilding the run's problem"):
             _ = run.problem
+    except UntrustedError as error:
+        if _allows(path, error):
+            return opened(path, None, True, needs_problem=needs_problem)
+        if needs_problem:
+            raise
+        note(str(error))
     except RunError as error:
         if needs_problem:
             how = "--problem package.module:function or --problem script.py:function"
             raise RunError(f"{error}; on the command line: {how}") from None
     return run
+
+
+def _allows(path: Path, error: UntrustedError) -> bool:
+    """Show what would be executed, and ask; False where nobody can answer."""
+    from poprisk._core.store import Importable, shown_call
+
+    if not (sys.stdin.isatty() and sys.stderr.isatty() and isinstance(error.call, Importable)):
+        return False
+    note(f"{path} names code that you have not run on this machine. To go on with it, this would be executed:")
+    note(f"  {shown_call(error.call)}")
+    return typer.confirm("Do you trust it?", default=False, err=True)

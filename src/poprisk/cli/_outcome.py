@@ -1,6 +1,7 @@
 """Exit codes of the commands: 0, 2 for errors that the user can fix, 130 for an interrupt, the latter with one line."""
 
 import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ class Interrupted(Exception):
 def run(app: typer.Typer, arguments: list[str] | None) -> int:
     """Run a command. Returns its exit code."""
     kept = ""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _ends_like_an_interrupt():
         _say_warnings()
         try:
             code: Any = app(arguments, standalone_mode=False)
@@ -54,6 +55,19 @@ def note(message: str) -> None:
 
 
 @contextmanager
+def _ends_like_an_interrupt() -> Iterator[None]:
+    """Let SIGTERM, by which a scheduler asks a process to end, be answered as Ctrl-C."""
+    ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
 def interrupt_says(kept: Callable[[], str]) -> Iterator[None]:
     """On an interrupt, say what is kept on disk, if anything."""
     try:
@@ -66,7 +80,7 @@ def interrupt_says(kept: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def interrupt_waits(until: str) -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C set a flag that is checked between steps; a second one interrupts immediately."""
+    """Let Ctrl-C, or SIGTERM, set a flag that is checked between steps; a second one interrupts immediately."""
     asked = False
 
     def answer(*_: Any) -> None:
@@ -76,11 +90,12 @@ def interrupt_waits(until: str) -> Iterator[Callable[[], bool]]:
         asked = True
         note(f"stopping after {until}; press Ctrl-C again to stop immediately")
 
-    before = signal.signal(signal.SIGINT, answer)
+    before = {each: signal.signal(each, answer) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextmanager
@@ -113,4 +128,5 @@ def _say_warnings() -> None:
 
 
 def _line(message: str) -> str:
-    return " ".join(message.split())
+    """On one line, and without characters that a terminal would obey; they may come from a file."""
+    return " ".join("".join(c if c.isprintable() or c.isspace() else "?" for c in message).split())

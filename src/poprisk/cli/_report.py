@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from poprisk.cli._analyze import analyzed
-from poprisk.cli._options import AsJson, Budget, Clean, ProblemReference, Retrain, RunDirectory, examples, opened
+from poprisk.cli._options import AsJson, Budget, Clean, ProblemReference, Retrain, RunDirectory, Trust, examples, opened
 from poprisk.cli._outcome import note
 from poprisk.cli._output import show
 from poprisk.errors import DataError
@@ -35,6 +35,7 @@ def report(
     ] = True,
     clean: Clean = None,
     problem: ProblemReference = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the report of a recorded run: one HTML page that needs no server and no network.
@@ -52,7 +53,7 @@ def report(
         )
     require_template()  # before anything slow
     writable_directory(output.parent)
-    found = opened(run, problem)
+    found = opened(run, problem, trust)
     targets = None if clean is None else CleanTargets.load(clean)
     kept = _kept(found, budget, retrain, targets)
     if kept.finished:

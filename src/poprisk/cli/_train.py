@@ -136,15 +136,14 @@ def train(
 def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., Optimizer]") -> "tuple[int, Run]":
     """The number of steps already recorded, and the finished run."""
     from poprisk._core.progress import training_progress
-    from poprisk.runs import MANIFEST, DirectoryStorage
+    from poprisk.runs import DirectoryStorage
     from poprisk.runs import train as train_run
 
     n, output = plan.trained(len(problem)), plan.output
     steps = plan.steps_of(n)
     manifest = DirectoryStorage(output).read_manifest()
     if manifest is not None and not manifest["num_steps"]:
-        (output / MANIFEST).unlink()  # left by a training that failed before its first step
-        manifest = None
+        manifest = None  # left by a training that failed before its first step
     start = 0 if manifest is None else manifest["num_steps"]
     with user_code("making the model"):
         module = problem.module()

@@ -33,7 +33,10 @@ from poprisk.operators._kernels.plan import cut, plan_tiles
 from poprisk.operators._kernels.precision import check_supported, float32_products, numerics_here, pinned
 from poprisk.operators._kernels.tiles import Side, TileMaker, aligned
 from poprisk.operators._kernels.validation import Diagonal
+from poprisk.operators._loss_terms import loss_terms, loss_weights
+from poprisk.operators._probes import PROBES, REPEATED, ProbedOperators, possible_gradients, probe_operators
 from poprisk.operators._realized import RealizedWindow
+from poprisk.operators._stretches import RunPath, StretchedWindow
 
 __all__ = [
     "Bound",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from poprisk.errors import DataError, HyperparameterError
@@ -61,7 +61,8 @@ def batch_laws(
     r"""The law of every batch of a window of a recorded run.
 
     For ``"epochs"`` the pools follow from the recorded batches: an epoch ends when fewer examples are left than the
-    next batch takes (:func:`poprisk.runs.train`, and loaders with or without ``drop_last``).
+    next batch takes (:func:`poprisk.runs.train`, and loaders with or without ``drop_last``). Examples that a run held
+    back belong to no pool.
 
     A recorded clip factor enters as :math:`c`. It was computed from the batch, so that with clipping the mean is no
     conditional expectation but the full gradient times the factor that this step happened to have.
@@ -88,8 +89,12 @@ def batch_laws(
     if sampling not in get_args(Sampling):
         raise HyperparameterError(f"sampling must be one of {', '.join(get_args(Sampling))}, got {sampling!r}")
     steps = [trajectory.step(k) for k in range(0 if sampling == "epochs" else start, stop)]
-    everything = torch.arange(num_examples)
-    pools = _epoch_pools(steps, num_examples) if sampling == "epochs" else [everything] * len(steps)
+    kept = getattr(trajectory, "kept", None)
+    trained = torch.ones(num_examples, dtype=torch.bool)
+    if kept is not None:
+        trained[kept.held] = False  # no step draws them
+    everything = trained.nonzero().squeeze(1)
+    pools = _epoch_pools(steps, trained) if sampling == "epochs" else [everything] * len(steps)
     laws = [
         _law(stop - len(steps) + j, step, pool, num_examples, sampling == "replacement")
         for j, (step, pool) in enumerate(zip(steps, pools, strict=True))
@@ -110,12 +115,12 @@ def remaining_examples(trajectory: Trajectory, num_examples: int, k: int) -> Int
     return batch_laws(trajectory, num_examples, start=k, stop=k + 1, sampling="epochs")[0].pool
 
 
-def _epoch_pools(steps: Sequence[AffineStep], n: int) -> list[Tensor]:
-    left, pools = torch.ones(n, dtype=torch.bool), []
+def _epoch_pools(steps: Sequence[AffineStep], trained: Bool[Tensor, "n"]) -> list[Tensor]:
+    left, pools = trained, []
     for k, step in enumerate(steps):
-        batch = _indices(k, step, n)
+        batch = _indices(k, step, len(trained))
         if int(left.sum()) < len(batch):
-            left = torch.ones(n, dtype=torch.bool)
+            left = trained
         if not bool(left[batch].all()):
             again = batch[~left[batch]][0].item()
             raise DataError(

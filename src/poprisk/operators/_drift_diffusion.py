@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.autodiff import FlatModel, Inputs, take_examples
+from poprisk._core.linalg import default_generator
 from poprisk.errors import DataError
 from poprisk.operators._batch_law import BatchLaw, Sampling, batch_laws
 from poprisk.operators._step_maps import scale_rows
@@ -32,6 +33,11 @@ class DriftDiffusion:
     remainder_steps: Float[Tensor, "steps M"]
     displacement: Float[Tensor, "M"]
     """U_Q at the end minus U_Q at the start, by two evaluations of the network."""
+    spread_steps: Float[Tensor, "steps M"] | None = None
+    """Half the difference of the drifts by two independent halves of the sample, where means were sampled.
+
+    It is the random error of ``drift_steps``, and with the other sign that of ``diffusion_steps``.
+    """
 
     @property
     def drift(self) -> Float[Tensor, "M"]:
@@ -71,6 +77,8 @@ def drift_diffusion(
     start: int = 0,
     stop: int | None = None,
     sampling: Sampling = "independent",
+    sample: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> DriftDiffusion:
     r"""Split the test displacement of a recorded window, Eq. ``drift_diffusion_decomposition``.
 
@@ -100,6 +108,9 @@ def drift_diffusion(
         stop: The step after its last; the run's end by default.
         sampling: How batches were drawn. ``"independent"`` and ``"replacement"`` have the full training gradient as
             mean; ``"epochs"`` has the mean over what the epoch has left.
+        sample: Estimate each mean from two samples of so many examples, where the pool is larger than both; default:
+            from all examples.
+        generator: Source of the samples; default: one with a fixed seed.
 
     Raises:
         DataError: an empty window, another number of examples than recorded, or batches that contradict ``sampling``.
@@ -121,25 +132,31 @@ def drift_diffusion(
     start, stop = window_limits(trajectory, start, stop)
     laws = batch_laws(trajectory, targets.shape[0], start=start, stop=stop, sampling=sampling)
     first = in_dtype_of(model, trajectory.buffer(start))
-    V = torch.stack([torch.zeros_like(first), torch.zeros_like(first), first], dim=1)
+    V = torch.stack([torch.zeros_like(first)] * 2 + [first, torch.zeros_like(first)], dim=1)
+    generator, sampled = generator or default_generator(torch.device("cpu")), False
     w = in_dtype_of(model, trajectory.weights(start))
     parts: list[Tensor] = []
     remainders: list[Tensor] = []
     begin = u = model.outputs(w, test_inputs).reshape(-1)
     for k, law in enumerate(laws, start):
         step, after = step_in_dtype_of(model, trajectory.step(k)), in_dtype_of(model, trajectory.weights(k + 1))
-        mean, drawn = batch_gradients(model, w, inputs, targets, step, law)
-        E = torch.stack([mean, drawn - mean, step.coupled_decay * w], dim=1)
+        if sample is None or len(law.pool) <= 2 * sample:
+            mean, drawn = batch_gradients(model, w, inputs, targets, step, law)
+            spread = torch.zeros_like(mean)
+        else:
+            mean, spread, drawn = sampled_gradients(model, w, inputs, targets, step, law, sample, generator)
+            sampled = True
+        E = torch.stack([mean, drawn - mean, step.coupled_decay * w, spread], dim=1)
         V = scale_rows(step.momentum, V) + scale_rows(step.new_gradient, E)
         X = -step.preconditioner[:, None] * (scale_rows(step.buffer_share, V) + scale_rows(step.direct_share, E))
         X[:, 2] += step.source - step.decay * w
         pushed = model.jvp(w, test_inputs, torch.cat([X, (after - w)[:, None]], dim=1))
         moved = model.outputs(after, test_inputs).reshape(-1)
-        parts.append(pushed[:, :3].T)
-        remainders.append(moved - u - pushed[:, 3])
+        parts.append(pushed[:, :4].T)
+        remainders.append(moved - u - pushed[:, 4])
         w, u = after, moved
-    drift, diffusion, source = torch.stack(parts, dim=1)
-    return DriftDiffusion(drift, diffusion, source, torch.stack(remainders), u - begin)
+    drift, diffusion, source, spread = torch.stack(parts, dim=1)
+    return DriftDiffusion(drift, diffusion, source, torch.stack(remainders), u - begin, spread if sampled else None)
 
 
 def batch_gradients(
@@ -161,6 +178,39 @@ def batch_gradients(
     weights = torch.stack([torch.full_like(share, law.scale / len(pool)), share], dim=1)
     mean, drawn = model.vjp(w, chosen, (residuals[:, :, None] * weights[:, None, :]).flatten(0, 1)).T
     return mean, drawn
+
+
+def sampled_gradients(
+    model: FlatModel,
+    w: Float[Tensor, "d"],
+    inputs: Inputs,
+    targets: Tensor,
+    step: AffineStep,
+    law: BatchLaw,
+    sample: int,
+    generator: torch.Generator,
+) -> tuple[Float[Tensor, "d"], Float[Tensor, "d"], Float[Tensor, "d"]]:
+    """The mean of the law from two disjoint samples, half their difference, and the gradient that was drawn.
+
+    >>> model = FlatModel(torch.nn.Linear(1, 1, bias=False), "squared")
+    >>> x, y = torch.ones(4, 1), torch.tensor([[1.0], [1.0], [3.0], [3.0]])
+    >>> step, law = AffineStep(torch.tensor([1]), torch.tensor([4.0]), torch.ones(1)), BatchLaw(torch.arange(4), 1, 1.0)
+    >>> mean, spread, drawn = sampled_gradients(model, torch.zeros(1), x, y, step, law, 2, torch.Generator())
+    >>> mean, drawn  # two samples of two are all four
+    (tensor([-2.]), tensor([-1.]))
+    """
+    chosen = law.pool[torch.randperm(len(law.pool), generator=generator)[: 2 * sample]].to(w.device)
+
+    def gradient(rows: Tensor, shares: Tensor) -> Tensor:
+        batch = take_examples(inputs, rows)
+        return model.vjp(w, batch, (model.output_gradient(w, batch, targets[rows]) * shares[:, None]).reshape(-1))
+
+    equal = w.new_full((sample,), law.scale / sample)
+    first, second = (gradient(rows, equal) for rows in chosen.split(sample))
+    # Two samples without replacement out of a finite pool lie apart, and their mean lies closer to that of the pool.
+    closer = (1 - 2 * sample / len(law.pool)) ** 0.5
+    drawn = gradient(step.batch, step.selection / targets.shape[0])
+    return (first + second) / 2, closer * (first - second) / 2, drawn
 
 
 def window_limits(trajectory: Trajectory, start: int, stop: int | None) -> tuple[int, int]:

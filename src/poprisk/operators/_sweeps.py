@@ -17,7 +17,7 @@ from torch import Tensor
 
 from poprisk.errors import DataError
 from poprisk.operators._step_maps import Block, StepMaps, scale_rows
-from poprisk.runs import PerWeight
+from poprisk.runs import AffineStep, PerWeight
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def forward_sweep(
             watch(j, F)
         if watch_rows is not None:
             watch_rows(j, rows)
-        X, V = step_direction(maps, F, V)
+        X, V = step_direction(maps.step, F, V)
         y = maps.push(X)
         train = train + y
         z = z - maps.bend(y)
@@ -74,9 +74,8 @@ def forward_sweep(
     return Swept(z, train, H.new_zeros(0, H.shape[1]) if reached is None else reached, V)
 
 
-def step_direction(maps: StepMaps, F: Block, V: Block | None) -> tuple[Block, Block]:
+def step_direction(step: AffineStep, F: Block, V: Block | None) -> tuple[Block, Block]:
     """X = M (a V + b F) and the new momentum V, from the gradient's change F and the momentum before."""
-    step = maps.step
     V = (
         scale_rows(step.new_gradient, F)
         if V is None

@@ -83,7 +83,7 @@ def _lowered(window: Window, reversed_gradients: list[Block], *, test: bool) -> 
     momentum: Block | None = None
     total: Block | None = None
     for maps in window.steps:
-        X, momentum = step_direction(maps, reversed_gradients.pop(), momentum)
+        X, momentum = step_direction(maps.step, reversed_gradients.pop(), momentum)
         moved = _push(maps, X, test=test)
         total = moved if total is None else total + moved
     assert total is not None, "a window has at least one step"

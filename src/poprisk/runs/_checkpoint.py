@@ -16,12 +16,12 @@ from poprisk.runs._layout import Layout
 from poprisk.runs._linearize import OPTIMIZERS, flat_buffer
 from poprisk.runs._problem import Problem
 
-_WEIGHTS, _STATE, MODULE_BUFFER = "checkpoint.weights", "checkpoint.state.", "checkpoint.module."
+WEIGHTS, _STATE, MODULE_BUFFER = "checkpoint.weights", "checkpoint.state.", "checkpoint.module."
 
 
 def capture(layout: Layout, parameters: Sequence[Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
     """Copies of the flat weights and of all state tensors, the latter by entry and parameter name."""
-    tensors = {_WEIGHTS: layout.flatten(parameters)}
+    tensors = {WEIGHTS: layout.flatten(parameters)}
     for name, p in zip(layout.names, parameters, strict=True):
         for key, value in optimizer.state[p].items() if p in optimizer.state else ():
             if isinstance(value, Tensor):
@@ -44,14 +44,14 @@ def frozen_fingerprint(module: nn.Module) -> str:
 
 def weights_of(tensors: Mapping[str, Tensor]) -> Tensor:
     """The flat weights of a checkpoint."""
-    return tensors[_WEIGHTS].clone()
+    return tensors[WEIGHTS].clone()
 
 
 def buffer_of(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
     """The momentum buffer of a checkpoint, zero if there is none."""
-    pieces = layout.split(tensors[_WEIGHTS])
+    pieces = layout.split(tensors[WEIGHTS])
     buffer = flat_buffer(layout, [_state_of(tensors, name) for name in layout.names], pieces)
-    return torch.zeros_like(tensors[_WEIGHTS]) if buffer is None else buffer
+    return torch.zeros_like(tensors[WEIGHTS]) if buffer is None else buffer
 
 
 def restore(
@@ -64,7 +64,7 @@ def restore(
 ) -> None:
     """Restore module and optimizer from a checkpoint."""
     with torch.no_grad():
-        for p, piece in zip(parameters, layout.split(tensors[_WEIGHTS]), strict=True):
+        for p, piece in zip(parameters, layout.split(tensors[WEIGHTS]), strict=True):
             p.copy_(piece)
         for name, buffer in module.named_buffers():
             if MODULE_BUFFER + name in tensors:
@@ -130,7 +130,12 @@ def _plain(value: Any) -> Any:
 
 def _parsed(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("torch."):
-        return getattr(torch, value.removeprefix("torch."))
+        found = getattr(torch, value.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise RunError(
+                f"the recorded option {value!r:.60} is not a data type of torch: restore the run from a copy"
+            )
+        return found
     if isinstance(value, Mapping):
         return {key: _parsed(entry) for key, entry in value.items()}
     return tuple(_parsed(entry) for entry in value) if isinstance(value, list) else value

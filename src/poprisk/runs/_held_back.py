@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poprisk._core.autodiff import resolve_loss
-from poprisk._core.store import pack, unpack
-from poprisk.errors import HyperparameterError
+from poprisk._core.store import check_fields, pack, unpack
+from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim import KeepBest, KeptRisk, Moment, hold_back
+from poprisk.runs._manifest import Content
 from poprisk.runs._problem import Problem
-from poprisk.runs._storage import Content, RunWriter
+from poprisk.runs._writer import RunWriter
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +49,21 @@ class Kept:
         return tensors, form
 
     @classmethod
-    def from_content(cls, content: Content) -> "Kept":
-        """The opposite of :meth:`content`."""
-        return cls(**unpack(content[1], content[0], (KeptRisk, Moment)))
+    def from_content(cls, content: Content, examples: int) -> "Kept":
+        """The opposite of :meth:`content`, for a run with that many examples.
+
+        Raises:
+            DataError: the content is not that of kept weights.
+        """
+        try:
+            kept = check_fields(cls(**unpack(content[1], content[0], (KeptRisk, Moment))))
+        except (DataError, TypeError) as error:
+            raise DataError(f"the kept weights of the run are damaged ({error}): restore them from a copy") from None
+        inside = not len(kept.held) or 0 <= int(kept.held.min()) <= int(kept.held.max()) < examples
+        shapes = {tuple(x.shape) for each in kept.moments for x in (each.losses, each.scores)}
+        if not inside or kept.held.dtype != torch.long or len(shapes) > 1:
+            raise DataError("the measurements of the kept weights are damaged: restore them from a copy")
+        return kept
 
 
 class KeptWriter:

@@ -1,6 +1,5 @@
 """A list of the recorded runs below a folder, read from their manifests; nothing that a run names is executed."""
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from poprisk._core.store import read_json
 from poprisk.errors import DataError, PopRiskError
 from poprisk.optim import KeptRisk
 from poprisk.runs._run import Run
@@ -80,8 +80,8 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 def _is_run(manifest: Path) -> bool:
     """Whether a manifest is that of a run, or damaged."""
     try:
-        content = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(manifest)
+    except (OSError, DataError):
         return True
     return isinstance(content, dict) and content.get("kind") == "run"
 

@@ -5,7 +5,6 @@ optional new entry needs none. Migrations are applied one after another to what 
 on disk as it was recorded, and ``Run.save`` writes it in the current format.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from poprisk._core.autodiff import ExampleLoss
-from poprisk._core.store import environment, importable
+from poprisk._core.store import check_schema, environment, importable, json_digest
 from poprisk._version import __version__
 from poprisk.errors import DataError, RunError
 from poprisk.runs._checkpoint import frozen_fingerprint, modes_of
@@ -63,15 +62,22 @@ def checked(manifest: dict[str, Any], where: object) -> dict[str, Any]:
     if not isinstance(version, int) or isinstance(version, bool) or not _oldest() <= version <= FORMAT_VERSION:
         raise _unknown(version, manifest, where)
     manifest = dict(manifest)
-    if manifest.pop("sha256", None) != digest(manifest):
+    if manifest.pop("sha256", None) != json_digest(manifest):
         raise DataError(f"{where} is damaged: its content does not have the SHA-256 it names; restore it from a copy")
     return manifest
 
 
-def migrated_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Convert a checked manifest to the current format."""
+def migrated_manifest(manifest: dict[str, Any], where: object) -> dict[str, Any]:
+    """Convert a checked manifest to the current format, and check every entry.
+
+    Raises:
+        DataError: an entry is missing or has another type, or entries contradict each other.
+    """
+    from poprisk.runs._schema import Manifest
+
     for version in range(manifest["format_version"], FORMAT_VERSION):
         manifest = {**MIGRATIONS[version].manifest(manifest), "format_version": version + 1}
+    check_schema(Manifest, manifest, where)
     return manifest
 
 
@@ -94,11 +100,6 @@ def require_present(version: int, where: object) -> None:
             f"{where} holds a run of format_version {version}, but poprisk {__version__} writes "
             f"{FORMAT_VERSION} ({changed}): write a copy with Run.load(path).save(new_path), and continue the copy"
         )
-
-
-def digest(manifest: dict[str, Any]) -> str:
-    """SHA-256 of a manifest without its own hash."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _oldest() -> int:

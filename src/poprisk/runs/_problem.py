@@ -12,7 +12,16 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from poprisk._core.autodiff import ExampleLoss, FlatModel, Inputs, resolve_loss, take_examples
-from poprisk._core.store import Importable, described, fingerprint, importable, located, resolve
+from poprisk._core.store import (
+    Importable,
+    described,
+    fingerprint,
+    importable,
+    located,
+    remember,
+    require_known,
+    resolve,
+)
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.runs._formats import as_examples, as_factory, as_loss
 
@@ -110,7 +119,13 @@ class Problem:
         if not isinstance(problem, cls):
             raise DataError(f"{factory!r} must return a Problem, got {type(problem).__name__}")
         problem._source = described(factory, arguments) if isinstance(factory, str) else importable(function, arguments)
+        problem.remember(lasting=False)
         return problem
+
+    def remember(self, *, lasting: bool = True) -> None:
+        """Remember the call of :meth:`build`, so that runs that name it may be opened: by this process, or by all."""
+        if self._source is not None and self._source.path is not None:
+            remember(self._source, lasting=lasting)
 
     def __len__(self) -> int:
         """Number n of training examples."""
@@ -263,14 +278,19 @@ class Problem:
             )
 
     @classmethod
-    def from_description(cls, description: Mapping[str, Any], folder: Path | None = None) -> "Problem":
+    def from_description(
+        cls, description: Mapping[str, Any], folder: Path | None = None, *, trust: bool = False
+    ) -> "Problem":
         """Rebuild a problem that was made with :meth:`build`, and check that it is the same one.
 
         Args:
             description: The value of :attr:`description` when the problem was saved.
             folder: Directory in which the description was saved; the path of a script is relative to it.
+            trust: Whether to make the call that the description names even if this user has not made it here; it is
+                then remembered.
 
         Raises:
+            UntrustedError: this user has not made the call on this machine.
             DataError: the problem was not made with :meth:`build`, cannot be imported, or has other examples now.
         """
         source = description["source"]
@@ -282,6 +302,10 @@ class Problem:
                 f"{description['make_model']['path'] or 'that was used'}"
             )
         source = located(source, folder, None)
+        call = Importable(source["path"], source["arguments"], folder=source.get("folder"))
+        if trust:
+            remember(call, lasting=True)
+        require_known(call, "the run" if folder is None else str(folder))
         path = source["path"] if "folder" not in source else str(Path(source["folder"]) / source["path"])
         problem = cls.build(path, **source["arguments"])
         for split in description.get("splits", ()):

@@ -24,7 +24,8 @@ from poprisk.runs._manifest import check_same_run, describe_training, obstacles,
 from poprisk.runs._problem import Problem
 from poprisk.runs._run import Run
 from poprisk.runs._step import Indices, StepContext, StepRecord, micro_batches
-from poprisk.runs._storage import DirectoryStorage, MemoryStorage, RunWriter, relocate
+from poprisk.runs._storage import DirectoryStorage, MemoryStorage, relocate
+from poprisk.runs._writer import RunWriter
 
 _CAREFUL = 10
 """Number of initial steps of a sparse recording that are checked as closely as those of a dense one."""
@@ -81,8 +82,8 @@ class Recorder:
         training: Any JSON value that describes the training loop; kept in the manifest.
 
     Raises:
-        RunError: the directory holds other files; the optimizer is not supported or not built from the model's
-            parameters; there is not enough disk space for the planned steps.
+        RunError: the directory holds other files, or another process writes into it; the optimizer is not supported or
+            not built from the model's parameters; there is not enough disk space for the planned steps.
         HyperparameterError: an argument is out of range or missing.
 
     >>> model = nn.Linear(2, 1)
@@ -145,7 +146,12 @@ class Recorder:
         self._closed = self._broken = False
         self._versions: list[int] | None = None
         self._weights_after: Tensor | None = None
-        self._prepare_storage(resume)
+        self._writer.claim()
+        try:
+            self._prepare_storage(resume)
+        except BaseException:
+            self._writer.release()
+            raise
         self._watch = GradientWatch(self._parameters, every_entry=self.is_dense)
         self._hooks = [
             optimizer.register_step_pre_hook(self._pre_step),
@@ -358,6 +364,9 @@ class Recorder:
         if isinstance(storage, MemoryStorage):
             return
         manifest = storage.read_manifest() if resume else None
+        if manifest is not None and not manifest["num_steps"]:
+            storage.forget()  # left by a training that ended before its first step was written
+            manifest = None
         if manifest is None:
             storage.check_is_free()
             return
@@ -376,6 +385,8 @@ class Recorder:
         if self._writer.storage.path is not None:
             indices = 8 * sum(len(index) for index, _ in step.parts) * (self.steps or 1000)
             announce(self._writer.storage.path, self.estimated_bytes + indices, self.steps)
+            if self.problem is not None:
+                self.problem.remember()
         about = describe_training(self._model, self.problem, self._loss)
         relocate(about, None, self._writer.storage.path)
         obstacle = obstacles(self._model, self.layout, self._augmentation)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poprisk._core.seeds import seeded, step_generator, step_seed
-from poprisk.errors import RunError
+from poprisk.errors import PopRiskError, RunError
 from poprisk.runs import _checkpoint as checkpoint
 from poprisk.runs._gradients import add_gradients
 from poprisk.runs._layout import layout_of
@@ -141,11 +141,21 @@ def _rebuild(run: Run, problem: Problem, start: int) -> tuple[nn.Module, Optimiz
 def rebuilt(
     run: Run, tensors: Mapping[str, Tensor], k: int, dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Optimizer]:
-    """Module and optimizer before step k, with these weights, buffers and states in the form of a checkpoint."""
+    """Module and optimizer before step k, with these weights, buffers and states in the form of a checkpoint.
+
+    Raises:
+        RunError: the recorded options or states are not those of such an optimizer.
+    """
     module, options = run.module(dtype), options_of(run, k)
     parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer = checkpoint.rebuild_optimizer(run.manifest["optimizer"]["name"], options, run.layout, parameters)
-    checkpoint.restore(tensors, run.layout, module, parameters, optimizer, options)
+    try:
+        optimizer = checkpoint.rebuild_optimizer(run.manifest["optimizer"]["name"], options, run.layout, parameters)
+        checkpoint.restore(tensors, run.layout, module, parameters, optimizer, options)
+    except PopRiskError:
+        raise
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RunError(f"the recorded optimizer cannot be rebuilt ({why}): restore the run from a copy") from None
     return module, optimizer
 
 

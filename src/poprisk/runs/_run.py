@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from poprisk._core.autodiff import FlatModel
 from poprisk._core.html import card, sparkline
+from poprisk._core.store import WriterLock
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.runs import _checkpoint as checkpoint
 from poprisk.runs._gradient_check import Unexplained
@@ -46,11 +47,13 @@ class Run:
     _replay_segment: ClassVar[Callable[..., SegmentReader]]
     """Recomputes the steps between two checkpoints; set by :mod:`poprisk.runs._replay`, which imports this module."""
 
-    def __init__(self, storage: Storage, *, problem: Problem | None = None, tolerate: bool = False) -> None:
+    def __init__(
+        self, storage: Storage, *, problem: Problem | None = None, tolerate: bool = False, trust: bool = False
+    ) -> None:
         manifest = storage.read_manifest()
         if manifest is None:
             raise DataError(f"{getattr(storage, 'path', 'the storage')} is not a recorded run: it has no manifest")
-        self._storage, self._manifest, self._tolerate = storage, manifest, tolerate
+        self._storage, self._manifest, self._tolerate, self._trust = storage, manifest, tolerate, trust
         self.layout = Layout.from_json(manifest["layout"])
         if problem is not None and manifest["problem"] is not None:
             problem.check_is(manifest["problem"])
@@ -64,19 +67,32 @@ class Run:
         self._replayed = lru_cache(maxsize=2)(self._replay)
 
     @classmethod
-    def load(cls, path: str | Path, *, problem: Problem | None = None, tolerate: bool = False) -> "Run":
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        problem: Problem | None = None,
+        tolerate: bool = False,
+        trust: bool = False,
+        salvage: bool = False,
+    ) -> "Run":
         """Open a run from its directory. If the process was killed, the run ends with its last complete segment.
+
+        Nothing is executed by opening a run. Its problem is rebuilt when it is needed, if this user has recorded with
+        the same call on this machine; otherwise pass ``problem``, or ``trust=True``.
 
         Args:
             path: The directory.
             problem: The problem that was trained, if it cannot be rebuilt from its import path; its data are checked.
             tolerate: Whether to accept replayed weights that deviate from the recorded checkpoints.
+            trust: Whether to import and call what the run names, whoever wrote it: it may do anything that you may.
+            salvage: Whether to open a damaged run up to its last good segment; every file is read.
 
         Raises:
             DataError: there is no run, a file is missing or damaged, or the problem is another one.
         """
-        storage = DirectoryStorage(path)
-        run = cls(storage, problem=problem, tolerate=tolerate)
+        storage = DirectoryStorage(path, salvage=salvage)
+        run = cls(storage, problem=problem, tolerate=tolerate, trust=trust)
         storage.check_sizes(all_records(run._manifest))
         return run
 
@@ -91,13 +107,16 @@ class Run:
         target.prepare()
         manifest = self.manifest
         relocate(manifest, self.path, target.path)
-        manifest["start"] = target.write("start", *self._storage.read(manifest["start"]))
-        for segment in manifest["segments"]:
-            name = f"segment-{segment['start']:08d}"
-            segment["file"] = target.write(name, *self._storage.read(segment["file"]))
-        copy_beside(manifest, self._storage, target)
-        target.write_manifest(manifest)
-        return Run(target, problem=self._problem, tolerate=self._tolerate)
+        with WriterLock(path):
+            manifest["start"] = target.write("start", *self._storage.read(manifest["start"]))
+            for segment in manifest["segments"]:
+                name = f"segment-{segment['start']:08d}"
+                segment["file"] = target.write(name, *self._storage.read(segment["file"]))
+            copy_beside(manifest, self._storage, target)
+            target.write_manifest(manifest)
+        if self._problem is not None:
+            self._problem.remember()
+        return Run(target, problem=self._problem, tolerate=self._tolerate, trust=self._trust)
 
     @property
     def path(self) -> Path | None:
@@ -126,7 +145,7 @@ class Run:
         """Number of training examples without those that ``train(…, hold_back=…)`` held back."""
         training = self._manifest["training"]
         held = training.get("hold_back") if isinstance(training, dict) else None
-        return self.num_examples - (held["examples"] if held else 0)
+        return self.num_examples - (held["examples"] if isinstance(held, dict) else 0)
 
     @property
     def num_weights(self) -> int:
@@ -149,6 +168,7 @@ class Run:
 
         Raises:
             RunError: the problem was not recorded or cannot be rebuilt; the message says what to pass to :meth:`load`.
+            UntrustedError: the run names code that this user has not run on this machine.
         """
         if self._problem is not None:
             return self._problem
@@ -159,7 +179,7 @@ class Run:
                 f"{self.num_examples} training examples"
             )
         try:
-            return Problem.from_description(description, self.path)
+            return Problem.from_description(description, self.path, trust=self._trust)
         except DataError as error:
             raise RunError(f"open the run with Run.load(path, problem=…): {error}") from None
 
@@ -171,7 +191,7 @@ class Run:
         are not changed by it: ``weights(num_steps)`` are those of the last step.
         """
         record = self._manifest.get("kept")
-        return None if record is None else Kept.from_content(self._storage.read(record))
+        return None if record is None else Kept.from_content(self._storage.read(record), self.num_examples)
 
     def module(self, dtype: torch.dtype | None = None) -> nn.Module:
         """A new module, as in the run but with the problem's initial weights, on the device of the examples.
@@ -279,7 +299,10 @@ class Run:
         Raises:
             DataError: a file is missing or damaged; the message names it.
         """
-        for record in all_records(self._manifest):
+        files = file_records(self._manifest)
+        for i in range(len(files)):
+            self._read(i)
+        for record in all_records(self._manifest)[len(files) :]:
             self._storage.read(record)
 
     def __repr__(self) -> str:
@@ -323,7 +346,7 @@ class Run:
 
     def _read(self, i: int) -> tuple[dict[str, Tensor], Any]:
         """The content of file i: 0 is the start, i + 1 is segment i."""
-        return self._storage.read(file_records(self._manifest)[i])
+        return self._storage.read_part(self._manifest, i)
 
     def _checkpoint(self, i: int) -> dict[str, Tensor]:
         return self._content(i)[0]

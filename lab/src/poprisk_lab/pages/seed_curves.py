@@ -25,7 +25,7 @@ def mean_and_range(curves: Sequence[Sequence[float]]) -> tuple[list[float], list
 
 
 def draw_seeds(
-    axes: "Axes", steps: Sequence[int], curves: Sequence[Sequence[float]], label: str, color: str, **style: Any
+    axes: "Axes", steps: Sequence[float], curves: Sequence[Sequence[float]], label: str, color: str, **style: Any
 ) -> None:
     """The mean as a line, the range as a band behind it."""
     draw_band(axes, steps, *mean_and_range(curves), label=label, color=color, **style)
@@ -33,7 +33,7 @@ def draw_seeds(
 
 def draw_band(
     axes: "Axes",
-    steps: Sequence[int],
+    steps: Sequence[float],
     mean: Sequence[float],
     low: Sequence[float],
     high: Sequence[float],
@@ -45,3 +45,18 @@ def draw_band(
     """The same from a mean and a range that are known already."""
     axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     axes.plot(steps, mean, color=color, label=label, **style)
+
+
+def thinned(steps: Sequence[int], values: Sequence[float], places: int) -> tuple[list[float], list[float]]:
+    """A curve over a logarithmic axis with the mean of each of so many stretches of equal length: jitter is averaged.
+
+    >>> thinned([1, 2, 50, 100], [0.0, 1.0, 3.0, 5.0], 2)
+    ([1.5, 75.0], [0.5, 4.0])
+    """
+    first, last = math.log(steps[0]), math.log(steps[-1])
+    kept: dict[int, list[tuple[float, float]]] = {}
+    for step, value in zip(steps, values, strict=True):
+        share = (math.log(step) - first) / (last - first) if last > first else 0.0
+        kept.setdefault(min(places - 1, int(places * share)), []).append((step, value))
+    means = [tuple(math.fsum(column) / len(group) for column in zip(*group, strict=True)) for group in kept.values()]
+    return [step for step, _ in means], [value for _, value in means]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poprisk.errors import MissingExtraError
-from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, STYLE
+from poprisk_lab.figure_style import AVERAGED, FAINT, INK, PALE, SMALL, STYLE, WIDTH, colour_of, text_colour
 from poprisk_lab.recipes.judging import Judged, Recipe, judge, judge_all
 from poprisk_lab.recipes.stored_tasks import StoredTask, stored_tasks
 from poprisk_lab.recipes.wording import average_words, task_words
@@ -34,11 +34,11 @@ def draw(results: Path) -> Figure:
     panels = [(title, judge(recipe, tasks), colour) for title, recipe, colour in chosen(winner.recipe)]
     panels = [panel for panel in panels if panel[1].gains]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.0, 1.6 + 0.27 * (len(shown) + 1)), layout="constrained")
+        figure = Figure(figsize=(WIDTH, 1.6 + 0.27 * (len(shown) + 1)), layout="constrained")
         rows = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (title, judged, colour) in zip(rows, panels, strict=True):
             _panel(axes, judged, shown, colour)
-            axes.set_title(title, color=colour, fontsize=9.5)
+            axes.set_title(title, color=text_colour(colour), fontsize=9)
         _name_tasks(rows[0], shown)
         figure.supxlabel("gain over tuned AdamW's best checkpoint, picked on the test set (points or %)", fontsize=11)
     return figure
@@ -50,11 +50,11 @@ def chosen(winner: Recipe) -> list[tuple[str, Recipe, str]]:
     other = Recipe("adamw", winner.average, "kept" if winner.moment == "last" else "last")
     when = {"last": "last step", "kept": "KeepBest's choice"}
     found = [
-        (f"the recipe:\n{mean},\n{when.get(winner.moment, winner.moment + ' on block')}", winner, BLUE),
-        (f"AdamW,\n{mean},\n{when[other.moment]}", other, GREEN),
-        ("AdamW,\nlast step", Recipe("adamw"), ORANGE),
-        ("AdamW, cosine,\nlast step", Recipe("adamw_cosine"), PURPLE),
-        ("SNR gate,\nliteral defaults,\nlast step", Recipe("literal"), INK),
+        (f"the recipe:\n{mean},\n{when.get(winner.moment, winner.moment + ' on block')}", winner, colour_of(AVERAGED)),
+        (f"AdamW,\n{mean},\n{when[other.moment]}", other, colour_of(AVERAGED)),
+        ("AdamW,\nlast step", Recipe("adamw"), colour_of("adamw")),
+        ("AdamW, cosine,\nlast step", Recipe("adamw_cosine"), colour_of("adamw_cosine")),
+        ("SNR gate,\nliteral defaults,\nlast step", Recipe("literal"), colour_of("defaults")),
     ]
     return [each for k, each in enumerate(found) if each[1] not in [one[1] for one in found[:k]]]
 
@@ -75,7 +75,7 @@ def _panel(axes: Axes, judged: Judged, shown: Sequence[StoredTask], colour: str)
     axes.xaxis.set_major_locator(FixedLocator(_TICKS))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "−") if x else "0"))
-    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="x", labelsize=SMALL)
     axes.grid(axis="x", color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
 
@@ -83,12 +83,12 @@ def _panel(axes: Axes, judged: Judged, shown: Sequence[StoredTask], colour: str)
 def _name_tasks(axes: Axes, shown: Sequence[StoredTask]) -> None:
     places = _places(shown)
     noisy = sum(not task.clean for task in shown)
-    axes.set_yticks([place for place, _ in places], [task_words(task) for _, task in places], fontsize=9)
+    axes.set_yticks([place for place, _ in places], [task_words(task) for _, task in places], fontsize=SMALL)
     axes.set_ylim(len(shown) + 1 - 0.4, -0.6)
     for label, (_, task) in zip(axes.get_yticklabels(), places, strict=True):
-        label.set_color(FAINT if task.clean else INK)
+        label.set_color(text_colour(FAINT) if task.clean else INK)
     if 0 < noisy < len(shown):
-        axes.text(-_FAR, noisy, "clean tasks", fontsize=8.5, color=FAINT, va="center", ha="left")
+        axes.text(-_FAR, noisy, "clean tasks", fontsize=SMALL, color=text_colour(FAINT), va="center", ha="left")
 
 
 def _places(shown: Sequence[StoredTask]) -> list[tuple[int, StoredTask]]:

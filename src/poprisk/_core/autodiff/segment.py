@@ -79,7 +79,7 @@ class SegmentJacobian(LinearOperator):
                 f"{start.dtype} and {list(end.shape)} of {end.dtype}"
             )
         self.model, self.inputs = model, inputs
-        self.start, self.step = start.detach(), (end - start).detach()
+        self.start, self._end = start.detach(), end.detach()
         before, after = (flatten_outputs(model.batch_outputs(w, inputs)).reshape(-1) for w in (start, end))
         self.displacement: Float[Tensor, "N"] = after - before
         """Δu = F(end) - F(start)."""
@@ -144,6 +144,11 @@ class SegmentJacobian(LinearOperator):
         return other
 
     @property
+    def step(self) -> Float[Tensor, "d"]:
+        """Δw; not kept, as the weights of many steps are."""
+        return self._end - self.start
+
+    @property
     def shape(self) -> tuple[int, int]:
         """N and d."""
         return self.displacement.shape[0], self.start.shape[0]
@@ -205,27 +210,30 @@ class SegmentJacobian(LinearOperator):
 
     def _nodes(self, count: int) -> list[tuple[Tensor, float]]:
         """Weight vectors on the segment and their shares."""
-        if not self.step.any():
+        step = self.step
+        if not step.any():
             return [(self.start, 1.0)]
-        return [(self.start + theta * self.step, weight) for theta, weight in gauss_legendre(count)]
+        return [(self.start + theta * step, weight) for theta, weight in gauss_legendre(count)]
 
     def _left_over(self, count: int) -> Tensor:
         r""":math:`\Delta u - \tilde J \Delta w` with this many nodes."""
-        if not self.step.any():
+        step = self.step
+        if not step.any():
             return torch.zeros_like(self.displacement)
         left = self.displacement.clone()
         for w, weight in self._nodes(count):
-            left.sub_(self.model.jvp(w, self.inputs, self.step), alpha=weight)
+            left.sub_(self.model.jvp(w, self.inputs, step), alpha=weight)
         if len(self.crossing):
             n = _examples(self.inputs)
-            between = self.displacement.view(n, -1)[self.crossing] - self._rows @ self.step
+            between = self.displacement.view(n, -1)[self.crossing] - self._rows @ step
             left.view(n, -1)[self.crossing] = between
         return left
 
     def _dual_step(self) -> Tensor:
         r""":math:`\Delta w / \|\Delta w\|^2`, by way of the unit vector: the square of a tiny step would underflow."""
-        length = self.step.norm()
-        return (self.step / length) / length
+        step = self.step
+        length = step.norm()
+        return (step / length) / length
 
 
 def _examples(inputs: Inputs) -> int:

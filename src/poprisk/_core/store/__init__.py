@@ -18,8 +18,19 @@ from poprisk._core.store.import_paths import described as described
 from poprisk._core.store.import_paths import importable as importable
 from poprisk._core.store.import_paths import located as located
 from poprisk._core.store.import_paths import resolve as resolve
+from poprisk._core.store.lock import LOCK as LOCK
+from poprisk._core.store.lock import WriterLock as WriterLock
+from poprisk._core.store.packed import check_fields as check_fields
 from poprisk._core.store.packed import pack as pack
 from poprisk._core.store.packed import unpack as unpack
+from poprisk._core.store.reading import is_private as is_private
+from poprisk._core.store.reading import json_digest as json_digest
+from poprisk._core.store.reading import member as member
+from poprisk._core.store.reading import own_folder as own_folder
+from poprisk._core.store.reading import parsed_json as parsed_json
+from poprisk._core.store.reading import read_json as read_json
+from poprisk._core.store.reading import read_regular as read_regular
+from poprisk._core.store.schema import check_schema as check_schema
 from poprisk._core.store.script import where as where
 from poprisk._core.store.tensors import TensorFile as TensorFile
 from poprisk._core.store.tensors import check_size as check_size
@@ -36,3 +47,6 @@ from poprisk._core.store.tiled import directory_of as directory_of
 from poprisk._core.store.tiled import load_all as load_all
 from poprisk._core.store.tiled import load_tiled as load_tiled
 from poprisk._core.store.tiled import open_store as open_store
+from poprisk._core.store.trust import remember as remember
+from poprisk._core.store.trust import require_known as require_known
+from poprisk._core.store.trust import shown_call as shown_call

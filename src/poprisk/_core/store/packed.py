@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -77,8 +79,47 @@ def unpack(form: Any, tensors: Mapping[str, Tensor], classes: tuple[type, ...]) 
         if kind not in known:
             raise DataError(f"expected {', '.join(known) or 'no dataclass'}, got a {kind!r}: compute the value again")
         try:
-            return known[kind](**{name: unpacked(each) for name, each in x["fields"].items()})
+            return check_fields(known[kind](**{name: unpacked(each) for name, each in x["fields"].items()}))
         except TypeError as error:
             raise DataError(f"the {kind} was saved by another version ({error}): compute it again") from None
 
-    return unpacked(form)
+    try:
+        return unpacked(form)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"the value is damaged ({type(error).__name__}: {error}): compute it again") from None
+
+
+def check_fields(value: Any) -> Any:
+    """The dataclass, after checking the types of its fields, which come from a file.
+
+    Raises:
+        DataError: a field has another type than its annotation.
+    """
+    for name, hint in _hints(type(value)).items():
+        if not _fits(getattr(value, name), hint):
+            raise DataError(f"{type(value).__name__}.{name} is damaged, it should be {hint}: compute it again")
+    return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any or origin in (Union, UnionType):
+        return hint is Any or any(_fits(value, each) for each in inner)
+    if origin is Literal:
+        return value in inner
+    if origin in (list, tuple):
+        count = len(value) if isinstance(value, origin) else -1
+        each = inner if origin is tuple and inner[-1] is not Ellipsis else inner[:1] * count
+        return len(each) == count and all(map(_fits, value, each))
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if hint in (float, int):
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    return isinstance(value, hint)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, uint8
 
 from poprisk._core.store.files import write_bytes
+from poprisk._core.store.reading import member, parsed_json, read_regular, regular_size
 from poprisk.errors import DataError
 
 # One key only: safetensors writes several keys in an order that changes from process to process.
@@ -29,7 +30,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], notes: Any = 
     """Write named tensors and a JSON value; the same content gives the same bytes.
 
     Args:
-        path: Path of the file; an existing file is replaced.
+        path: Path of the file; an existing file or link is replaced.
         tensors: Tensors on any device; strides are not kept.
         notes: Any JSON value.
 
@@ -47,7 +48,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], notes: Any = 
 
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = save(plain, {_NOTES: json.dumps(notes)})
-    write_bytes(path, content)
+    write_bytes(path, content, follow=False)
     return TensorFile(Path(path).name, len(content), hashlib.sha256(content).hexdigest())
 
 
@@ -55,11 +56,11 @@ def check_size(folder: str | Path, file: TensorFile) -> Path:
     """The file's path, after checking that it exists and has the expected size.
 
     Raises:
-        DataError: it is missing, or has another size.
+        DataError: it is missing, has another size, or is not a regular file of the folder.
     """
-    path = Path(folder) / file.name
+    path = member(folder, file.name)
     try:
-        size = path.stat().st_size
+        size = regular_size(path)
     except OSError:
         raise DataError(f"{path} is missing: restore it from a copy, or create it again") from None
     if size != file.size:
@@ -73,14 +74,19 @@ def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor
     Raises:
         DataError: the file is missing, truncated or changed; the message names it.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
     path = check_size(folder, file)
-    content = path.read_bytes()
+    content = read_regular(path)
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise DataError(f"{path} is damaged: its content does not have the recorded SHA-256; restore it from a copy")
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return load(content), json.loads(header["__metadata__"][_NOTES])
+    try:
+        tensors = load(content)
+        header = parsed_json(content[8 : 8 + int.from_bytes(content[:8], "little")], path)
+        return tensors, parsed_json(header["__metadata__"][_NOTES], path)
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a file of tensors as poprisk writes it ({error}): create it again") from None
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -15,10 +15,10 @@ try:
 except ImportError:
     raise MissingExtraError("matplotlib", "report,data", "the demo") from None
 
-# Colours of Okabe and Ito, which people with any colour vision can distinguish.
-_COLOURS = ("#D55E00", "#E69F00", "#0072B2")
-_TEXT_COLOURS = ("#B84F00", "#9A6A00", "#00609A")  # darker, for text on white
 _INK, _FAINT = "#222222", "#8A8A8A"
+# AdamW is black and averaged weights green in every figure of the project (lab/src/poprisk_lab/figure_style.py).
+_COLOURS, _LINES = (_INK, _INK, "#009E73"), ("-", "--", "-")
+_TEXT_COLOURS = (_INK, _INK, "#008662")  # darker, for text on white
 _STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10.5,
@@ -66,10 +66,10 @@ def _draw_curves(axes: Axes, result: Mapping[str, Any]) -> None:
     steps, rows = result["evaluation_steps"], result["summary"]["rows"]
     bottom = _lowest(result)
     heights = _moved_apart([row["last"]["value"] for row in rows], gap=0.155 * (1 - bottom))
-    for row, colour, ink, height in zip(rows, _COLOURS, _TEXT_COLOURS, heights, strict=True):
+    for row, colour, line, ink, height in zip(rows, _COLOURS, _LINES, _TEXT_COLOURS, heights, strict=True):
         curve = row["curve"]
         axes.fill_between(steps, curve["low"], curve["high"], color=colour, alpha=0.18, linewidth=0)
-        axes.plot(steps, curve["mean"], color=colour, linewidth=2.2)
+        axes.plot(steps, curve["mean"], line, color=colour, linewidth=2.2)
         end = {"xy": (steps[-1], height), "xytext": (7, 0), "textcoords": "offset points"}
         axes.annotate(_curve_label(row), **end, color=ink, va="center", fontsize=9.5)
     axes.set_title("Test accuracy during training")
@@ -87,9 +87,9 @@ def _curve_label(row: Mapping[str, Any]) -> str:
 
 
 def _draw_learning_rates(axes: Axes, result: Mapping[str, Any]) -> None:
-    usual, tuned, ours = _COLOURS
     places = ((-13, "top"), (13, "bottom"))  # AdamW's label below its curve, the other above
-    for (name, sweep), colour, (away, side) in zip(result["sweeps"].items(), (usual, ours), places, strict=True):
+    looks = zip(_COLOURS[::2], _TEXT_COLOURS[::2], places, strict=True)
+    for (name, sweep), (colour, ink, (away, side)) in zip(result["sweeps"].items(), looks, strict=True):
         rates, finals = sweep["learning_rates"], result["summary"]["last_by_lr"][name]
         values = [final["value"] for final in finals]
         errors = [final["standard_error"] or 0.0 for final in finals]
@@ -97,15 +97,13 @@ def _draw_learning_rates(axes: Axes, result: Mapping[str, Any]) -> None:
         default = rates.index(sweep["default_lr"])
         axes.plot(rates[default], values[default], "o", markersize=11, mfc="none", mec=colour, mew=1.8)
         end = (rates[-1], values[-1])
-        axes.annotate(
-            name, end, (8, away), textcoords="offset points", color=colour, ha="right", va=side, weight="bold"
-        )
+        axes.annotate(name, end, (8, away), textcoords="offset points", color=ink, ha="right", va=side, weight="bold")
     best = next(row for row in result["summary"]["rows"] if row["choice"] == "best")
-    axes.plot(best["lr"], best["last"]["value"], "o", markersize=7, color=tuned, zorder=5)
+    axes.plot(best["lr"], best["last"]["value"], "D", markersize=7, color=_INK, zorder=5)
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title("At the end, by learning rate")
-    axes.set_xlabel("learning rate (ring: AdamW's default)")
+    axes.set_xlabel("learning rate (ring: default, diamond: best)")
 
 
 def _lowest(result: Mapping[str, Any]) -> float:

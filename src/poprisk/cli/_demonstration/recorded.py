@@ -1,6 +1,5 @@
 """The demo's first seed, recorded for a report: the same digits, wrong labels and initial weights."""
 
-import json
 import math
 import shutil
 from functools import partial
@@ -10,9 +9,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from poprisk._core.seeds import stream
+from poprisk._core.store import read_json
 from poprisk.cli._demonstration.networks import MLPShape, plain_network
 from poprisk.cli._demonstration.study import HELD, USUAL_LR, DemoConfig, demo_data
-from poprisk.errors import RunError
+from poprisk.errors import DataError, RunError
 from poprisk.runs import MANIFEST, NUM_CLASSES, NUM_PIXELS, Problem, Run, train
 
 NAME = "digits with wrong labels"
@@ -89,6 +89,6 @@ def record_demo(config: DemoConfig, path: Path) -> Run:
 
 def _is_demo(path: Path) -> bool:
     try:
-        return json.loads((path / MANIFEST).read_text(encoding="utf-8"))["problem"]["name"] == NAME
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_json(path / MANIFEST)["problem"]["name"] == NAME
+    except (OSError, DataError, KeyError, TypeError):
         return False

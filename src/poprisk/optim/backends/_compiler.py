@@ -66,6 +66,8 @@ def _load(defines: tuple[str, ...]) -> ctypes.CDLL:
 
 def cache_directory() -> Path:
     """``$POPRISK_CACHE_DIR``, else the user's cache folder, else (where that is read-only) a temporary one."""
+    from poprisk._core.store import is_private
+
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     user = os.getuid() if hasattr(os, "getuid") else os.getlogin()
     candidates = [
@@ -78,17 +80,9 @@ def cache_directory() -> Path:
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        if os.access(folder, os.W_OK) and _is_ours(folder):
+        if os.access(folder, os.W_OK) and is_private(folder):  # code is loaded from here
             return Path(folder)
     raise BuildError("no writable cache folder; set POPRISK_CACHE_DIR")
-
-
-def _is_ours(folder: str) -> bool:
-    """Code is loaded from here, so nobody else may own the folder or write into it."""
-    if not hasattr(os, "getuid"):
-        return True
-    status = os.stat(folder)
-    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _build(compiler: list[str], defines: tuple[str, ...], path: Path) -> None:

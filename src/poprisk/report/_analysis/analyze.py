@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from poprisk._core.progress import Progress
-from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError
+from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError, UntrustedError
 from poprisk.report._analysis.curves import (
     HeldBackCurve,
     KernelCurve,
@@ -181,6 +181,8 @@ class _Work:
     ) -> None:
         self.run, self.budget, self.retrain, self.clean = run, budget, retrain, clean
         self.kept, self.parts, self.progress = kept, parts, progress
+        self.missing = ""
+        """Why nothing can be computed, if the problem is not available; parts that were kept are shown."""
         self.found = Analysis(run, budget, retrain)
 
     def done(self) -> Analysis:
@@ -188,22 +190,27 @@ class _Work:
         if run.kept is not None:
             found.risk = population_risk(run, "held_back")
         try:
-            problem = run.problem
+            if self.clean is not None:
+                self.clean.check(run.problem)
+            _ = run.problem
+        except UntrustedError as error:
+            self.missing = str(error)
         except RunError as error:
             how = "on the command line: --problem package.module:function or --problem script.py:function"
-            found.left_out |= dict.fromkeys(PARTS, f"{error}; {how}")
-            return found
-        if self.clean is not None:
-            self.clean.check(problem)
+            self.missing = f"{error}; {how}"
         found.table = self._part("examples", _free, self._audit)
         found.curves = self._part("curves", _free, lambda: loss_curves(run, found.table))
         found.readings = self._part("risk", _free, self._readings)
         found.risk = found.risk or found.last_risk
         found.memorization = self._part("memorization", _free, lambda: memorization(found.curves, found.last_risk))
         found.gates = self._part("gates", self._gate_seconds, lambda: gate_curve(run))
-        found.window = self._exact("operators", lambda: window_seconds(run), lambda: window_facts(run, self.clean))
-        if found.window is not None and found.table is not None:
-            found.table = found.table.with_groups(found.window.groups)
+        found.window = self._exact(
+            "operators",
+            lambda: window_seconds(run, self.budget),
+            lambda: window_facts(run, self.clean, found.table, self.budget),
+        )
+        if found.window is not None and found.window.dense is not None and found.table is not None:
+            found.table = found.table.with_groups(found.window.dense.groups)
         found.kernel = self._exact("kernel", _free, lambda: kernel_curve(run, self.budget))
         found.neighbours = self._exact(
             "neighbours", lambda: self._risk_seconds(SUSPECTS), lambda: neighbours(run, found.table)
@@ -213,7 +220,9 @@ class _Work:
     def _part(self, name: str, seconds: Callable[[], float], compute: Callable[[], Found]) -> Found | None:
         """The kept value of a part, or the computed one; None, with a reason in ``left_out``, if there is neither."""
         part = None if self.kept is None else self.kept.get(name)
-        if part is None and name not in self.parts:
+        if part is None and self.missing:
+            part = Part(None, self.missing)
+        elif part is None and name not in self.parts:
             part = Part(None, "not computed; poprisk analyze RUN computes and keeps it")
         elif part is None:
             part = self._computed(name, seconds, compute)

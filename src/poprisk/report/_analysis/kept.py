@@ -8,13 +8,19 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from poprisk._core.estimate import Estimate
 from poprisk._core.store import (
     TensorFile,
+    check_schema,
     fingerprint,
+    json_digest,
+    own_folder,
     pack,
+    read_json,
     read_tensors,
     unpack,
     writable_directory,
@@ -26,7 +32,8 @@ from poprisk.errors import DataError, RunError
 from poprisk.report._analysis.curves import KernelCurve, LossCurves, Memorization
 from poprisk.report._analysis.gates import GateCurve
 from poprisk.report._analysis.neighbours import Neighbours
-from poprisk.report._analysis.operators import CleanTargets, DriftCurve, WindowFacts
+from poprisk.report._analysis.operators import CleanTargets, DenseFacts, DriftCurve, WindowFacts
+from poprisk.report._analysis.readings import Readings
 from poprisk.risk import AuditTable, Reading, RiskEstimate
 from poprisk.runs import Run
 from poprisk.theory import ExampleGroups
@@ -37,6 +44,7 @@ FOLDER, INDEX = "analysis", "index.json"
 _VERSION = 2
 _CLASSES = (
     AuditTable,
+    DenseFacts,
     DriftCurve,
     Estimate,
     ExampleGroups,
@@ -46,9 +54,35 @@ _CLASSES = (
     Memorization,
     Neighbours,
     Reading,
+    Readings,
     RiskEstimate,
     WindowFacts,
 )
+
+
+class _File(TypedDict):
+    name: str
+    size: int
+    sha256: str
+
+
+class _Options(TypedDict):
+    budget: float
+    retrain: int
+    clean: str | None
+
+
+class _Belongs(TypedDict):
+    run: str
+    data: list[str | None] | None
+    options: _Options
+
+
+class _Index(TypedDict):
+    kind: Literal["analysis"]
+    belongs: _Belongs
+    parts: dict[str, _File]
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -91,9 +125,11 @@ class KeptAnalysis:
             )
         if writes:
             writable_directory(run.path)
-        self.folder, self.writes = run.path / FOLDER, writes
-        index, identity = _read_index(self.folder), _identity(run)
+        self.folder, self.writes = own_folder(run.path, FOLDER), writes
+        index, identity, data = _read_index(self.folder), _identity(run), _data(run)
         there = index if index is not None and index["belongs"]["run"] == identity else None
+        if there is not None and data is not None and there["belongs"]["data"] != data:
+            there = None
         usual = {"budget": BUDGET, "retrain": 0, "clean": None} if there is None else there["belongs"]["options"]
         self.budget: float = float(usual["budget"] if budget is None else budget)
         self.retrain: int = usual["retrain"] if retrain is None else retrain
@@ -102,7 +138,8 @@ class KeptAnalysis:
         self._parts: dict[str, Any] = there["parts"] if there is not None and options == usual else {}
         if clean is None and "operators" not in self._parts:
             options["clean"] = None  # without the targets, the operators cannot be computed for them
-        self._belongs = {"run": identity, "options": options}
+        shown = there["belongs"]["data"] if there is not None and data is None else data
+        self._belongs = {"run": identity, "data": shown, "options": options}
 
     @property
     def finished(self) -> list[str]:
@@ -117,7 +154,7 @@ class KeptAnalysis:
         try:
             tensors, form = read_tensors(self.folder, TensorFile(**entry))
             return Part(unpack(form["value"], tensors, _CLASSES), form["reason"])
-        except DataError:  # damaged, or from another version: compute it again
+        except (DataError, KeyError, TypeError):  # damaged, or from another version: compute it again
             return None
 
     def put(self, name: str, part: Part) -> None:
@@ -127,7 +164,8 @@ class KeptAnalysis:
         form, tensors = pack(part.value)
         file = write_tensors(self.folder / f"{name}.safetensors", tensors, {"value": form, "reason": part.reason})
         self._parts[name] = asdict(file)
-        write_json(self.folder / INDEX, {"kind": "analysis", "belongs": self._belongs, "parts": self._parts})
+        index = {"kind": "analysis", "belongs": self._belongs, "parts": self._parts}
+        write_json(self.folder / INDEX, {**index, "sha256": json_digest(index)}, follow=False)
 
     def words(self) -> str:
         """What is on disk, for the message after an interrupt; empty if nothing is."""
@@ -140,28 +178,28 @@ class KeptAnalysis:
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of an analysis; None if there is none that can be read."""
+    """The index of an analysis; None if there is none that is intact."""
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        index = read_json(folder / INDEX)
+        check_schema(_Index, index, folder)
+    except (OSError, DataError):
         return None
-    if not isinstance(index, dict) or index.get("kind") != "analysis":
-        return None
-    belongs = index.get("belongs")
-    options = belongs.get("options") if isinstance(belongs, dict) and "run" in belongs else None
-    known = isinstance(options, dict) and options.keys() == {"budget", "retrain", "clean"}
-    return index if known and isinstance(index.get("parts"), dict) else None
+    return index if index["sha256"] == json_digest(index) else None
 
 
 def _identity(run: Run) -> str:
-    """What an analysis depends on besides its options: the record, the current data, the version."""
+    """What an analysis depends on besides the data and its options: the record, the version."""
+    content = [_VERSION, __version__, run.manifest]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _data(run: Run) -> list[str | None] | None:
+    """Fingerprints of the data; None if the problem is not available, e.g. because the run was sent by someone."""
     try:
         problem = run.problem
-        data = [problem.fingerprint, None if problem.test is None else _test_fingerprint(problem.test)]
     except RunError:
-        data = [None, None]
-    content = [_VERSION, __version__, run.manifest, data]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return None
+    return [problem.fingerprint, None if problem.test is None else _test_fingerprint(problem.test)]
 
 
 def _test_fingerprint(test: Any) -> str:

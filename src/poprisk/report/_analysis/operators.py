@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.autodiff import Inputs, take_examples
-from poprisk.errors import DataError, HyperparameterError
+from poprisk.errors import DataError
 from poprisk.operators import (
     Coupling,
     DriftDiffusion,
@@ -21,7 +21,8 @@ from poprisk.operators import (
     drift_diffusion,
     error_cells,
 )
-from poprisk.risk import cast_inputs
+from poprisk.report._analysis.readings import ALLOWANCE, Readings, plan_readings, readings
+from poprisk.risk import AuditTable, cast_inputs
 from poprisk.runs import Problem, Run
 from poprisk.theory import ExampleGroups, euclidean_metric, example_groups, signal_directions
 
@@ -29,6 +30,9 @@ MOST_OUTPUTS = 2000
 """Largest number of training outputs (examples times outputs, np) for which the operators are formed as matrices."""
 QUERIES = 50
 """Number of test inputs that the operators are evaluated on."""
+SAMPLE = 64
+"""Examples in each of the two samples from which the mean gradient of a step is estimated, if there are many."""
+NO_TEST = "the problem has no test set; pass one with Problem(…, test=(inputs, targets))"
 _SHARE, _MOST_GROUPS = 0.9, 8
 _PER_SECOND, _STEP_OVERHEAD = 5e9, 2e-2
 _MEMORY = 2**30
@@ -64,12 +68,7 @@ class CleanTargets:
 
         Raises:
             DataError: The shapes differ from the problem's targets, or there is no test set.
-            HyperparameterError: The loss is not the squared loss.
         """
-        if problem.loss != "squared":
-            raise HyperparameterError(
-                f'splitting the test error needs loss="squared", this problem has {problem.loss!r}: leave clean out'
-            )
         if problem.test is None:
             raise DataError(
                 "clean targets need a problem with a test set: pass one with Problem(…, test=(inputs, targets))"
@@ -87,11 +86,33 @@ class DriftCurve:
     parts: dict[str, list[float]]
     sampling: str
     closure: float
+    errors: dict[str, list[float]] | None = None
+    """Half of a 95% interval of each, where mean gradients were estimated from samples."""
 
 
 @dataclass(frozen=True, eq=False)
 class WindowFacts:
     """Results from the operators of a run; what concerns test outputs is None if the problem has no test set."""
+
+    outputs: int
+    """Number of directions: examples times outputs, np."""
+    queries: int
+    """Number of test inputs used."""
+    readings: Readings
+    """What the run did with its labels."""
+    drift: DriftCurve | None
+    predicted: list[float] | None
+    """Test displacement predicted by the operators, -G g + source."""
+    displacement: list[float] | None
+    """Test displacement measured on the network."""
+    notes: tuple[str, ...]
+    dense: "DenseFacts | None" = None
+    """What needs the operators as matrices; None for larger runs."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenseFacts:
+    """Results from the operators of a run as matrices."""
 
     dissipation: list[float]
     """Eigenvalues of W, largest first, those below rounding included."""
@@ -99,17 +120,8 @@ class WindowFacts:
     """Directions with eigenvalues up to this belong to the reservoir."""
     rank: int
     """Rank of the signal channel."""
-    outputs: int
-    """Number of directions: examples times outputs, np."""
-    queries: int
-    """Number of test inputs used."""
     visibility: list[float] | None
     r"""Eigenvalues of :math:`\Gamma_Q`, largest first."""
-    predicted: list[float] | None
-    """Test displacement predicted by the operators, -G g + source."""
-    displacement: list[float] | None
-    """Test displacement measured on the network."""
-    drift: DriftCurve | None
     cells: dict[str, float] | None
     """Terms of the mean squared test error; they add up to it."""
     groups: ExampleGroups
@@ -117,33 +129,30 @@ class WindowFacts:
     """Number of directions that define the groups: those that hold 90% of the dissipation, at most eight."""
     directions_share: float
     """Share of the dissipation that they hold."""
-    notes: tuple[str, ...]
 
 
-def window_seconds(run: Run) -> float:
-    """Estimate the seconds on one CPU core to form the operators: sweeps of the identity, and a factor of W per step.
+def window_seconds(run: Run, budget: float) -> float:
+    """Seconds of the budget that the sections need: more than there are only if a few steps already take longer.
 
     Raises:
         RunError: The run's problem is not available.
-        DataError: The run has too many outputs, or they need too much memory.
     """
-    n, d, batch = run.num_examples, run.num_weights, len(run.batch(0))
-    N = n * _outputs(run)
-    _require_small(N, d)
-    sweeps = 8 * N * (2 * n + 2 * batch + QUERIES) * d
-    factor = 4 * N * N * (min(N, run.num_steps * d) + d)
-    return run.num_steps * ((sweeps + factor) / _PER_SECOND + _STEP_OVERHEAD)
+    plan = plan_readings(run, budget)
+    return plan.seconds / ALLOWANCE if plan.seconds > ALLOWANCE * budget else 0.0
 
 
-def window_facts(run: Run, clean: CleanTargets | None = None) -> WindowFacts:
-    """Form the operators of the whole run and evaluate them.
+def window_facts(
+    run: Run, clean: CleanTargets | None = None, table: AuditTable | None = None, budget: float = 30.0
+) -> WindowFacts:
+    """Read the operators of a run: as matrices where these are small, in any case along its labels.
 
     Args:
-        run: A small run whose problem is available.
+        run: A run whose problem is available.
         clean: Targets without noise, to split the test error.
+        table: The audit, whose suggestions stand in for targets without noise.
+        budget: Seconds on one CPU core for each of the four sections; a long run is read from a later step.
 
     Raises:
-        DataError: The run has too many outputs, or they need too much memory.
         RunError: The run cannot be analyzed exactly.
 
     >>> from poprisk.runs import train
@@ -151,49 +160,57 @@ def window_facts(run: Run, clean: CleanTargets | None = None) -> WindowFacts:
     ...                   arguments={"in_features": 2, "out_features": 1}, test=(torch.ones(1, 2), torch.ones(1, 1)))
     >>> run = train(problem, lambda params: torch.optim.SGD(params, lr=0.1), steps=3, progress=False)
     >>> facts = window_facts(run, CleanTargets(torch.ones(2, 1), torch.ones(1, 1)))
-    >>> facts.rank, abs(facts.predicted[0] - facts.displacement[0]) < 1e-6, round(facts.cells["signal_noise"], 12)
-    (2, True, 0.0)
+    >>> facts.dense.rank, abs(facts.predicted[0] - facts.displacement[0]) < 1e-6
+    (2, True)
     """
-    N = run.num_examples * _outputs(run)
-    _require_small(N, run.num_weights)
     test = run.problem.test
-    queries = None if test is None else cast_inputs(take_examples(test[0], slice(0, QUERIES)), torch.float64)
-    window = Window.of_run(run, test_inputs=queries)
-    ops = window.dense_operators()
-    channels = dissipation_channels(ops.factor, ops.train_transfer, ops.test_transfer)
-    has_test = queries is not None
-    cells = _cells(run, window, Coupling(channels), ops, clean) if clean is not None and has_test else None
-    drift = _drift(run, window, queries) if queries is not None else None
-    groups, directions, share = _groups(ops, window)
+    queries = None if test is None else take_examples(test[0], slice(0, QUERIES))
+    plan = plan_readings(run, budget)
+    pair = None
+    if test is not None and queries is not None:
+        pair = cast_inputs(queries, torch.float32), (test[1] if clean is None else clean.test.to(test[1]))[:QUERIES]
+    found = readings(run, plan, None if clean is None else clean.train, pair, table)
+    dense = _dense_facts(run, queries, clean) if _dense_seconds(run) <= budget else None
     return WindowFacts(
-        dissipation=channels.spectrum.roots.square().tolist(),
-        cutoff=channels.cutoff,
-        rank=channels.rank,
-        outputs=N,
+        outputs=run.num_examples * _outputs(run),
         queries=0 if test is None else min(QUERIES, len(test[1])),
-        visibility=channels.visibility_spectrum.tolist() if has_test else None,
-        predicted=ops.predicted_test.tolist() if has_test else None,
-        displacement=ops.test_displacement.tolist() if has_test else None,
-        drift=drift,
-        cells=cells,
-        groups=groups,
-        directions=directions,
-        directions_share=share,
-        notes=() if has_test else ("the problem has no test set; pass one with Problem(…, test=(inputs, targets))",),
+        readings=found,
+        drift=None if queries is None else _drift(run, queries, plan.start),
+        predicted=found.predicted,
+        displacement=found.measured,
+        notes=() if test is not None else (NO_TEST,),
+        dense=dense,
     )
 
 
-def _require_small(N: int, d: int) -> None:
-    leading = "use top_channels(Window.of_run(run), …) for the leading directions of a large run"
-    if N > MOST_OUTPUTS:
-        raise DataError(
-            f"the run has np = {N} training outputs, over the limit of {MOST_OUTPUTS} for its operators; {leading}"
-        )
-    need = 8 * N * (5 * d + 8 * N)
-    if need > _MEMORY:
-        raise DataError(
-            f"the operators need about {need / 2**30:.1f} GiB, over the limit of {_MEMORY / 2**30:g} GiB; {leading}"
-        )
+def _dense_seconds(run: Run) -> float:
+    """Estimated seconds on one CPU core to form the operators; infinite if they are too large."""
+    n, d, batch = run.num_examples, run.num_weights, len(run.batch(0))
+    N = n * _outputs(run)
+    if N > MOST_OUTPUTS or 8 * N * (5 * d + 8 * N) > _MEMORY:
+        return float("inf")
+    sweeps = 8 * N * (2 * n + 2 * batch + QUERIES) * d
+    factor = 4 * N * N * (min(N, run.num_steps * d) + d)
+    return run.num_steps * ((sweeps + factor) / _PER_SECOND + _STEP_OVERHEAD)
+
+
+def _dense_facts(run: Run, queries: Inputs | None, clean: CleanTargets | None) -> DenseFacts:
+    inputs = None if queries is None else cast_inputs(queries, torch.float64)
+    window = Window.of_run(run, test_inputs=inputs)
+    ops = window.dense_operators()
+    channels = dissipation_channels(ops.factor, ops.train_transfer, ops.test_transfer)
+    squared = clean is not None and inputs is not None and run.problem.loss == "squared"
+    groups, directions, share = _groups(ops, window)
+    return DenseFacts(
+        dissipation=channels.spectrum.roots.square().tolist(),
+        cutoff=channels.cutoff,
+        rank=channels.rank,
+        visibility=None if inputs is None else channels.visibility_spectrum.tolist(),
+        cells=_cells(run, window, Coupling(channels), ops, clean) if squared and clean is not None else None,
+        groups=groups,
+        directions=directions,
+        directions_share=share,
+    )
 
 
 def _outputs(run: Run) -> int:
@@ -211,32 +228,39 @@ def _groups(ops: Operators, window: Window) -> tuple[ExampleGroups, int, float]:
     return example_groups(directions, r, p, gradient=ops.output_gradient), r, shares[r - 1].item()
 
 
-def _drift(run: Run, window: Window, queries: Inputs) -> DriftCurve | None:
+def _drift(run: Run, queries: Inputs, start: int) -> DriftCurve | None:
     """Use the first sampling scheme that is consistent with the recorded batches; None if none is."""
+    model, (inputs, targets) = run.model(torch.float32), run.problem.batch(dtype=torch.float32)
+    given = cast_inputs(queries, torch.float32)
     for sampling in ("epochs", *(s for s in get_args(Sampling) if s != "epochs")):
+        options = {"sampling": sampling, "start": start, "sample": SAMPLE}
         try:
-            found = drift_diffusion(
-                run,
-                window.model,
-                window.inputs,
-                window.targets,
-                queries,
-                sampling=sampling,  # type: ignore[arg-type]
-            )
+            found = drift_diffusion(run, model, inputs, targets, given, **options)  # type: ignore[arg-type]
         except DataError:
             continue
-        return DriftCurve(list(range(1, run.num_steps + 1)), _norms(found), sampling, found.closure)
+        steps = list(range(start + 1, run.num_steps + 1))
+        norms, errors = _norms(found)
+        return DriftCurve(steps, norms, sampling, found.closure, errors)
     return None
 
 
-def _norms(found: DriftDiffusion) -> dict[str, list[float]]:
+def _norms(found: DriftDiffusion) -> tuple[dict[str, list[float]], dict[str, list[float]] | None]:
+    """Norms of the parts up to each step; the random error of sampled means is taken off, and returned beside them."""
     parts = {
         "drift": found.drift_steps,
         "diffusion": found.diffusion_steps,
         "weight decay and initial momentum": found.source_steps,
         "curvature": found.remainder_steps,
     }
-    return {name: steps.cumsum(0).norm(dim=1).tolist() for name, steps in parts.items()}
+    squares = {name: steps.cumsum(0).square().sum(1) for name, steps in parts.items()}
+    if found.spread_steps is None:
+        return {name: value.sqrt().tolist() for name, value in squares.items()}, None
+    noise = found.spread_steps.cumsum(0).square().sum(1)
+    random = ("drift", "diffusion")
+    for name in random:
+        squares[name] = (squares[name] - noise).clamp(min=0)
+    errors = {name: (2 * noise.sqrt() if name in random else 0 * noise).tolist() for name in parts}
+    return {name: value.sqrt().tolist() for name, value in squares.items()}, errors
 
 
 def _cells(run: Run, window: Window, coupling: Coupling, ops: Operators, clean: CleanTargets) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from poprisk.errors import RunError
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.neighbours import Neighbours
 from poprisk.report._drawing.example_contents import Contents, example_contents
@@ -47,7 +48,7 @@ def table_data(found: Analysis, *, contents: bool = True) -> dict[str, Any] | No
     names = [n for n in _TITLES if n in table.columns and (contents or n not in _PRIVATE)]
     order = table.order()[:MOST_ROWS]
     near = found.neighbours or {}
-    shown = example_contents(found.run.problem, _wanted(order, near)) if contents else Contents()
+    shown = _contents(found, _wanted(order, near)) if contents else Contents()
     columns = [(name, table[name][order]) for name in names]
     return {
         "columns": [{"name": n, "title": _TITLES[n], "help": DESCRIPTIONS[n], "kind": _kind(table, n)} for n in names],
@@ -69,6 +70,13 @@ def _labels(table: AuditTable) -> list[int]:
     """All classes: given, or suggested for some example."""
     given, suggested = (table.columns.get(name) for name in ("given_label", "suggested_label"))
     return sorted({int(v) for column in (given, suggested) if column is not None for v in column.tolist()})
+
+
+def _contents(found: Analysis, examples: list[int]) -> Contents:
+    try:
+        return example_contents(found.run.problem, examples)
+    except RunError as error:  # the analysis was kept, but its problem is not available
+        return Contents(note=f"the contents of the examples are not shown: {error}")
 
 
 def _notes(found: Analysis, table: AuditTable, shown: Contents, contents: bool) -> list[str]:

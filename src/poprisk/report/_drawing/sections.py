@@ -1,67 +1,32 @@
 """The sections of a report: each turns a part of the analysis into words and charts, or says how to get that part."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.curves import HeldBackCurve
-from poprisk.report._analysis.operators import MOST_OUTPUTS, WindowFacts
 from poprisk.report._drawing.advice import gap_words
 from poprisk.report._drawing.first_screen import facts_of
-from poprisk.report._drawing.svg_chart import Axis, Line, bar_chart, heat_map, line_chart, number, scatter_chart
+from poprisk.report._drawing.operator_sections import (
+    cells_section,
+    displacement_section,
+    drift_section,
+    spectrum_section,
+)
+from poprisk.report._drawing.section import Section
+from poprisk.report._drawing.svg_chart import Axis, Line, heat_map, line_chart
 from poprisk.report._drawing.wording import percent, size_of
 
 _CURVE_POINTS = 400
 _LAYERS = 24
 _STEP = Axis("step")
-_CELLS = {
-    "initial": "error before training",
-    "transferred": "clean signal transferred",
-    "residual_bias": "clean signal not transferred",
-    "trapped_noise": "label noise in the reservoir",
-    "signal_noise": "label noise in the signal channel",
-    "source": "weight decay and momentum",
-}
-_HOW_CELLS = (
-    "this needs targets without label noise, and the squared loss; use analyze(run, clean=CleanTargets(train, test)), "
-    "or poprisk report RUN --clean targets.npz with the arrays train and test"
-)
-
 _MEANINGS = {
-    "operators": "Training acted on the directions above the line and left those below it alone: what a label wrote "
-    "below the line, no test output depends on.",
-    "cells": "The longest bar is where the test error comes from: too little training if it is signal not transferred, "
-    "wrong labels if it is label noise in the signal channel.",
-    "drift": "Where diffusion grows like drift, chance in the batches moved the test outputs as much as the data did: "
-    "a larger batch or averaged weights would help.",
-    "displacement": "Points on the line mean that the operators explain how every test output moved, so that the "
-    "sections above can be trusted.",
     "gates": "Weights with a closed gate saw gradients that disagree between examples; moving them would have fitted "
     "noise.",
     "kernel": "A kernel that moves far means that the network learned features of its own; one that stays near 0 means "
     "that it trained like a linear model.",
 }
 """What the picture of each section means."""
-_SEE_OPERATORS = "this needs the operators of the run; “Signal channel and reservoir” says why they are missing"
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section of the page."""
-
-    key: str
-    title: str
-    lead: str = ""
-    """What the section shows, in a few sentences."""
-    charts: tuple[str, ...] = ()
-    """The charts, as HTML."""
-    missing: str = ""
-    """Why there is nothing to show, and how to get it."""
-    notes: tuple[str, ...] = ()
-    wide: bool = False
-    """Whether the section takes the whole width of the page."""
-    meaning: str = ""
-    """What the picture means for the reader, in one sentence."""
 
 
 def sections(found: Analysis) -> list[Section]:
@@ -212,114 +177,6 @@ def gate_section(found: Analysis) -> Section:
     return Section("gates", title, lead, tuple(charts), notes=notes)
 
 
-def spectrum_section(found: Analysis) -> Section:
-    """The spectrum of W with signal channel and reservoir, and the spectrum of Γ_Q."""
-    title, window = "Signal channel and reservoir", found.window
-    if window is None:
-        return Section("operators", title, missing=_why_no_operators(found))
-    values = window.dissipation
-    half = _count_for(values, 0.5)
-    index = [float(j) for j in range(1, len(values) + 1)]
-    lines = [
-        Line("signal channel", index[: window.rank], values[: window.rank], color=0, points=len(values) <= 150),
-        Line("reservoir", index[window.rank :], values[window.rank :], color=5, points=True),
-    ]
-    order = Axis("direction, by decreasing dissipation")
-    charts = [
-        line_chart(
-            [line for line in lines if line.x],
-            order,
-            Axis("eigenvalue of W", log=True),
-            "Dissipation along each direction of the output gradient",
-            level=window.cutoff if len(values) > window.rank else None,
-            level_name="signal channel above, reservoir below",
-        )
-    ]
-    notes = list(window.notes)
-    if window.visibility:
-        seen = [float(j) for j in range(1, len(window.visibility) + 1)]
-        charts.append(
-            line_chart(
-                [Line("Γ_Q", seen, window.visibility, color=1, points=len(seen) <= 150)],
-                Axis("direction, by decreasing effect on the test outputs"),
-                Axis("eigenvalue of Γ_Q", log=True),
-                "Squared test displacement per unit of dissipation",
-                height=220,
-            )
-        )
-    lead = (
-        "The operators of a run are linear maps from the gradient of the loss with respect to the training outputs, "
-        "before the first step, to the change of every output over the run. The signal channel contains the "
-        "directions of this gradient along which training reduced the loss (dissipation); the reservoir contains the "
-        f"others, which no test output depends on. Of {window.outputs} directions, {window.rank} are in the signal "
-        f"channel and {window.outputs - window.rank} in the reservoir; {half} hold half of the dissipation. The "
-        f"{window.directions} strongest, which hold {percent(window.directions_share)} of it, define the groups in the "
-        "table of examples."
-    )
-    return Section("operators", title, lead, tuple(charts), notes=tuple(notes))
-
-
-def cells_section(found: Analysis) -> Section:
-    """Terms of the test error."""
-    title, window = "Terms of the test error", found.window
-    if window is None or window.cells is None:
-        why = _HOW_CELLS if window is not None else f"{_HOW_CELLS}; it also needs the operators of the run"
-        return Section("cells", title, missing=why)
-    cells = window.cells
-    total = sum(cells.values())
-    chart = bar_chart([_CELLS[name] for name in cells], list(cells.values()), "Terms of the mean squared test error")
-    lead = (
-        f"The mean squared error against the clean targets, on {_queries(window)}, is {number(total)}, the sum of the "
-        "bars. A negative bar reduces the error."
-    )
-    return Section("cells", title, lead, (chart,))
-
-
-def drift_section(found: Analysis) -> Section:
-    """Drift against diffusion."""
-    title, window = "Drift and diffusion", found.window
-    if window is None:
-        return Section("drift", title, missing=_SEE_OPERATORS)
-    if window.drift is None:
-        why = window.notes[0] if window.notes else "the recorded batches do not match any known sampling scheme"
-        return Section("drift", title, missing=why)
-    drift, steps = window.drift, [float(k) for k in window.drift.steps]
-    lines = [Line(name, steps, values, color=j, dash=j) for j, (name, values) in enumerate(drift.parts.items())]
-    chart = line_chart(lines, _STEP, Axis("norm of the test displacement", zero=True), "Displacement up to each step")
-    drawn = {
-        "epochs": "drawn without replacement in each epoch",
-        "independent": "drawn independently at each step",
-        "replacement": "drawn with replacement",
-    }
-    lead = (
-        f"How far mean gradients (drift) and the randomness of batches (diffusion) had moved the outputs on "
-        f"{_queries(window)}, with batches {drawn[drift.sampling]}."
-    )
-    closure = f"the four terms add up to the measured displacement with a relative error of {number(drift.closure)}"
-    return Section("drift", title, lead, (chart,), notes=(closure,))
-
-
-def displacement_section(found: Analysis) -> Section:
-    """Predicted against measured test displacement."""
-    title, window = "Test displacement: predicted and measured", found.window
-    if window is None:
-        return Section("displacement", title, missing=_SEE_OPERATORS)
-    if window.predicted is None or window.displacement is None:
-        return Section("displacement", title, missing=window.notes[0])
-    true, predicted = window.displacement, window.predicted
-    size = math.sqrt(sum(v * v for v in true)) or 1.0
-    error = math.sqrt(sum((a - b) ** 2 for a, b in zip(true, predicted, strict=True))) / size
-    chart = scatter_chart(
-        true, predicted, Axis("measured on the network"), Axis("predicted by the operators"), "Test outputs"
-    )
-    lead = (
-        f"Each point is one output on {_queries(window)}: its measured change over the run, and the prediction "
-        "-G g + source from the operator G and the output gradient g before the first step. Relative error "
-        f"{number(error)}."
-    )
-    return Section("displacement", title, lead, (chart,))
-
-
 def kernel_section(found: Analysis) -> Section:
     """Drift of the tangent kernel."""
     title, kernel = "Kernel drift", found.kernel
@@ -339,30 +196,3 @@ def kernel_section(found: Analysis) -> Section:
         "operator norm. At 0, the network trains like a linear model (lazy training)."
     )
     return Section("kernel", title, lead, (chart,))
-
-
-def _why_no_operators(found: Analysis) -> str:
-    reason = found.left_out.get("operators", "not computed")
-    return (
-        reason
-        if "np = " in reason
-        else f"{reason} (operators of a whole run are formed for up to np = {MOST_OUTPUTS} training outputs)"
-    )
-
-
-def _queries(window: WindowFacts) -> str:
-    return f"the first {window.queries} test inputs"
-
-
-def _count_for(values: list[float], share: float) -> int:
-    """Number of leading values that hold a given share of the sum.
-
-    >>> _count_for([3.0, 2.0, 1.0], 0.5)
-    1
-    """
-    total, summed = sum(values), 0.0
-    for j, value in enumerate(values, 1):
-        summed += value
-        if summed >= share * total:
-            return j
-    return len(values)

@@ -120,7 +120,15 @@ def analysis_json(found: Analysis) -> dict[str, Any]:
         "risk_along_the_run": [_reading(r) for r in found.readings] if found.readings else None,
         "memorization": found.memorization and vars(found.memorization),
         "gates": found.gates and {name: values[-1] for name, values in found.gates.overall.items()},
-        "operators": window and {"directions": window.outputs, "signal_rank": window.rank, "cells": window.cells},
+        "operators": window
+        and {
+            "directions": window.outputs,
+            "signal_rank": window.dense and window.dense.rank,
+            "cells": window.dense and window.dense.cells,
+            "steps": [window.readings.start, window.readings.stop],
+            "left": {name: values[-1] for name, values in window.readings.left.items()},
+            "test_loss_terms": window.readings.terms,
+        },
         "kernel_drift": found.kernel and found.kernel.drift[-1],
         "wrong_labels": None if table is None else table.wrong_labels.to_dict(),
         "suspects": None if table is None else int(table.is_suspect.sum()),

@@ -8,7 +8,6 @@ normalization would be left with a single example, another kept example complete
 loss.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from poprisk._core.autodiff import Inputs
 from poprisk._core.progress import training_progress
-from poprisk._core.store import TensorFile, fingerprint, read_tensors, write_json, write_tensors
+from poprisk._core.store import TensorFile, fingerprint, read_json, read_tensors, write_json, write_tensors
 from poprisk.errors import DataError, RunError
 from poprisk.risk._retraining.members import (
     Buffers,
@@ -304,12 +303,12 @@ class _File:
     def read(self) -> dict[str, Tensor] | None:
         """The training; None if it is not there or damaged."""
         try:
-            about = json.loads((self._folder / f"{self._key}.json").read_text())
+            about = read_json(self._folder / f"{self._key}.json")
             return read_tensors(self._folder, TensorFile(**about))[0]
-        except (OSError, ValueError, TypeError, DataError):
+        except (OSError, TypeError, DataError):
             return None
 
     def write(self, found: dict[str, Tensor]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = write_tensors(self._folder / f"{self._key}.safetensors", found)
-        write_json(self._folder / f"{self._key}.json", asdict(file))
+        write_json(self._folder / f"{self._key}.json", asdict(file), follow=False)

@@ -1,17 +1,16 @@
 """The figure of the character language model, from its saved result."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from poprisk.errors import MissingExtraError
+from poprisk_lab.direct_labels import End, label_ends
 from poprisk_lab.engine import reading
-from poprisk_lab.engine.figure import draw_study
+from poprisk_lab.engine.figure import draw_studies, legend_handles, shared_rows
 from poprisk_lab.engine.reading import StoredStudy
-from poprisk_lab.figure_style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
-from poprisk_lab.pages.comparison import (
-    ADAMW,
-)
+from poprisk_lab.figure_style import FAINT, STYLE, WIDTH, colour_of
+from poprisk_lab.pages.comparison import ADAMW
+from poprisk_lab.pages.seed_curves import draw_seeds, mean_and_range
 from poprisk_lab.paper.char_language.study import (
     ADAMW_INHERITED,
     CALIBRATED_INHERITED,
@@ -29,30 +28,31 @@ except ImportError:
     raise MissingExtraError("matplotlib", "report", "the figure of the language model") from None
 
 Saved = Mapping[str, Any]
-_CURVES = {
-    ADAMW: (INK, "-"),
-    ADAMW_INHERITED: (INK, "--"),
-    DEFAULTS: (BLUE, "-"),
-    "soft": (SKY, "-"),
-    PAPER_INHERITED: (ORANGE, "--"),
-    SNR_INHERITED: (GREEN, "--"),
-    CALIBRATED_INHERITED: (PURPLE, "--"),
-}
+_CURVES = (ADAMW, ADAMW_INHERITED, DEFAULTS, "soft", PAPER_INHERITED, SNR_INHERITED, CALIBRATED_INHERITED)
 
 
 def draw(saved: Saved) -> Figure:
     """For each text: held-out loss along the way, and the last step of every optimizer.
 
+    Dashed lines are settings that were given, solid ones were tuned or are the defaults.
+
     Args:
         saved: What ``poprisk._core.store.load_result(path, "char_language")`` gives.
     """
-    studies = saved["result"]["studies"]
+    studies = list(saved["result"]["studies"].values())
+    count = len(studies)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.6, 6.9 * len(studies)), layout="constrained")
-        panels = figure.subplots(len(studies), 2, squeeze=False)
-        for i, (study, (curves, forest)) in enumerate(zip(studies.values(), panels, strict=True)):
-            _draw_curves(curves, study, f"{'AC'[i]}  Held-out loss, {_title(study)}")
-            draw_study(forest, study, f"{'BD'[i]}  Last step, {_title(study)}")
+        rows = 0.24 * len(shared_rows(studies)) + 1.2
+        figure = Figure(figsize=(WIDTH, 4.2 + rows), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=(3.8, rows))
+        above, below = halves
+        curves = above.subplots(1, count, squeeze=False, sharey=True)[0]
+        for i, (axes, study) in enumerate(zip(curves, studies, strict=True)):
+            _draw_curves(axes, study, f"{'ABCD'[i]}  Held-out loss, {_title(study)}", named=i == count - 1)
+        curves[0].set_ylabel("held-out loss (nats per character)")
+        titles = [f"{'ABCDEFGH'[count + i]}  Last step, {_title(study)}" for i, study in enumerate(studies)]
+        draw_studies(below.subplots(1, count, squeeze=False, sharey=True)[0], studies, titles)
+        figure.legend(handles=legend_handles(), loc="outside lower center", ncols=4, handletextpad=0.4)
     return figure
 
 
@@ -61,24 +61,25 @@ def _title(study: StoredStudy) -> str:
     return f"{noise:.0%} wrong targets" if noise else "clean text"
 
 
-def _draw_curves(axes: Axes, study: StoredStudy, title: str) -> None:
+def _draw_curves(axes: Axes, study: StoredStudy, title: str, *, named: bool) -> None:
     steps = study["evaluation_steps"]
-    for name, (colour, line) in _CURVES.items():
+    ends = []
+    for name in _CURVES:
         row = reading.find_row(study, name)
         if row is None:
             continue
-        columns = list(zip(*reading.curve(row, HELD_OUT), strict=True))
-        mean = [math.fsum(values) / len(values) for values in columns]
-        axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, lw=0)
-        tuned = f"{row['label']}, tuned" if row["chosen_for"] else row["label"]
-        axes.plot(steps, mean, color=colour, linestyle=line, linewidth=2, label=tuned)
+        colour, line = colour_of(row["arm"]), "-" if row["chosen_for"] or name == DEFAULTS else "--"
+        curves = reading.curve(row, HELD_OUT)
+        draw_seeds(axes, steps, curves, row["label"], colour, linestyle=line, linewidth=2)
+        words = f"{row['label']}, tuned" if row["chosen_for"] else row["label"].replace(" at ", "\nat ")
+        ends.append(End(words, mean_and_range(curves)[0][-1], colour, line))
     target = reading.primary(study)["target"]
     if target is not None:
-        axes.axhline(target, color=INK, linewidth=0.8, linestyle=":", zorder=0)
+        axes.axhline(target, color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
     axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.set_ylabel("held-out loss (nats per character)")
-    axes.set_xlim(0, steps[-1])
     seeds = len(study["rows"][0]["seeds"])
-    range_words = "" if seeds == 1 else f"mean and range of {seeds} seeds"
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, title=range_words, title_fontsize=9.5)
+    axes.set_xlabel("step" if seeds == 1 else f"step (mean and range of {seeds} seeds)")
+    axes.set_xlim(0, steps[-1])
+    axes.locator_params(axis="x", nbins=5)
+    if named:
+        label_ends(axes, ends)

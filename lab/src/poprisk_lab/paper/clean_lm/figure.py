@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from poprisk.errors import MissingExtraError
-from poprisk_lab.figure_style import BLUE, GREEN, INK, ORANGE, PALE, STYLE
+from poprisk_lab.direct_labels import Point, along, label_points
+from poprisk_lab.figure_style import PALE, STYLE, WIDTH, colour_of, marker_of
 
 try:
     import matplotlib
@@ -12,13 +13,13 @@ try:
 except ImportError:
     raise MissingExtraError("matplotlib", "report", "the figure of the gates on clean text") from None
 
-# Markers distinguish the lines without colour.
-_LINES: dict[str, tuple[str, str, str]] = {
-    "AdamW": ("AdamW", INK, "s"),
-    "soft": ("Algorithm 1 (soft, α = 1)", BLUE, "o"),
-    "calibrated": ('soft, alpha="calibrated"', ORANGE, "^"),
-    "snr": ("SNR, strength 1", GREEN, "D"),
+_LINES: dict[str, tuple[str, str]] = {
+    "AdamW": ("AdamW", "adamw"),
+    "soft": ("Algorithm 1 (soft, α = 1)", "soft"),
+    "calibrated": ('soft, alpha="calibrated"', "soft_calibrated"),
+    "snr": ("SNR, strength 1", "snr"),
 }
+"""Words and arm of each optimizer in the stored result."""
 
 
 def draw(saved: Mapping[str, Any]) -> Figure:
@@ -29,24 +30,23 @@ def draw(saved: Mapping[str, Any]) -> Figure:
     """
     rows = saved["result"]["summary"]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
         axes = figure.subplots()
-        for name, (label, colour, marker) in _LINES.items():
+        drawn: list[tuple[str, str, list[tuple[float, float]]]] = []
+        for name, (label, arm) in _LINES.items():
             line = sorted((row for row in rows if row["optimizer"] == name), key=lambda row: row["lr"])
-            axes.errorbar(
-                [row["lr"] for row in line],
-                [row["loss"]["value"] for row in line],
-                yerr=[row["loss"]["standard_error"] or 0.0 for row in line],
-                label=label,
-                color=colour,
-                marker=marker,
-                markersize=5,
-                capsize=2,
-            )
+            points = [(row["lr"], row["loss"]["value"]) for row in line]
+            errors = [row["loss"]["standard_error"] or 0.0 for row in line]
+            look: Any = {"color": colour_of(arm), "marker": marker_of(arm), "markersize": 5, "capsize": 2}
+            axes.errorbar([x for x, _ in points], [y for _, y in points], yerr=errors, label=label, **look)
+            drawn.append((label, arm, points))
         axes.set_xscale("log")
         axes.set_xlabel("learning rate")
         axes.set_ylabel("held-out loss (nats per character)")
         axes.grid(axis="y", color=PALE, linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.legend()
+        figure.draw_without_rendering()
+        taken = [place for _, _, points in drawn if points for place in along(axes, points)]
+        names = [Point(label, points, colour_of(arm)) for label, arm, points in drawn if points]
+        label_points(axes, names, taken, size=9.5)
     return figure

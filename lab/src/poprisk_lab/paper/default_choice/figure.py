@@ -1,13 +1,25 @@
 """The figure of the study of defaults, from its saved result."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from string import ascii_letters
 from typing import Any
 
 from poprisk.errors import MissingExtraError
-from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, PURPLE, SKY, STYLE
+from poprisk_lab.direct_labels import Point, label_points
+from poprisk_lab.figure_style import (
+    DEEP,
+    FAINT,
+    INK,
+    PALE,
+    SHADE,
+    SMALL,
+    STYLE,
+    WIDTH,
+    colour_of,
+    marker_of,
+    text_colour,
+)
 from poprisk_lab.paper.default_choice.numbers import (
     GATE_WORDS,
     chosen,
@@ -23,17 +35,17 @@ from poprisk_lab.paper.default_choice.study import ALLOWED_COST, Candidate
 try:
     import matplotlib
     from matplotlib.axes import Axes
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
     from matplotlib.ticker import FuncFormatter
 except ImportError:
     raise MissingExtraError("matplotlib", "report", "the figure of the study of defaults") from None
 
 Saved = Mapping[str, Any]
-_GATES = dict(zip(GATE_WORDS, ((BLUE, "o"), (SKY, "s"), (ORANGE, "^"), (PURPLE, "v"), (GREEN, "D")), strict=True))
-_FAMILY_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, INK)
-_NOISE_MARKERS = "osD^"
-_CHOSEN, _DEFAULT = ORANGE, INK
+_CHOSEN, _DEFAULT = INK, colour_of("defaults")
+_SCORES = LinearSegmentedColormap.from_list("scores", ["white", DEEP])
 _LETTER_ROOM = 18.0
 _HALF_AXIS = 2 * ALLOWED_COST  # the axis of costs is linear up to here: a default is decided within it
 
@@ -54,28 +66,28 @@ def draw(saved: Saved) -> Figure:
     rows = rows or found[:1]  # all diverged
     letters = {candidate.label: _letter(place) for place, candidate in enumerate(rows)}
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13.2, max(5.4, 2.6 + 0.36 * len(rows))), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
-        _draw_trade(left, found, best)
-        _write_letters(left, best, letters)
-        _highlight(left, taken, now, _edge(found))
-        if now is not None and now not in best:
-            at = (_place(now, _edge(found)), now.score)
-            left.annotate(letters[now.label], at, (11, -12), textcoords="offset points", weight="bold")
-        _draw_tasks(right, rows, letters, taken, now)
-        left.legend(handles=_gate_legend(found, taken, now), loc="lower right", fontsize=9.5)
-        figure.legend(handles=_task_legend(tasks_of(rows)), loc="outside lower right", ncols=6, handletextpad=0.2)
+        table = 0.9 + 0.24 * len(rows)
+        figure = Figure(figsize=(WIDTH, 4.7 + table), layout="constrained")
+        parts: Any = figure.subfigures(2, 1, height_ratios=(4.4, table))
+        above, below = (part.subplots() for part in parts)
+        _draw_trade(above, found, best)
+        _highlight(above, taken, now, _edge(found))
+        _draw_tasks(below, rows, letters, taken, now)
+        above.legend(handles=_gate_legend(found, taken, now), loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.draw_without_rendering()
+        extra = [] if now is None or now in best else [now]
+        _write_letters(above, best, extra, found, letters)
     return figure
 
 
 def _draw_trade(axes: Axes, found: Sequence[Candidate], best: Sequence[Candidate]) -> None:
     edge = _edge(found)
-    axes.axvspan(-1, ALLOWED_COST, color="#E3EEF6", zorder=0, linewidth=0)
+    axes.axvspan(-1, ALLOWED_COST, color=SHADE, zorder=0, linewidth=0)
     axes.axvline(ALLOWED_COST, color=INK, linewidth=1.2, linestyle="--")
     axes.axhline(0, color=FAINT, linewidth=0.8)
     for candidate in found:
-        colour, marker = _GATES.get(candidate.arm, (FAINT, "x"))
-        axes.plot(_place(candidate, edge), candidate.score, marker, color=colour, markersize=6.5, alpha=0.8)
+        colour, marker = colour_of(candidate.arm), marker_of(candidate.arm)
+        axes.plot(_place(candidate, edge), candidate.score, marker, color=colour, markersize=6, alpha=0.8)
     costs, scores = [candidate.cost for candidate in best], [candidate.score for candidate in best]
     axes.plot(costs, scores, color=FAINT, linewidth=1.2, drawstyle="steps-post", zorder=1)
     axes.set_xscale("symlog", linthresh=_HALF_AXIS, linscale=1.6)
@@ -93,7 +105,13 @@ def _draw_trade(axes: Axes, found: Sequence[Candidate], best: Sequence[Candidate
     axes.set_title(f"A  {len(found)} candidates: help with noise against cost without")
 
 
-def _write_letters(axes: Axes, best: Sequence[Candidate], letters: Mapping[str, str]) -> None:
+def _write_letters(
+    axes: Axes,
+    best: Sequence[Candidate],
+    extra: Sequence[Candidate],
+    found: Sequence[Candidate],
+    letters: Mapping[str, str],
+) -> None:
     """Beside each candidate of the front; one label for neighbours whose letters would lie on each other."""
     groups: list[list[Candidate]] = []
     for candidate in best:
@@ -101,11 +119,13 @@ def _write_letters(axes: Axes, best: Sequence[Candidate], letters: Mapping[str, 
             groups[-1].append(candidate)
         else:
             groups.append([candidate])
-    for group in groups:
+    edge = _edge(found)
+    names = []
+    for group in (*groups, *([each] for each in extra)):
         ends = [letters[group[0].label], letters[group[-1].label]]
-        text = ends[0] if len(group) == 1 else "–".join(ends)
-        style: Any = {"textcoords": "offset points", "weight": "bold", "ha": "right"}
-        axes.annotate(text, (group[0].cost, group[0].score), (-7, 6), **style)
+        words = ends[0] if len(group) == 1 else "–".join(ends)
+        names.append(Point(words, [(_place(group[0], edge), group[0].score)], INK, "bold"))
+    label_points(axes, names, [(_place(each, edge), each.score) for each in found], size=10)
 
 
 def _distance(axes: Axes, one: Candidate, other: Candidate) -> float:
@@ -124,32 +144,41 @@ def _highlight(axes: Axes, taken: Candidate | None, now: Candidate | None, edge:
 def _draw_tasks(
     axes: Axes, rows: Sequence[Candidate], letters: Mapping[str, str], taken: Candidate | None, now: Candidate | None
 ) -> None:
-    looks = _task_looks(tasks_of(rows))
+    """A table: a row for each candidate, best score on top, a column for each task, the darker the better."""
+    tasks = tasks_of(rows)
     for y, candidate in enumerate(rows):
-        axes.plot([candidate.score] * 2, [y - 0.36, y + 0.36], color=INK, linewidth=2.2)
-        for task, value in candidate.scores.items():
-            colour, marker = looks[task]
-            axes.plot(value, y, marker, color=colour, markersize=6, alpha=0.85)
-    axes.set_yticks(range(len(rows)), [f"{words(c)}  {letters[c.label]}" for c in rows], fontsize=9.5)
+        for x, value in enumerate([*(candidate.scores.get(task) for task in tasks), candidate.score]):
+            if value is None:
+                continue
+            known = math.isfinite(value)
+            colour = _SCORES(min(max(value, 0.0), 1.0)) if known else PALE
+            axes.add_patch(Rectangle((x + 0.2 * (x == len(tasks)), y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
+            style: Any = {"ha": "center", "va": "center", "fontsize": SMALL}
+            axes.text(x + 0.48 + 0.2 * (x == len(tasks)), y, f"{value:.2f}" if known else "–", **style)
+    axes.set_yticks(range(len(rows)), [f"{_short(c)}  {letters[c.label]}" for c in rows], fontsize=SMALL)
     for label, candidate in zip(axes.get_yticklabels(), rows, strict=True):
-        if candidate in (taken, now):
-            label.set_fontweight("bold")
-            label.set_color(_CHOSEN if candidate is taken else _DEFAULT)
+        label.set_color(text_colour(_DEFAULT if candidate is now else colour_of(candidate.arm)))
+        label.set_fontweight("bold" if candidate in (taken, now) else "normal")
+    axes.set_xlim(0, len(tasks) + 1.2)
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    for value in (0, 1):
-        axes.axvline(value, color=FAINT, linewidth=0.8, zorder=0)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("score (0: usual AdamW, 1: AdamW's best step)", loc="right")
-    axes.set_title("B  Task by task, the bar their mean")
+    heads = ["\n".join(task_words(task).replace("noise", "noise ").split()) for task in tasks]
+    axes.set_xticks([*(x + 0.48 for x in range(len(tasks))), len(tasks) + 0.68], [*heads, "mean"], fontsize=SMALL)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_title("B  Scores of the front, task by task")
+    axes.set_xlabel("score: 0 is usual AdamW's last step, 1 AdamW's best step")
+
+
+def _short(candidate: Candidate) -> str:
+    return words(candidate).replace("weight_decay", "wd")
 
 
 def _gate_legend(found: Sequence[Candidate], taken: Candidate | None, now: Candidate | None) -> list[Line2D]:
     there = {candidate.arm for candidate in found}
     handles = [
-        Line2D([], [], linestyle="none", marker=marker, color=colour, label=GATE_WORDS[arm])
-        for arm, (colour, marker) in _GATES.items()
+        Line2D([], [], linestyle="none", marker=marker_of(arm), color=colour_of(arm), label=GATE_WORDS[arm])
+        for arm in GATE_WORDS
         if arm in there
     ]
     for candidate, colour, marker, label in (
@@ -161,28 +190,6 @@ def _gate_legend(found: Sequence[Candidate], taken: Candidate | None, now: Candi
             handles.append(Line2D([], [], linestyle="none", marker=marker, label=label, **style))
     handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.2, label="allowed cost"))
     return handles
-
-
-def _task_legend(tasks: Sequence[str]) -> list[Line2D]:
-    return [
-        Line2D([], [], linestyle="none", marker=marker, color=colour, label=task_words(task))
-        for task, (colour, marker) in _task_looks(tasks).items()
-    ]
-
-
-def _task_looks(tasks: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """A colour for each family of tasks, a marker for each noise within it."""
-    families = sorted({_family(task) for task in tasks})
-    looks = {}
-    for task in tasks:
-        alike = [other for other in tasks if _family(other) == _family(task)]
-        colour = _FAMILY_COLOURS[families.index(_family(task)) % len(_FAMILY_COLOURS)]
-        looks[task] = (colour, _NOISE_MARKERS[alike.index(task) % len(_NOISE_MARKERS)])
-    return looks
-
-
-def _family(task: str) -> str:
-    return re.split(r"[-_]", task)[0]
 
 
 def _letter(place: int) -> str:

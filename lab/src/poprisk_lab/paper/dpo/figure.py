@@ -5,7 +5,7 @@ from typing import Any
 
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine.reading import StoredRow, StoredStudy, curve
-from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
+from poprisk_lab.figure_style import FAINT, STYLE, WIDTH, colour_of
 from poprisk_lab.pages.seed_curves import draw_seeds, mean_and_range
 from poprisk_lab.paper.dpo.numbers import TUNED_ADAMW, noisy_study, shown_rows, sustained
 from poprisk_lab.paper.dpo.study import DEFAULTS, PAPER_RULE, SHARED_ADAMW, SUGGESTED
@@ -19,13 +19,8 @@ except ImportError:
     raise MissingExtraError("matplotlib", "report", "the DPO figure") from None
 
 Saved = Mapping[str, Any]
-_LOOKS = {
-    SHARED_ADAMW: (BLUE, "-"),
-    PAPER_RULE: (ORANGE, "-"),
-    SUGGESTED: (GREEN, "-."),
-    DEFAULTS: (SKY, "-."),
-    TUNED_ADAMW: (INK, "--"),
-}
+_LINES = {SHARED_ADAMW: "-", PAPER_RULE: "-", SUGGESTED: ":", DEFAULTS: "-", TUNED_ADAMW: "--"}
+"""Line styles: the settings of an optimizer have its colour. The tuned gate is dashed, as the tuned AdamW is."""
 
 
 def draw(saved: Saved) -> Figure:
@@ -38,7 +33,7 @@ def draw(saved: Saved) -> Figure:
     """
     study = noisy_study(saved)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11.4, 4.6), layout="constrained")
+        figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
         held, drift, phase = figure.subplots(1, 3)
         _draw_held(held, study)
         _draw_drift(drift, study)
@@ -50,7 +45,7 @@ def draw(saved: Saved) -> Figure:
 
 def _rows(study: StoredStudy) -> dict[str, tuple[StoredRow, str, str]]:
     """What is drawn, by its words, with colour and line."""
-    return {words: (each, *_LOOKS.get(words, (PURPLE, "--"))) for words, each in shown_rows(study).items()}
+    return {words: (each, colour_of(each["arm"]), _LINES.get(words, "--")) for words, each in shown_rows(study).items()}
 
 
 def _draw_held(axes: Axes, study: StoredStudy) -> None:

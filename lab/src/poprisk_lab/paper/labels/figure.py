@@ -8,8 +8,8 @@ from poprisk._core.statistics import mean_over_seeds
 from poprisk.errors import MissingExtraError
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.reading import StoredRow, StoredStudy
-from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PALE, STYLE
-from poprisk_lab.pages.comparison import ADAMW, DEFAULTS_LABEL, best_gate
+from poprisk_lab.figure_style import BEST_GATE, PALE, STYLE, WIDTH, colour_of, marker_of
+from poprisk_lab.pages.comparison import ADAMW, DEFAULTS, DEFAULTS_LABEL, best_gate
 from poprisk_lab.pages.seed_curves import draw_seeds, mean_and_range
 from poprisk_lab.paper.labels.numbers import ACCURACY, ADAMW_GIVEN, data_and_share
 
@@ -25,12 +25,18 @@ Saved = Mapping[str, Any]
 _SHOWN_SHARE = 0.4  # the learning curves are those of the share nearest to this
 _BEST = "AdamW, best checkpoint (oracle)"
 _GATE = "best of the gates searched, tuned"
+
+
+def _look(arm: str, line: str) -> dict[str, Any]:
+    return {"color": colour_of(arm), "marker": marker_of(arm), "linestyle": line}
+
+
 _LOOKS: dict[str, dict[str, Any]] = {
-    ADAMW_GIVEN: {"color": ORANGE, "marker": "^", "linestyle": "--"},
-    "AdamW tuned": {"color": INK, "marker": "s", "linestyle": "-"},
-    _BEST: {"color": FAINT, "marker": "v", "linestyle": ":"},
-    _GATE: {"color": GREEN, "marker": "D", "linestyle": "-."},
-    DEFAULTS_LABEL: {"color": BLUE, "marker": "o", "linestyle": "-"},
+    ADAMW_GIVEN: _look(ADAMW, "--"),
+    "AdamW tuned": _look(ADAMW, "-"),
+    _BEST: _look(ADAMW, ":"),
+    _GATE: _look(BEST_GATE, "-."),
+    DEFAULTS_LABEL: _look(DEFAULTS, "-"),
 }
 
 
@@ -49,7 +55,7 @@ def draw(saved: Saved) -> Figure:
         groups.setdefault(data_and_share(study)[0], []).append(study)
     with matplotlib.rc_context(STYLE):
         alone = len(groups) == 1  # side by side then, not one above the other
-        figure = Figure(figsize=(10.4, 4.6) if alone else (4.8 * len(groups), 7.8), layout="constrained")
+        figure = Figure(figsize=(WIDTH, 4.4) if alone else (max(WIDTH, 4.8 * len(groups)), 7.6), layout="constrained")
         panels = figure.subplots(1 if alone else 2, max(2, len(groups)), squeeze=False).reshape(2, -1)
         for (name, studies), ends, curves in zip(groups.items(), *panels, strict=True):
             _draw_ends(ends, name, sorted(studies, key=lambda study: data_and_share(study)[1]))

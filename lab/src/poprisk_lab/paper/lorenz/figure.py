@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poprisk.errors import MissingExtraError
+from poprisk_lab.direct_labels import End, label_ends
 from poprisk_lab.engine.reading import StoredRow, StoredStudy, best, curve, final, find_row, row
-from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
-from poprisk_lab.pages.comparison import (
-    best_gate,
-)
+from poprisk_lab.figure_style import BEST_GATE, FAINT, INK, SMALL, STYLE, WIDTH, colour_of, text_colour
+from poprisk_lab.pages.comparison import best_gate
 from poprisk_lab.pages.gate_choice import tuned_gate_words
-from poprisk_lab.pages.seed_curves import draw_seeds
+from poprisk_lab.pages.seed_curves import draw_seeds, mean_and_range
 from poprisk_lab.paper.lorenz.numbers import noise_levels, reference_study
 from poprisk_lab.paper.lorenz.study import DEFAULTS, PAPER_RULE, SHARED_ADAMW, SNR
 from poprisk_lab.paper.lorenz.task import HELD_OUT, VALID_TIME
@@ -25,7 +24,7 @@ except ImportError:
 
 Saved = Mapping[str, Any]
 _MSE, _TIME = HELD_OUT.name, VALID_TIME.name
-_GIVEN = {SHARED_ADAMW: BLUE, PAPER_RULE: ORANGE, SNR: GREEN, DEFAULTS: SKY}
+_GIVEN = (SHARED_ADAMW, PAPER_RULE, SNR, DEFAULTS)
 _TUNED_ADAMW = "AdamW, tuned"
 
 
@@ -39,11 +38,12 @@ def draw(saved: Saved) -> Figure:
     """
     study, noise = reference_study(saved), saved["config"]["reference"]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.8, 8.4), layout="constrained")
-        parts: Any = figure.subfigures(2, 1, height_ratios=(1.25, 1))
-        above, below = parts
-        curves, bars = above.subplots(1, 2, width_ratios=(1, 1.1))
-        levels, *planes = below.subplots(1, 4, width_ratios=(1.9, 1, 1, 1))
+        figure = Figure(figsize=(WIDTH, 9.2), layout="constrained")
+        parts: Any = figure.subfigures(3, 1, height_ratios=(1, 1.15, 0.9))
+        above, middle, below = parts
+        curves = above.subplots()
+        bars, levels = middle.subplots(1, 2, width_ratios=(1.25, 1))
+        planes = below.subplots(1, 3)
         _draw_curves(curves, study, f"A  Held-out error, noise {noise:g}")
         _draw_best_and_final(bars, study, f"B  Best and final, noise {noise:g}")
         _draw_levels(levels, saved)
@@ -51,35 +51,45 @@ def draw(saved: Saved) -> Figure:
     return figure
 
 
-def _rows(study: StoredStudy) -> dict[str, tuple[StoredRow, str]]:
-    """What is drawn: the given rows and the tuned ones, by their words, with a colour each."""
-    found = {label: (row(study, label), colour) for label, colour in _GIVEN.items()}
+def _rows(study: StoredStudy) -> dict[str, StoredRow]:
+    """What is drawn: the given rows and the tuned ones, by their words."""
+    found = {label: row(study, label) for label in _GIVEN}
     tuned, gate = find_row(study, "adamw"), best_gate(study)
     if tuned is not None:
-        found[_TUNED_ADAMW] = (tuned, INK)
+        found[_TUNED_ADAMW] = tuned
     if gate is not None:
-        found[tuned_gate_words(study)] = (gate, PURPLE)
+        found[tuned_gate_words(study)] = gate
     return found
 
 
+def _line(words: str) -> str:
+    return "-" if words in _GIVEN else "--"
+
+
+def _colour(words: str, each: StoredRow) -> str:
+    """That of its optimizer; the best gate is another one at each noise level."""
+    return colour_of(each["arm"] if words in (*_GIVEN, _TUNED_ADAMW) else BEST_GATE)
+
+
 def _draw_curves(axes: Axes, study: StoredStudy, title: str) -> None:
-    for words, (each, colour) in _rows(study).items():
-        line = "-" if words in _GIVEN else "--"
-        draw_seeds(axes, study["evaluation_steps"], curve(each, _MSE), words, colour, linestyle=line, linewidth=1.8)
+    ends = []
+    for words, each in _rows(study).items():
+        colour, line, curves = _colour(words, each), _line(words), curve(each, _MSE)
+        draw_seeds(axes, study["evaluation_steps"], curves, words, colour, linestyle=line, linewidth=1.8)
+        ends.append(End(words.replace(" at ", "\nat "), mean_and_range(curves)[0][-1], colour, line))
     axes.set_yscale("log")
-    axes.set_xlim(0, study["task"]["steps"])
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.55)  # the legend's place
+    axes.set_xlim(0, study["evaluation_steps"][-1])
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel("one-step MSE on true states")
-    axes.legend(loc="upper right", ncols=1)
+    label_ends(axes, ends)
 
 
 def _draw_best_and_final(axes: Axes, study: StoredStudy, title: str) -> None:
     """Two bars a row, with a dot a seed; the line is the best checkpoint of the AdamW with shared hyper-parameters."""
     rows = _rows(study)
-    for place, (each, colour) in enumerate(reversed(rows.values())):
+    for place, (words, each) in enumerate(reversed(rows.items())):
+        colour = _colour(words, each)
         for offset, values, alpha in ((0.2, best(each, _MSE, False), 0.4), (-0.2, final(each, _MSE), 1.0)):
             mean = math.fsum(values) / len(values)
             if math.isnan(mean):
@@ -87,9 +97,11 @@ def _draw_best_and_final(axes: Axes, study: StoredStudy, title: str) -> None:
                 continue
             axes.barh(place + offset, mean, height=0.38, color=colour, alpha=alpha)
             axes.plot(values, [place + offset] * len(values), ".", color=INK, markersize=3)
-    checkpoint = best(rows[SHARED_ADAMW][0], _MSE, False)
-    axes.axvline(math.fsum(checkpoint) / len(checkpoint), color=BLUE, linestyle=":", linewidth=1.3)
-    axes.set_yticks(range(len(rows)), list(reversed(rows)), fontsize=8.5)
+    checkpoint = best(rows[SHARED_ADAMW], _MSE, False)
+    axes.axvline(math.fsum(checkpoint) / len(checkpoint), color=INK, linestyle=":", linewidth=1.3)
+    axes.set_yticks(range(len(rows)), list(reversed(rows)), fontsize=SMALL)
+    for tick, (words, each) in zip(axes.get_yticklabels(), reversed(rows.items()), strict=True):
+        tick.set_color(text_colour(_colour(words, each)))
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter("{x:.1g}")
     axes.set_title(title)
@@ -98,12 +110,13 @@ def _draw_best_and_final(axes: Axes, study: StoredStudy, title: str) -> None:
 
 def _draw_levels(axes: Axes, saved: Saved) -> None:
     levels = noise_levels(saved)
-    for words, (_, colour) in _rows(levels[0][1]).items():
+    for words, each in _rows(levels[0][1]).items():
         shown = [(noise, _rows(study).get(words)) for noise, study in levels]
-        points = [(noise, final(found[0], _MSE)) for noise, found in shown if found is not None]
+        points = [(noise, final(found, _MSE)) for noise, found in shown if found is not None]
         means = [math.fsum(values) / len(values) for _, values in points]
-        line = "-" if words in _GIVEN else "--"
-        axes.plot([noise for noise, _ in points], means, line, marker="o", markersize=4, color=colour)
+        look: Any = {"marker": "o", "markersize": 4, "color": _colour(words, each)}
+        axes.plot([noise for noise, _ in points], means, _line(words), **look)
+    axes.locator_params(axis="x", nbins=5)
     axes.set_yscale("log")
     axes.set_title("C  Final error across noise")
     axes.set_xlabel("sensor noise (standard deviations)")
@@ -115,7 +128,8 @@ def _draw_planes(planes: Sequence[Axes], study: StoredStudy) -> None:
     shown = {"AdamW": SHARED_ADAMW, "paper's rule": PAPER_RULE, "PopRiskAdamW": DEFAULTS}
     for axes, (words, label) in zip(planes, shown.items(), strict=True):
         portrait = study["portraits"][label]
-        for states, colour, width in ((portrait["truth"], FAINT, 0.5), (portrait["rollout"], _GIVEN[label], 0.8)):
+        colour_here = colour_of(row(study, label)["arm"])
+        for states, colour, width in ((portrait["truth"], FAINT, 0.5), (portrait["rollout"], colour_here, 0.8)):
             axes.plot([state[0] for state in states], [state[2] for state in states], color=colour, linewidth=width)
         axes.set_xlim(-25, 25)
         axes.set_ylim(-5, 55)

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from poprisk.errors import MissingExtraError
+from poprisk_lab.direct_labels import End, label_ends
 from poprisk_lab.engine.reading import curve, find_row
-from poprisk_lab.figure_style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
-from poprisk_lab.pages.seed_curves import draw_seeds
+from poprisk_lab.figure_style import STYLE, WIDTH, colour_of
+from poprisk_lab.pages.seed_curves import draw_seeds, mean_and_range
 from poprisk_lab.paper.sft.numbers import title
 from poprisk_lab.paper.sft.study import CALIBRATED, PAPER_RULE, SHARED_ADAMW, SNR, SUGGESTED
 from poprisk_lab.paper.sft.task import HELD_OUT
@@ -18,14 +19,8 @@ except ImportError:
     raise MissingExtraError("matplotlib", "report", "the fine-tuning figure") from None
 
 Saved = Mapping[str, Any]
-_CURVES = {
-    "adamw": (INK, "--"),
-    SHARED_ADAMW: (BLUE, "-"),
-    PAPER_RULE: (ORANGE, "-"),
-    CALIBRATED: (PURPLE, "-"),
-    SNR: (GREEN, "-"),
-    SUGGESTED: (SKY, "-."),
-}
+_CURVES = {"adamw": "--", SHARED_ADAMW: "-", PAPER_RULE: "-", CALIBRATED: "-", SNR: "-", SUGGESTED: "-"}
+"""What is drawn, and its line style."""
 
 
 def draw(saved: Saved) -> Figure:
@@ -36,20 +31,26 @@ def draw(saved: Saved) -> Figure:
     """
     studies = list(saved["result"]["studies"].values())
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.2 * len(studies), 4.6), layout="constrained")
+        figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
         panels = figure.subplots(1, len(studies), squeeze=False)[0]
         for place, (axes, study) in enumerate(zip(panels, studies, strict=True)):
-            for name, (colour, line) in _CURVES.items():
+            ends = []
+            for name, line in _CURVES.items():
                 found = find_row(study, name)
                 if found is not None:
-                    words = f"{found['label']}, tuned" if found["chosen_for"] else found["label"]
-                    values = curve(found, HELD_OUT)
-                    draw_seeds(axes, study["evaluation_steps"], values, words, colour, linestyle=line, linewidth=1.8)
+                    words = (
+                        f"{found['label']}, tuned" if found["chosen_for"] else found["label"].replace(" at ", "\nat ")
+                    )
+                    values, colour = curve(found, HELD_OUT), colour_of(found["arm"])
+                    look: Any = {"linestyle": line, "linewidth": 1.8}
+                    draw_seeds(axes, study["evaluation_steps"], values, found["label"], colour, **look)
+                    ends.append(End(words, mean_and_range(values)[0][-1], colour, line))
             axes.set_title(f"{'ABCDEF'[place]}  {_capital(title(study))}")
             axes.set_xlabel("step")
-            axes.set_ylabel("held-out loss (nats per token)")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+            axes.set_xlim(study["evaluation_steps"][0], study["evaluation_steps"][-1])
+            if study is studies[-1]:
+                label_ends(axes, ends)
+        panels[0].set_ylabel("held-out loss (nats per token)")
     return figure
 
 
