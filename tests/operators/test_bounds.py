@@ -273,6 +273,22 @@ def test_they_fail_on_operators_no_run_has():
         visibility_order_bound(c),
     ):
         assert not bound.holds, bound
+    # Both sides of each, from the eigenvectors of W.
+    values, vectors = torch.linalg.eigh(R.T @ R)
+    active = values > c.cutoff
+    assert int(active.sum()) == c.rank < 6
+    V, visibility = vectors[:, active], torch.linalg.matrix_norm(seen @ vectors[:, active] / values[active].sqrt(), 2)
+    h, visibility = normal(3, 6), visibility.square().item()
+    moved, spent = (seen @ h).square().sum().item(), visibility * (R @ h).square().sum().item()
+    order = torch.linalg.eigvalsh(seen.T @ seen - visibility * R.T @ R)[-1].item() / (visibility * values[-1].item())
+    unseen = torch.linalg.matrix_norm(seen - seen @ V @ V.T, 2).item()
+    for bound, sides in (
+        (hard_reservoir_bound(c), (unseen, 0.0)),
+        (mobility_bound(c, h), (moved / visibility, spent / visibility)),
+        (filtered_bound(c, torch.ones_like, h), (moved, spent)),
+        (visibility_order_bound(c), (order, 0.0)),
+    ):
+        assert (bound.left, bound.right) == pytest.approx(sides, rel=1e-9), bound
     right = dissipation_channels(R, D, G)
     coupling, g = Coupling(right), normal(1, 6)
     window = RealizedWindow(g, -D @ g, -G @ g + 100.0)

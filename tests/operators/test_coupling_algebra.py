@@ -73,8 +73,9 @@ def _midpoint(velocity, w, h):
 def test_factorization_and_path_error(seed):
     """thm:coupling_factorization, rem:coupling_equivalent, eq:path_error, with a remainder that is not 0."""
     coupling, W, D, G = forgetful(seed)
-    c, A_o, R_perp = coupling.channels, coupling.matrix, coupling.remainder
+    c, A_o, R_perp = coupling.channels, coupling.matrix, coupling.coupling_remainder
     assert coupling.remainder_norm > 1e-3
+    assert_close(coupling.remainder, R_perp)
     assert_close(c.test_channel, A_o @ c.train_channel + R_perp, **EXACT)
     assert norm(R_perp @ c.train_channel.T) < 1e-9 * norm(c.train_channel) * norm(c.test_channel)
     W_pinv = torch.linalg.pinv(W, rtol=1e-11, hermitian=True)
@@ -95,6 +96,8 @@ def test_test_motion_follows_from_training_motion(loss, rule, start):
     expected = tensor(run.test_outputs[-1] - run.test_outputs[start])
     predicted = coupling.predict(moved, tensor(ops.source_S), tensor(ops.source_Q))
     assert coupling.channels.smallest_train_root > 1e-3
+    least = torch.linalg.svdvals(coupling.channels.train_channel)[coupling.channels.rank - 1].item()
+    assert coupling.channels.smallest_train_root == pytest.approx(least, rel=1e-8)
     assert coupling.relative_remainder < 1e-10
     assert coupling.transfer_mismatch < 1e-10
     assert_close(predicted, expected, rtol=1e-9, atol=1e-10)

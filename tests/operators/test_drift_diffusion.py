@@ -1,5 +1,7 @@
 """Drift, diffusion, source and remainder of real runs: they add up, the oracle agrees, the bounds hold."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -26,8 +28,12 @@ def test_the_parts_add_up_to_the_displacement(rule, loss):
     for start, sampling in ((0, "independent"), (2, "epochs")):
         split = split_of(rule, loss, start=start, sampling=sampling)
         assert split.closure < 1e-11
+        parts = (split.drift, split.diffusion, split.source, split.curvature_remainder)
+        missed = split.displacement.norm().item() / sum(part.norm().item() for part in parts)
+        off = replace(split, displacement=2 * split.displacement)
+        assert off.closure == pytest.approx(missed, rel=1e-9)
         true = model.outputs(run.weights(6), TEST) - model.outputs(run.weights(start), TEST)
-        total = split.drift + split.diffusion + split.source + split.curvature_remainder
+        total = sum(parts)
         assert_close(total, true.reshape(-1), rtol=1e-11, atol=1e-13)
         assert min(split.drift.norm(), split.diffusion.norm(), split.curvature_remainder.norm()) > 1e-4
         assert (split.source.norm() > 1e-4) == (rule != "sgd")

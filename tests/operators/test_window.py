@@ -147,6 +147,9 @@ def test_training_motion_tells_test_motion_under_squared_loss(kind, rule, loss):
         assert error < 1e-8
         assert coupling.relative_remainder < 1e-8
         assert coupling.channels.smallest_train_root > 1e-9
+        roots = torch.linalg.svdvals(coupling.channels.train_channel)
+        least = roots[coupling.channels.rank - 1].item()
+        assert coupling.channels.smallest_train_root == pytest.approx(least, rel=1e-3, abs=1e-13 * roots[0].item())
         assert coupling.channels.unresolved == 0
 
 

@@ -108,6 +108,9 @@ def test_the_paper_s_epsilon_breaks_scale_invariance():
     train(PopRiskAdamW(params, **options), params, stream(50))
     train(PopRiskAdamW(scaled, **options), scaled, [[g / 1024 for g in row] for row in stream(50)])
     assert relative_error(params, scaled) > 1e-3
+    weights, *rows = (torch.cat([x.detach().flatten() for x in row]).tolist() for row in (start(), *stream(50)))
+    expected = torch.tensor(algorithm1(weights, rows, eps=0.0, gate_eps=1e-3)[-1], dtype=torch.float64)
+    assert_close(torch.cat([p.detach().flatten() for p in params]), expected, rtol=1e-10, atol=1e-12)
 
 
 # --- learning rates as tensors, capturable

@@ -53,7 +53,7 @@ def test_the_corollary_s_one_batch_test(backend):
         variance=source,
         **backend,
     )
-    for _ in range(3):
+    for step in range(3):
         columns = example_gradients(model, x, y)
         before = [p.detach().clone() for p in model.parameters()]
         source.observe(x, y, set_grad=True)
@@ -61,8 +61,12 @@ def test_the_corollary_s_one_batch_test(backend):
         expected = [G.mean(dim=0).square() > variance_of_mean(G) for G in columns]
         share = torch.cat([e.flatten() for e in expected]).double().mean()
         assert 0.1 < share < 0.9
-        for p, w, moves in zip(model.parameters(), before, expected, strict=True):
+        for p, w, moves, G in zip(model.parameters(), before, expected, columns, strict=True):
             assert torch.equal(p.detach() != w, moves)
+            if step == 0:  # AdamW's first step: the learning rate, against the sign of the gradient
+                assert_close(
+                    p.detach() - w, -optimizer.defaults["lr"] * moves * G.mean(dim=0).sign(), rtol=1e-4, atol=0
+                )
 
 
 @EVERY_BACKEND

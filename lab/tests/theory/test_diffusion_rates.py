@@ -67,7 +67,12 @@ def expectations(splits, variances):
     predicted = sum(v.total for v in variances) / len(variances)
     diffusion = torch.stack([s.diffusion for s in splits])
     mean = (diffusion.mean(0).norm() / predicted**0.5).item()
-    return mean, diffusion.square().sum(1).mean().item() / predicted
+    square, rate = diffusion.square().sum(1).mean().item(), diffusion_rate(splits, variances)
+    assert (rate.measured.value, rate.predicted.value) == pytest.approx((square, predicted), rel=1e-12)
+    assert (rate.bound.left, rate.bound.right) == pytest.approx(
+        (square, sum(v.ceiling for v in variances) / len(splits))
+    )
+    return mean, square / predicted
 
 
 ORDERS = {

@@ -24,7 +24,10 @@ def test_drift_is_within_its_bound(rule, loss):
 def test_the_bound_on_drift_is_not_vacuous():
     model, x, y = FlatModel(build("mlp"), "squared"), draw("mlp", 8), torch.ones(8, 3, dtype=torch.float64)
     split = drift_diffusion(gradient_descent(model, x, y, lr=0.1, steps=3), model, x, y, TEST)
-    assert 0.5 < drift_bound(split).tightness < 1
+    bound = drift_bound(split)
+    assert 0.5 < bound.tightness < 1
+    assert bound.left == pytest.approx(split.drift_steps.sum(0).norm().item())
+    assert bound.right == pytest.approx(3 * max(step.norm().item() for step in split.drift_steps))
 
 
 @pytest.mark.parametrize("rule", ["sgd", "momentum", "adam", "poprisk"])

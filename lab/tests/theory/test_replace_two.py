@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from oracles import drift_diffusion as oracle
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk.errors import DataError, HyperparameterError
+from poprisk_lab.theory.power_law import power_law_exponent
 from poprisk_lab.theory.replace_two import noise_mean_sweep, replace_two, weight_mask
 
 WIDTH = 4
@@ -106,6 +107,10 @@ def test_a_noise_channel_s_mean_dies_like_one_over_n():
     assert abs(slope.value + 1) < 3 * slope.standard_error
     assert slope.standard_error < 0.15
     assert abs(found.defect_exponent.value + 1) < 0.25, "the stability that the paper assumes"
+    alone = replace_two(descend, draw, MODEL, 8, NOISE, replicates=40, generator=torch.Generator().manual_seed(0))
+    assert found.cells[0].noise_mean.value == alone.noise_mean.value
+    fitted = power_law_exponent((8, 16, 32, 64), [cell.noise_mean for cell in found.cells])
+    assert (slope.value, slope.standard_error) == pytest.approx((fitted.value, fitted.standard_error))
 
 
 def test_a_signal_channel_s_mean_stays():

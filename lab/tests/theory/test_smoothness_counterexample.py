@@ -60,7 +60,10 @@ def runs():
 
 
 def test_the_two_runs_cannot_be_told_apart_on_the_training_set(runs):
-    (_, plain), (_, bumped) = runs
+    (model, plain), (_, bumped) = runs
+    w, _, jacobian, _ = plain[-1]
+    h = 1e-5 * torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_close(jacobian @ h, (model.outputs(w + h, TRAIN) - model.outputs(w - h, TRAIN)) / 2, rtol=1e-6, atol=1e-12)
     assert plain[-1][3].mean() < 0.3 * plain[0][3].mean()  # it really trains
     drift = (plain[-1][2] - plain[0][2]).norm() / plain[0][2].norm()
     assert drift > 0.1  # and the kernel moves

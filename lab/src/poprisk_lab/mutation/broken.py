@@ -12,18 +12,22 @@ import torch
 from torch import Tensor, nn
 
 MUTATIONS = ("scaled", "negated", "zero")
+WATCH = "watch "
 _DEPTH = 4
 _METHODS_TOO = ("__call__", "__iter__", "__getitem__", "_matmat", "_rmatmat")
 
 
 class Changes:
-    """How often a result was really changed: a mutation without effect tells nothing about a test."""
+    """What broken and watched functions were asked for."""
 
     count = 0
+    """How often a result was really changed: a mutation without effect tells nothing about a test."""
+    asked: set[str] = set()  # noqa: RUF012
+    """The watched functions that were called."""
 
 
 def broken(how: str) -> Callable[[Any], Any]:
-    """A decorator that breaks a function, a property or every method of a class.
+    """A decorator that breaks a function, a property or every method of a class; "watch NAME" only notes its calls.
 
     >>> broken("scaled")(lambda: 2.0)()
     2.2
@@ -118,13 +122,20 @@ def _numbers(value: Any, how: str) -> Any:
     else:
         new = {"scaled": value * 1.1, "negated": -value, "zero": value * 0.0}[how]
         new = new.to(value.dtype) if isinstance(value, Tensor) else new.astype(value.dtype)
-    Changes.count += 1 if new is not value else 0
+    Changes.count += not _same(new, value)
     return new
+
+
+def _same(new: Any, old: Any) -> bool:
+    return torch.equal(new, old) if isinstance(new, Tensor) else np.array_equal(new, old)
 
 
 def _wrapped(function: Any, how: str) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if how.startswith(WATCH):
+            Changes.asked.add(how.removeprefix(WATCH))
+            return function(*args, **kwargs)
         if args and isinstance(args[0], torch.optim.Optimizer) and getattr(function, "__name__", "") == "step":
             return _broken_step(function, how, *args, **kwargs)
         result = function(*args, **kwargs)
@@ -161,10 +172,29 @@ def _spoil(arguments: list[Any], how: str) -> None:
 
 
 def _broken_class(kind: type, how: str) -> type:
+    done = False
     for name, thing in list(vars(kind).items()):
         methods = isinstance(thing, property | functools.cached_property | classmethod | staticmethod)
         if (methods or isinstance(thing, types.FunctionType)) and (not name.startswith("_") or name in _METHODS_TOO):
             setattr(kind, name, changed := broken(how)(thing))
             if isinstance(changed, functools.cached_property):
                 changed.__set_name__(kind, name)
+            done = True
+    if not done:
+        kind.__init__ = _broken_fields(kind.__init__, how)
     return kind
+
+
+def _broken_fields(init: Any, how: str) -> Any:
+    """For a record without methods: what it holds is broken."""
+
+    @functools.wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if how.startswith(WATCH):
+            Changes.asked.add(how.removeprefix(WATCH))
+            return
+        for name, value in list(vars(self).items()):
+            object.__setattr__(self, name, broken_value(value, how, 1))
+
+    return wrapper

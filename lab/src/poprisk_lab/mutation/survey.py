@@ -1,6 +1,6 @@
 """``python -m poprisk_lab.mutation.survey``: break every function that docs/paper_to_code.md cites, run what it cites.
 
-For each row of the page two things are asked: whether some cited test notices each mutation of each cited function, and
+For each row of the page two things are asked: whether some cited test notices that a cited function is broken, and
 whether each cited test notices at least one of them. What every trial said is kept in a log, so that a survey can be
 interrupted, continued, and made again in part (``--only``) after a test was changed.
 """
@@ -9,13 +9,13 @@ import argparse
 import json
 import tempfile
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from poprisk._core.store import environment, write_json
-from poprisk_lab.mutation.broken import MUTATIONS
+from poprisk_lab.mutation.broken import MUTATIONS, WATCH
 from poprisk_lab.mutation.trial import ROOT, Job, Outcome, Server
 
 
@@ -48,15 +48,23 @@ class Log:
         self.said[line["function"], line["mutation"], line["test"]] = line
 
     def add(self, job: Job, outcome: Outcome) -> None:
-        """Write what a trial said."""
-        line = {"function": job.function, "mutation": job.mutation, "test": job.test, **vars(outcome)}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        self._take(line)
+        """Write what a trial said, a line for each of its tests."""
+        watched = list(job.functions) if job.mutation == WATCH else []
+        for test, said in outcome.said.items():
+            line = {"function": "" if watched else job.functions[0], "mutation": job.mutation, "test": test}
+            line |= {"said": said, "seconds": round(outcome.seconds, 3), "changes": outcome.changes}
+            line |= {"watched": watched, "asked": list(outcome.asked)} if watched else {}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self._take(line)
 
     def has(self, function: str, how: str, test: str) -> bool:
         """Whether this was tried."""
         return (function, how, test) in self.said
+
+    def asks(self, test: str) -> dict[str, Any]:
+        """What the test said with nothing broken, and which of the functions it called."""
+        return self.said.get(("", WATCH, test), {"said": "", "watched": [], "asked": [], "seconds": 0.0})
 
     def noticed(self, function: str, how: str, test: str) -> bool:
         """Whether the test was tried and failed."""
@@ -64,7 +72,7 @@ class Log:
 
     def changed(self, function: str, how: str, tests: Sequence[str]) -> bool:
         """Whether any of the tests asked the broken function for a result that the mutation changes."""
-        return any(self.said.get((function, how, test), {"changes": 0})["changes"] for test in tests)
+        return any(self.said.get((function, how, test), {}).get("changes", 0) for test in tests)
 
     def forget(self, names: set[str]) -> None:
         """Forget the trials of these tests or functions."""
@@ -80,7 +88,7 @@ class Bench:
 
     def run(self, job: Job) -> Outcome:
         """Do a trial."""
-        return next(server for folder, server in self._servers.items() if job.test.startswith(folder)).run(job)
+        return next(server for folder, server in self._servers.items() if job.tests[0].startswith(folder)).run(job)
 
     def close(self) -> None:
         """End their processes."""
@@ -88,63 +96,98 @@ class Bench:
             server.close()
 
 
-def baseline(bench: Bench, log: Log, tests: Sequence[str], parameters: int) -> dict[str, float]:
-    """Processor seconds of each test when nothing is broken; tests that do not pass cannot be asked.
+def watch(bench: Bench, log: Log, chosen: Sequence[Row], parameters: int) -> None:
+    """Run the tests of each file with nothing broken, and note what they call: nothing else can they notice."""
+    for tests in by_file(test for row in chosen for test in row.tests if _wanted(log, row, test)):
+        functions = tuple(dict.fromkeys(f for row in chosen if set(tests) & set(row.tests) for f in row.functions))
+        known = [log.asks(test) for test in tests]
+        if all(each["said"] == "passed" and set(each["watched"]) >= set(functions) for each in known):
+            continue
+        job = Job(functions, WATCH, tests, parameters, 600)
+        log.add(job, outcome := bench.run(job))
+        for test, said in outcome.said.items():
+            if said != "passed":
+                print(f"{said} with nothing broken: {test}", flush=True)
 
-    It runs in the process that trials are forked from, so that they find what tests have cached.
-    """
-    found = {}
+
+def by_file(tests: Iterable[str]) -> list[tuple[str, ...]]:
+    """The tests, those of a file together."""
+    found: dict[str, dict[str, None]] = {}
     for test in tests:
-        job = Job("", "none", test, parameters)
-        outcome = bench.run(job)
-        log.add(job, outcome)
-        if outcome.said == "passed":
-            found[test] = outcome.seconds
-        else:
-            print(f"{outcome.said} with nothing broken: {test}", flush=True)
-    return found
+        found.setdefault(test.partition("::")[0], {})[test] = None
+    return [tuple(each) for each in found.values()]
 
 
-def survey(log: Log, chosen: list[Row], longest: float, parameters: int) -> None:
-    """Do the trials that the log does not have yet and that can tell something new."""
-    tests = sorted({test for row in chosen for test in row.tests})
-    bench = Bench(tests)
+def _wanted(log: Log, row: Row, test: str) -> bool:
+    return test in idle_tests(log, row) or any(_missed(log, row, f, MUTATIONS[0]) for f in row.functions)
+
+
+def survey(log: Log, chosen: list[Row], parameters: int) -> None:
+    """Do the trials that the log does not have yet and that can tell something new, the quickest files first."""
+    bench = Bench(sorted({test for row in chosen for test in row.tests}))
     try:
-        seconds = {t: s for t, s in baseline(bench, log, tests, parameters).items() if s <= longest}
+        watch(bench, log, chosen, parameters)
         for how in MUTATIONS:
             for function in dict.fromkeys(f for row in chosen for f in row.functions):
-                cited = {t for row in chosen if function in row.functions for t in row.tests}
-                for test in sorted(cited & seconds.keys(), key=seconds.__getitem__):
-                    if not log.has(function, how, test) and _is_open(log, chosen, function, how, test):
-                        job = Job(function, how, test, parameters, int(20 + 4 * seconds[test]))
-                        log.add(job, bench.run(job))
+                for tests in by_file(_asking(log, chosen, function)):
+                    missing = [test for test in tests if not log.has(function, how, test)]
+                    open_tests = tuple(test for test in missing if _is_open(log, chosen, function, how, test))
+                    if open_tests:
+                        limit = int(30 + 5 * log.asks(tests[0])["seconds"])
+                        _attempt(bench, log, Job((function,), how, open_tests, parameters, limit))
                 print(f"{how} {function}", flush=True)
     finally:
         bench.close()
 
 
+def _attempt(bench: Bench, log: Log, job: Job) -> None:
+    """One trial for all its tests; each alone where they did not end, for one of them may have held up the others."""
+    outcome = bench.run(job)
+    if len(job.tests) > 1 and "timeout" in outcome.said.values():
+        for test in job.tests:
+            _attempt(bench, log, replace(job, tests=(test,)))
+    else:
+        log.add(job, outcome)
+
+
+def _asking(log: Log, chosen: list[Row], function: str) -> list[str]:
+    """The tests cited for a function that pass and whose file calls it, the quickest first."""
+    cited = {test for row in chosen if function in row.functions for test in row.tests}
+    asking = [t for t in cited if log.asks(t)["said"] == "passed" and function in log.asks(t)["asked"]]
+    return sorted(asking, key=lambda test: (log.asks(test)["seconds"], test))
+
+
 def _is_open(log: Log, chosen: list[Row], function: str, how: str, test: str) -> bool:
     """Whether some row does not know yet that this mutation, or this test, is of use."""
     rows = [row for row in chosen if function in row.functions and test in row.tests]
+    milder = MUTATIONS[: MUTATIONS.index(how)]
     return any(
-        not any(log.noticed(function, how, each) for each in row.tests) or test in idle_tests(log, row) for row in rows
+        test in idle_tests(log, row)
+        or (_missed(log, row, function, how) and not any(log.changed(function, h, row.tests) for h in milder))
+        for row in rows
     )
 
 
-def unnoticed(log: Log, row: Row) -> list[tuple[str, str]]:
-    """The mutations that were tried and that no cited test of the row notices, if they change a result at all."""
-    found = []
-    for function in row.functions:
-        for how in MUTATIONS:
-            tried = [t for t in row.tests if log.has(function, how, t)]
-            missed = tried and not any(log.noticed(function, how, t) for t in tried)
-            if missed and (how == MUTATIONS[0] or log.changed(function, how, tried)):
-                found.append((function, how))
-    return found
+def _missed(log: Log, row: Row, function: str, last: str) -> list[str]:
+    """The mutations, up to the last one to try, of which one must be noticed and none was.
+
+    The mildest that changes a result counts. Of a yes or no, or of whole numbers, a factor of 1.1 changes nothing.
+    """
+    missed: list[str] = []
+    for how in MUTATIONS[: MUTATIONS.index(last) + 1]:
+        if any(log.noticed(function, how, test) for test in row.tests):
+            return missed if any(log.changed(function, h, row.tests) for h in missed) else []
+        missed.append(how)
+    return missed
+
+
+def unnoticed(log: Log, row: Row) -> list[str]:
+    """The cited functions of which no cited test of the row notices the mildest mutation that changes a result."""
+    return [function for function in row.functions if _missed(log, row, function, MUTATIONS[-1])]
 
 
 def idle_tests(log: Log, row: Row) -> list[str]:
-    """The cited tests that notice no mutation of any cited function of the row that was tried."""
+    """The cited tests that notice no mutation of any cited function of the row."""
     pairs = [(function, how) for function in row.functions for how in MUTATIONS]
     return [test for test in row.tests if not any(log.noticed(f, how, test) for f, how in pairs)]
 
@@ -157,9 +200,8 @@ def summary(log: Log, chosen: list[Row]) -> dict[str, Any]:
             "label": row.label,
             "functions": list(row.functions),
             "tests": list(row.tests),
-            "unnoticed": [{"function": function, "mutation": how} for function, how in unnoticed(log, row)],
-            "idle_tests": [t for t in idle_tests(log, row) if any(log.has(f, MUTATIONS[0], t) for f in row.functions)],
-            "not_tried": [t for t in row.tests if not any(log.has(f, MUTATIONS[0], t) for f in row.functions)],
+            "unnoticed": unnoticed(log, row),
+            "idle_tests": idle_tests(log, row),
         }
         for row in chosen
     ]
@@ -174,10 +216,7 @@ def summary(log: Log, chosen: list[Row]) -> dict[str, Any]:
             "broken": len({key[:2] for key in tried}),
             "trials": len(tried),
             "unnoticed": sum(len(each["unnoticed"]) for each in listed),
-            "rows_with_unnoticed": sum(bool(each["unnoticed"]) for each in listed),
             "idle_tests": sum(len(each["idle_tests"]) for each in listed),
-            "rows_with_idle_tests": sum(bool(each["idle_tests"]) for each in listed),
-            "tests_not_tried": len({t for each in listed for t in each["not_tried"]}),
         },
         "rows": listed,
     }
@@ -190,19 +229,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where to write the result (lab/results/mutation.json)")
     parser.add_argument("--only", nargs="*", help="labels of rows; default: all")
     parser.add_argument("--again", nargs="*", default=[], help="tests or functions whose trials are made again")
-    parser.add_argument("--longest", type=float, default=10.0, help="leave out tests that take more seconds")
-    parser.add_argument("--parameters", type=int, default=1, help="parameters tried of each test; 0 for all")
+    parser.add_argument("--parameters", type=int, default=3, help="parameters tried of each test; 0 for all")
     parser.add_argument("--show", action="store_true", help="show what is in the log and try nothing")
     args = parser.parse_args()
     log, all_rows = Log(args.log or Path(tempfile.mkdtemp()) / "log.jsonl"), rows()
     chosen = [row for row in all_rows if not args.only or row.label in args.only]
     log.forget(set(args.again))
     if not args.show:
-        survey(log, chosen, args.longest, args.parameters)
+        survey(log, chosen, args.parameters)
     result = summary(log, chosen)
     for row in result["rows"]:
-        for each in row["unnoticed"]:
-            print(f"{row['label']}: no test notices {each['function']} {each['mutation']}")
+        for function in row["unnoticed"]:
+            print(f"{row['label']}: no test notices {function}")
         for test in row["idle_tests"]:
             print(f"{row['label']}: notices nothing: {test}")
     print(json.dumps(result["counts"], indent=1))

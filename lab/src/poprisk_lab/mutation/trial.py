@@ -1,10 +1,11 @@
 """One trial: break one function in a process of its own, run tests there, and see which of them notice.
 
-The tests are collected once; every trial is a fork of the process that did, so that nothing is imported again and
-nothing is written to the repository. A function is broken by exchanging its code object: whoever has imported it calls
-the broken one.
+The tests are collected once; every trial is a fork of the process that did, so that nothing is imported again, nothing
+is written to the repository, and no result that a test cached before can hide that a function is broken. A function is
+broken by exchanging its code object: whoever has imported it calls the broken one.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -14,15 +15,16 @@ import resource
 import signal
 import sys
 import time
+import traceback
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from poprisk_lab.mutation.broken import Changes, broken, broken_value
+from poprisk_lab.mutation.broken import WATCH, Changes, broken, broken_value
 
 ROOT = Path(__file__).resolve().parents[4]
 _PATIENCE = 60.0
@@ -33,28 +35,35 @@ ORIGINALS: list[Any] = []
 
 @dataclass(frozen=True)
 class Job:
-    """A trial: what to break, how, and the test to run."""
+    """A trial: what to break, how, and the tests of one file to run."""
 
-    function: str
-    """Empty: nothing is broken, and the test runs in the process that all others are forked from."""
+    functions: tuple[str, ...]
     mutation: str
-    test: str
+    """WATCH: nothing is broken, and calls of the functions are noted."""
+    tests: tuple[str, ...]
+    """They share the fixtures of their module."""
     parameters: int
-    """How many of the parameters of the test are tried, evenly spread; 0 for all."""
-    limit: int = 0
-    """Processor seconds; a test that has not ended by then has noticed."""
+    """How many of the parameters of each test are tried, evenly spread; 0 for all."""
+    limit: int
+    """Processor seconds; tests that have not ended by then have noticed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a test said."""
+    """What the tests said."""
 
-    said: str = "timeout"
-    """"passed", "failed", "skipped" "timeout" or "hung"."""
+    said: dict[str, str] = field(default_factory=dict)
+    """"passed", "failed", "skipped", "timeout" or "hung", for each test."""
     seconds: float = 0.0
     """Of the processor."""
     changes: int = 0
-    """How often a result was changed; 0 if the broken function was never asked."""
+    """How often a result was changed."""
+    asked: tuple[str, ...] = ()
+    """The watched functions that the tests called."""
+    modules: tuple[str, ...] = ()
+    """What the tests imported on their way."""
+    error: str = ""
+    """What went wrong with the trial itself."""
 
 
 class Server:
@@ -69,7 +78,10 @@ class Server:
     def run(self, job: Job) -> Outcome:
         """Do one trial."""
         self._pipe.send(job)
-        return self._pipe.recv()
+        outcome = self._pipe.recv()
+        if outcome.error:
+            raise RuntimeError(f"{job}: {outcome.error}")
+        return outcome
 
     def close(self) -> None:
         """End the process."""
@@ -97,7 +109,8 @@ class _Trials:
     def pytest_runtestloop(self, session: Any) -> bool:
         """Take jobs until there are no more."""
         while (job := self.pipe.recv()) is not None:
-            self.pipe.send(self._forked(job, session.items) if job.function else self._run(job, session.items))
+            self.pipe.send(outcome := self._forked(job, session.items))
+            _import(outcome.modules)  # so that the next trials need not
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -119,28 +132,42 @@ class _Trials:
         if not process:
             try:
                 resource.setrlimit(resource.RLIMIT_CPU, (time_used() + job.limit, time_used() + job.limit + 5))
-                break_name(job.function, job.mutation)
+                for name in job.functions:
+                    break_name(name, WATCH + name if job.mutation == WATCH else job.mutation)
                 send.send(self._run(job, items))
+            except Exception:
+                send.send(Outcome(error=traceback.format_exc()))
             finally:
                 os._exit(0)
         send.close()
         try:
-            outcome = receive.recv() if receive.poll(_PATIENCE + 20 * job.limit) else Outcome("hung")
+            hung = not receive.poll(_PATIENCE + 20 * job.limit)
+            outcome = Outcome(dict.fromkeys(job.tests, "hung")) if hung else receive.recv()
         except EOFError:
-            outcome = Outcome()
-        if outcome.said == "hung":  # a lock that was held when the process was forked: this says nothing
+            hung, outcome = False, Outcome(dict.fromkeys(job.tests, "timeout"))  # killed at the limit
+        if hung:  # a lock that was held when the process was forked: this says nothing
             os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         return outcome
 
     def _run(self, job: Job, items: Sequence[Any]) -> Outcome:
-        self.said.pop(job.test, None)
-        began, mine = time.process_time(), [item for item in items if self._name(item.nodeid) == job.test]
-        for item in _some(mine, job.parameters):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            if self.said.get(job.test) == "failed":
-                break
-        return Outcome(self.said.get(job.test, "skipped"), time.process_time() - began, Changes.count)
+        before, began = set(sys.modules), time.process_time()
+        chosen = [each for test in job.tests for each in _some(self._items(items, test), job.parameters)]
+        for item, following in zip(chosen, [*chosen[1:], None], strict=True):
+            if self.said.get(self._name(item.nodeid)) != "failed":
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        said = {test: self.said.get(test, "skipped") for test in job.tests}
+        modules = tuple(set(sys.modules) - before)
+        return Outcome(said, time.process_time() - began, Changes.count, tuple(sorted(Changes.asked)), modules)
+
+    def _items(self, items: Sequence[Any], test: str) -> list[Any]:
+        return [item for item in items if self._name(item.nodeid) == test]
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in sorted(names):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def time_used() -> int:
@@ -164,7 +191,10 @@ def break_name(name: str, how: str) -> None:
     inner = getattr(found, "fget", None) or getattr(found, "func", None) or getattr(found, "__func__", None) or found
     inner = inspect.unwrap(inner) if callable(inner) else inner
     if not isinstance(inner, types.FunctionType):
-        _exchange_value(found, broken_value(found, how))
+        if how.startswith(WATCH):
+            Changes.asked.add(how.removeprefix(WATCH))  # whoever reads it cannot be seen
+        else:
+            _exchange_value(found, broken_value(found, how))
         return
     arguments = (inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
     original = types.FunctionType(*arguments)
