@@ -71,10 +71,14 @@ def test_a_linear_model_is_predicted_as_it_is_without_each_example():
     y = x[:, :1] + torch.randn(24, 1, generator=generator)
     problem = Problem(nn.Linear, "squared", x, y, arguments={"in_features": 4, "out_features": 1})
     run = train(problem, partial(SGD, lr=0.02), 150, progress=False)
-    found = leverage(run, [150])[0]
-    real = leave_one_out(run, renormalize=False)
-    moved, expected = found.excluded_outputs - found.outputs, real.displacement
-    assert float((moved - expected).norm() / expected.norm()) < 0.08
+    found, expected = leverage(run, [150])[0], leave_one_out(run, renormalize=False).displacement
+
+    def error(found):
+        return float((found.excluded_outputs - found.outputs - expected).norm() / expected.norm())
+
+    # The force on an example is followed from moment to moment: few of them are off by 6%, one every ten steps by 0.8%.
+    assert error(found) < 0.07
+    assert error(leverage(run, list(range(10, 151, 10)))[-1]) < 0.01
     assert abs(found.risk.value - found.losses.mean()) < 1e-6
 
 

@@ -86,7 +86,7 @@ def test_folds_that_divide_and_leave_one_out(run):
     same(cross_validation_risk(run, 1), alone)
     folds = k_fold(run, N, SEED).risk
     assert folds.value == pytest.approx(alone.value, rel=1e-6)
-    assert folds.standard_error == pytest.approx(alone.standard_error, rel=1e-3)  # K-fold's has the folds' lag too
+    assert folds.standard_error == pytest.approx(alone.standard_error, rel=3e-5)  # K-fold's has the folds' lag too
     assert (folds.valid, folds.target, folds.reason) == (alone.valid, alone.target, alone.reason)
 
 
@@ -113,8 +113,8 @@ def test_exclusion(run, examples):
         RiskMeter("exclusion", examples=examples, seed=SEED).read(run, [STEPS]).readings[-1].risk,
     )
     same(*roads)
-    if roads[0].valid:
-        same(roads[0], population_risk(run, examples=examples, seed=SEED))
+    assert roads[0].valid
+    same(roads[0], population_risk(run, examples=examples, seed=SEED))
     along = RiskMeter("exclusion", examples=examples, seed=SEED).read(run, [3, STEPS]).readings[-1].risk
     same(along, roads[0])
 

@@ -18,6 +18,8 @@ from poprisk._core.store import environment, write_json
 from poprisk_lab.mutation.broken import MUTATIONS, WATCH
 from poprisk_lab.mutation.trial import ROOT, Job, Outcome, Server
 
+FOLDERS = ("tests/", "lab/tests/")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -80,20 +82,32 @@ class Log:
 
 
 class Bench:
-    """The two collections of tests, of the library and of the lab."""
+    """The collections of tests: of the library, of the lab, and those that need a process of their own."""
 
     def __init__(self, tests: Sequence[str]) -> None:
-        chosen = {folder: [t for t in tests if t.startswith(folder)] for folder in ("tests/", "lab/tests/")}
+        together = [test for test in tests if not _uses_jax(test)]
+        chosen = {folder: [t for t in together if t.startswith(folder)] for folder in FOLDERS}
         self._servers = {folder: Server(folder, each) for folder, each in chosen.items() if each}
 
     def run(self, job: Job) -> Outcome:
         """Do a trial."""
-        return next(server for folder, server in self._servers.items() if job.tests[0].startswith(folder)).run(job)
+        folder = next(folder for folder in FOLDERS if job.tests[0].startswith(folder))
+        if not _uses_jax(job.tests[0]):
+            return self._servers[folder].run(job)
+        server = Server(folder, job.tests, once=True)
+        try:
+            return server.run(job)
+        finally:
+            server.close()
 
     def close(self) -> None:
         """End their processes."""
         for server in self._servers.values():
             server.close()
+
+
+def _uses_jax(test: str) -> bool:
+    return "import jax" in (ROOT / test.partition("::")[0]).read_text(encoding="utf-8")
 
 
 def watch(bench: Bench, log: Log, chosen: Sequence[Row], parameters: int) -> None:

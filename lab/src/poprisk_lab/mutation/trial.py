@@ -67,12 +67,15 @@ class Outcome:
 
 
 class Server:
-    """Tests of the library or of the lab, collected once in a process that then forks for each trial."""
+    """Tests of the library or of the lab, collected once in a process that then forks for each trial.
 
-    def __init__(self, folder: str, tests: Sequence[str]) -> None:
+    With ``once`` it is that process that does the one trial there is: JAX has threads and cannot be forked.
+    """
+
+    def __init__(self, folder: str, tests: Sequence[str], *, once: bool = False) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(folder, tests, other))
+        self._process = context.Process(target=_serve, args=(folder, tests, other, once))
         self._process.start()
 
     def run(self, job: Job) -> Outcome:
@@ -89,27 +92,28 @@ class Server:
         self._process.join()
 
 
-def _serve(folder: str, tests: Sequence[str], pipe: Any) -> None:
+def _serve(folder: str, tests: Sequence[str], pipe: Any, once: bool) -> None:
     prefix = folder.removesuffix("tests/")
     os.chdir(ROOT / prefix)
     chosen = [test.removeprefix(prefix) for test in tests]
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", "--no-header", "-qq"]
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 1)
-        pytest.main([*chosen, *options], plugins=[_Trials(prefix, pipe)])
+        pytest.main([*chosen, *options], plugins=[_Trials(prefix, pipe, once)])
 
 
 class _Trials:
     """The plugin: instead of one run over all tests, a fork for each trial that is asked for."""
 
-    def __init__(self, prefix: str, pipe: Any) -> None:
-        self.prefix, self.pipe = prefix, pipe
+    def __init__(self, prefix: str, pipe: Any, once: bool) -> None:
+        self.prefix, self.pipe, self.once = prefix, pipe, once
         self.said: dict[str, str] = {}
 
     def pytest_runtestloop(self, session: Any) -> bool:
         """Take jobs until there are no more."""
         while (job := self.pipe.recv()) is not None:
-            self.pipe.send(outcome := self._forked(job, session.items))
+            trial = self._broken if self.once else self._forked
+            self.pipe.send(outcome := trial(job, session.items))
             _import(outcome.modules)  # so that the next trials need not
         return True
 
@@ -132,16 +136,12 @@ class _Trials:
         if not process:
             try:
                 resource.setrlimit(resource.RLIMIT_CPU, (time_used() + job.limit, time_used() + job.limit + 5))
-                for name in job.functions:
-                    break_name(name, WATCH + name if job.mutation == WATCH else job.mutation)
-                send.send(self._run(job, items))
-            except Exception:
-                send.send(Outcome(error=traceback.format_exc()))
+                send.send(self._broken(job, items))
             finally:
                 os._exit(0)
         send.close()
         try:
-            hung = not receive.poll(_PATIENCE + 20 * job.limit)
+            hung = not receive.poll(_PATIENCE + 5 * job.limit)
             outcome = Outcome(dict.fromkeys(job.tests, "hung")) if hung else receive.recv()
         except EOFError:
             hung, outcome = False, Outcome(dict.fromkeys(job.tests, "timeout"))  # killed at the limit
@@ -149,6 +149,14 @@ class _Trials:
             os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         return outcome
+
+    def _broken(self, job: Job, items: Sequence[Any]) -> Outcome:
+        try:
+            for name in job.functions:
+                break_name(name, WATCH + name if job.mutation == WATCH else job.mutation)
+            return self._run(job, items)
+        except Exception:
+            return Outcome(error=traceback.format_exc())
 
     def _run(self, job: Job, items: Sequence[Any]) -> Outcome:
         before, began = set(sys.modules), time.process_time()
