@@ -39,6 +39,7 @@ def test_definitions_and_the_factorization_of_both_transfers(seed, squared, mome
     keep = values > 1e-9 * values[-1]
     inverse_root = tensor((V[:, keep] * values[keep] ** -0.5) @ V[:, keep].T)
     assert c.rank == keep.sum() <= 6 - never_drawn
+    assert_close(c.roots.square(), tensor(values[keep][::-1]), rtol=1e-7, atol=1e-12)
     assert_close(c.train_channel, tensor(ops.D) @ inverse_root, **EXACT)
     assert_close(c.test_channel, tensor(ops.G) @ inverse_root, **EXACT)
     assert_close(c.visibility_gramian, inverse_root @ tensor(ops.G.T @ ops.G) @ inverse_root, **EXACT)

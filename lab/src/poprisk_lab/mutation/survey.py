@@ -206,6 +206,26 @@ def idle_tests(log: Log, row: Row) -> list[str]:
     return [test for test in row.tests if not any(log.noticed(f, how, test) for f, how in pairs)]
 
 
+def was_tried(log: Log, row: Row, function: str) -> bool:
+    """Whether all trials of a function were made that can find that a cited test of the row notices it."""
+    last = next((how for how in MUTATIONS if log.changed(function, how, row.tests)), MUTATIONS[-1])
+    if not _missed(log, row, function, last):
+        return True
+    tests = [test for test in row.tests if function in log.asks(test)["asked"]]
+    watched = all(log.asks(test)["said"] for test in row.tests)
+    return watched and all(log.has(function, how, t) for how in MUTATIONS[: MUTATIONS.index(last) + 1] for t in tests)
+
+
+def is_whole(log: Log, row: Row) -> bool:
+    """Whether the survey of a row is finished: all is noticed, or was tried in every way."""
+    if not all(was_tried(log, row, function) for function in row.functions):
+        return False
+    asked = {test: set(log.asks(test)["asked"]) & set(row.functions) for test in idle_tests(log, row)}
+    return all(log.asks(t)["said"] for t in asked) and all(
+        log.has(function, how, test) for test, called in asked.items() for function in called for how in MUTATIONS
+    )
+
+
 def summary(log: Log, chosen: list[Row]) -> dict[str, Any]:
     """The result to store."""
     tried = [key for key in log.said if key[0]]
@@ -214,8 +234,9 @@ def summary(log: Log, chosen: list[Row]) -> dict[str, Any]:
             "label": row.label,
             "functions": list(row.functions),
             "tests": list(row.tests),
-            "unnoticed": unnoticed(log, row),
-            "idle_tests": idle_tests(log, row),
+            "whole": is_whole(log, row),
+            "unnoticed": [f for f in unnoticed(log, row) if was_tried(log, row, f)],
+            "idle_tests": idle_tests(log, row) if is_whole(log, row) else [],
         }
         for row in chosen
     ]
@@ -229,6 +250,7 @@ def summary(log: Log, chosen: list[Row]) -> dict[str, Any]:
             "tests": len({t for row in chosen for t in row.tests}),
             "broken": len({key[:2] for key in tried}),
             "trials": len(tried),
+            "whole": sum(each["whole"] for each in listed),
             "unnoticed": sum(len(each["unnoticed"]) for each in listed),
             "idle_tests": sum(len(each["idle_tests"]) for each in listed),
         },
