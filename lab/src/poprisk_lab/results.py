@@ -52,6 +52,14 @@ SCRIPTS: dict[str, Script] = {
         file="demo/result.json",
         smoke="",
     ),
+    "operator_readings": Script(
+        "the operator sections of a report against exact operators",
+        ("-m", "poprisk_lab.theory.operator_readings", "--output", "{output}"),
+    ),
+    "operators_cpu": Script(
+        "leading eigenpairs of W at np = 10,000, certified, and how the cost grows",
+        ("benchmarks/operators.py", "--output", "{output}"),
+    ),
     "clean_lm": Script(
         "gates of strength 1 on clean text, by learning rate",
         ("-m", "poprisk_lab.paper.clean_lm.study", "--output", "{output}"),

@@ -29,8 +29,8 @@ PROBES = 6
 """Random directions."""
 REPEATED = 2
 """Those that are swept again with longer stretches."""
-# Doubling the stretches changes a number by about its error, now and then by less.
-_SAFETY = 2.0
+# Doubling the stretches changes a number by about its error, now and then by a third of it.
+_SAFETY = 3.0
 _TWO_SIDED = 2.0
 # The standard deviation of (ω'Wω)² in units of its mean: 1.4 for a W with many directions, 2.8 for one with a single.
 _PAIRS = 2.0

@@ -36,6 +36,7 @@ NO_TEST = "the problem has no test set; pass one with Problem(…, test=(inputs,
 _SHARE, _MOST_GROUPS = 0.9, 8
 _PER_SECOND, _STEP_OVERHEAD = 5e9, 2e-2
 _MEMORY = 2**30
+_SPREADS = 3  # one draw of the spread of two samples, often of few large coordinates, stands for its size
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,7 +260,7 @@ def _norms(found: DriftDiffusion) -> tuple[dict[str, list[float]], dict[str, lis
     random = ("drift", "diffusion")
     for name in random:
         squares[name] = (squares[name] - noise).clamp(min=0)
-    errors = {name: (2 * noise.sqrt() if name in random else 0 * noise).tolist() for name in parts}
+    errors = {name: (_SPREADS * noise.sqrt() if name in random else 0 * noise).tolist() for name in parts}
     return {name: value.sqrt().tolist() for name, value in squares.items()}, errors
 
 
