@@ -94,6 +94,8 @@ class Exclusion:
     """Real deletions of some of the examples; None if there are none, and the risk is unchecked."""
     obstacle: str = ""
     """Why no deletion could be trained."""
+    first_loss: float = math.nan
+    """Loss before training; NaN for another loss than the one that was trained."""
 
     @property
     def excluded_outputs(self) -> Float[Tensor, "m p"]:
@@ -146,9 +148,9 @@ class Exclusion:
         notes = (*((self.note,) if self.note else ()), *(() if control is None else control.notes))
         total = copies * (error if control is None else math.hypot(error, uncertain))
         distinct = min(len(self.examples), checked.distinct)
-        found = Found(
-            value, total, "exclusion", trained_on(n - 1 - self.held, n), training, self.cost, distinct, n, notes
-        )
+        target = trained_on(n - 1 - self.held, n)
+        about = ("exclusion", target, training, self.cost, distinct, n, notes, self.first_loss)
+        found = Found(value, total, *about)
         return judge_exclusion(found, checked), checked, enough_controls(value, error, uncertain)
 
 
@@ -213,12 +215,12 @@ def exclusion(
         raise HyperparameterError(f'method must be "linearized" or "corrected", got {method!r}')
     check_controls(controls)
     unrolled = as_unrolled(run)
-    chosen, groups = choose_examples(unrolled.num_examples, examples, seed), excluded_together(unrolled)
+    chosen, groups = choose_examples(unrolled.num_examples, examples, seed), excluded_together(unrolled.groups)
     if method == "linearized":
         found = excluded_outputs(unrolled, chosen, mass_preserving=mass_preserving, groups=groups)
         predicted = exclusion_at(unrolled, found, unrolled.stop, loss=loss)
     else:
-        outputs, moved, radius = corrected_displacement(unrolled, chosen)
+        outputs, moved, radius = corrected_displacement(unrolled, chosen, groups)
         flat = outputs.reshape(len(outputs), -1)
         found = ExcludedOutputs(chosen, flat, moved, moved, tuple(outputs.shape[1:]))
         predicted = exclusion_at(unrolled, found, unrolled.stop, loss=loss, radius=radius)
@@ -264,6 +266,7 @@ def exclusion_at(
         note=unrolled.note,
         held=0 if unrolled.run.kept is None else len(unrolled.run.kept.held),
         distinct=int(unrolled.groups.max()) + 1,
+        first_loss=float(unrolled.run.losses[0]) if loss is None else math.nan,
     )
 
 
@@ -279,10 +282,9 @@ def check_controls(controls: int | None) -> None:
         )
 
 
-def excluded_together(unrolled: LinearizedRun) -> Int[Tensor, "n"]:
+def excluded_together(groups: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
     """The group that each example is left out with: its duplicates, unless most inputs come several times."""
-    n, groups = unrolled.num_examples, unrolled.groups
-    return groups if int(groups.max()) + 1 >= max(2, FEWEST_DISTINCT * n) else torch.arange(n)
+    return groups if int(groups.max()) + 1 >= max(2, FEWEST_DISTINCT * len(groups)) else torch.arange(len(groups))
 
 
 def deletions_of(

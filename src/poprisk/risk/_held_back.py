@@ -38,8 +38,9 @@ def held_back_risk(run: Run, weights: Weights = "kept", step: int | None = None)
         raise RunError("the run has no held-back examples: train with hold_back=0.05, or use another method")
     trained = torch.ones(run.num_examples, dtype=torch.bool)
     trained[kept.held] = False
+    first = float(run.losses[0]) if run.num_steps else math.nan
     if weights == "kept":
-        return judge_kept(kept.risk, run.num_steps, _training_loss(run, kept.weights, trained), kept.target)
+        return judge_kept(kept.risk, run.num_steps, _training_loss(run, kept.weights, trained), kept.target, first)
     if not len(kept.held):
         raise RunError(
             "the held-back examples are not among the examples of the run: only the risk of the kept weights is known"
@@ -55,7 +56,7 @@ def held_back_risk(run: Run, weights: Weights = "kept", step: int | None = None)
     spread = held.std().item() / math.sqrt(count) if count > 1 else math.nan
     error = held_error(held.mean().item(), spread, unseen, count)
     target = LAST_WEIGHTS if step == run.num_steps else f"the weights before step {step}"
-    about = ("held_back", target, losses[trained].mean().item(), 0.0, count, run.num_examples)
+    about = ("held_back", target, losses[trained].mean().item(), 0.0, count, run.num_examples, (), first)
     return judge_held_back(Found(held.mean().item(), error, *about))
 
 

@@ -209,7 +209,7 @@ def _nested(run: Run, folds: int, seed: int, repeats: int, renormalize: bool, op
     target = trained_on((n - int(sizes.max()), n - int(sizes.min())), n)
     about = (found.risk.training_loss, found.risk.cost, n, n)
     notes = ("standard error from nested cross-validation", *found.notes)
-    risk = judge_retraining(Found(value, error, "k_fold", target, *about, notes))
+    risk = judge_retraining(Found(value, error, "k_fold", target, *about, notes, float(run.losses[0])))
     buffers = found.buffers and (*found.buffers[:folds], found.buffers[-1])
     outer_models = Trained(found.weights[:folds], found.own_weights, found.notes, float(folds), buffers)
     plain = _result(run, left_out[:folds], outer_models).risk

@@ -170,7 +170,7 @@ class RiskMeter:
             sweep.extend(unrolled)
         if self._deletions is None:
             chosen = choose_examples(unrolled.num_examples, self.examples, self.seed, most=MOST_EXAMPLES)
-            groups, at_once = excluded_together(unrolled), slices(len(chosen), unrolled.columns_at_a_time())
+            groups, at_once = excluded_together(unrolled.groups), slices(len(chosen), unrolled.columns_at_a_time())
             self._sweeps = [ExclusionSweep(unrolled, chosen[rows], groups=groups) for rows in at_once]
             self._deletions = deletions_of(unrolled, chosen, groups, self.seed)
         self._deletions.follow(run, self._pending)

@@ -121,9 +121,8 @@ class Resampled:
         """A risk of the model trained on all examples, with the error and the verdict of the held-out losses."""
         n, risk = self.run.num_examples, self.risk
         error, about = float(risk.standard_error), (risk.training_loss, risk.cost, len(self.example.unique()), n)
-        return judge_retraining(
-            Found(value, error, risk.method, f"a model trained on all {n} examples", *about, (how,))
-        )
+        target, first = f"a model trained on all {n} examples", float(self.run.losses[0])
+        return judge_retraining(Found(value, error, risk.method, target, *about, (how,), first))
 
     @property
     def gap(self) -> float:
@@ -237,7 +236,7 @@ def held_out_result(
     error = inflated_error(losses, units.to(losses.device), seen, groups, mistake) if distinct else math.nan
     value = float(losses.double().mean())
     kind = "k_fold" if partition else method
-    about = (float(own_losses.double().mean()), trained.trainings, distinct, n, trained.notes)
+    about = (float(own_losses.double().mean()), trained.trainings, distinct, n, trained.notes, float(run.losses[0]))
     checks = _checks(run, held, trained, own_losses, partition)
     error = math.hypot(error, checks.lag)
     found = Found(value, error, kind, _target(run, held) if target is None else target, *about)

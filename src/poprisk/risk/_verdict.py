@@ -10,19 +10,21 @@ method                risk of                                   valid while
                                                                 where the run is smooth, the jackknife variance of
                                                                 predictions at new inputs is at most 1.5 times the
                                                                 risk; and a quarter of the inputs are different
-``"leverage"``        a model trained on n - 1 examples         at most 60% of it is a correction of the training
-                                                                loss, and two of its forms differ by at most 20%
+``"leverage"``        a model trained on n - 1 examples         its error, with half of what it adds to the training
+                                                                loss, is at most 40% of it; two of its forms differ
+                                                                by at most 30%; a quarter of the inputs are different
 ``"first_order"``     this model                                exclusion is valid and differs by at most 10%, and
                                                                 the standard error is at most 7% of the risk
 ``"k_fold"`` and      a model trained on the examples kept      no training diverged, and at most 5% of the held-out
-other retraining                                                inputs were also trained on; for K-fold, the run's
-                                                                model is no further from the fold models than these
-                                                                are from each other, its outputs are not 1.2 times
-                                                                as large or small, and the fold models fit their
-                                                                own examples as well, to 25% of the risk
+other retraining                                                inputs were also trained on; for K-fold, the fold
+                                                                models fit their own examples as well, to 25% of the
+                                                                risk, and they are like the run's model, or half of
+                                                                the risk is in the training loss: the other half is
+                                                                then part of the error
 ===================== ========================================= ===================================================
 
-All of them need 10 examples and finite numbers. A reason says what was measured, the limit, and what to do.
+All of them need 10 examples, finite numbers, and a standard error that is at most as large as the risk, or half as
+large as the loss before training. A reason says what was measured, the limit, and what to do.
 To add a check, add its limit and its sentence here, and call it from the method's function below.
 """
 
@@ -49,6 +51,8 @@ LARGEST_FOLD_DISTANCE = 1.0
 """Largest distance of the run's model from the fold models, relative to that between two fold models (about 0.7)."""
 LARGEST_SIZE_RATIO = 1.2
 """Largest ratio, in either direction, of the standard deviations of the outputs of the run's model and fold models."""
+LARGEST_HIDDEN = 0.5
+"""Share of a risk by folds that is not in the training loss, beyond which fold models unlike the run's say nothing."""
 LARGEST_LAG = 0.25
 """Largest difference between the losses of fold models and the run's model on kept examples, as a share of the risk."""
 LARGEST_TWIN_SHARE = 0.05
@@ -74,16 +78,16 @@ FEWEST_DISTINCT = 0.25
 LARGEST_ERROR_SHARE = 0.07
 """Largest standard error of the first order, as a share of the risk; it does not cover the higher orders."""
 
+LARGEST_ERROR, LARGEST_ERROR_OF_FIRST = 1.0, 0.5
+"""Largest standard error of any estimate, as a share of the risk, or of the loss before training."""
+LARGEST_LEVERAGE_ERROR = 0.4
+"""Largest standard error of leverage, as a share of the risk."""
 LARGEST_CORRECTION = 0.6
-"""Largest share of the risk by leverage that is a correction of the training loss."""
-LARGEST_COPIES = 0.05
-"""Largest share of the examples with the inputs of another one, which leverage leaves in when it leaves one out."""
-LARGEST_STRAIGHT = 0.25
-"""Largest share of the examples whose loss has no curvature, so that nothing brings a prediction back by leverage."""
-LARGEST_LEVERAGE_GAP = 0.2
+"""Largest share of the risk by leverage that is a correction of the training loss, for single predictions."""
+LARGEST_LEVERAGE_GAP = 0.3
 """Largest difference between leverage along the run and by its end, as a share of the risk."""
-LEVERAGE_ERROR = 0.3
-"""Standard error of the correction by leverage, as a share of it, apart from sampling."""
+LEVERAGE_ERROR = 0.5
+"""Standard error of the correction by leverage, as a share of it, apart from sampling: two reach the training loss."""
 LARGEST_CONTRADICTION = 2.5
 """Standard errors by which another estimate may differ from the held-back risk of the same weights."""
 LAST_WEIGHTS = "the weights at the last step"
@@ -136,6 +140,8 @@ class Found:
     of: int
     """Number of training examples."""
     notes: tuple[str, ...] = ()
+    first_loss: float = math.nan
+    """Loss before training; NaN if not known."""
 
 
 @dataclass(frozen=True)
@@ -182,13 +188,16 @@ def trained_on(kept: int | tuple[int, int], n: int) -> str:
     return f"a model trained on {low if low == high else f'{low} to {high}'} of the {n} examples"
 
 
-def judge_kept(risk: KeptRisk, steps: int, training_loss: float, target: str = "") -> RiskEstimate:
-    """The estimate that ``KeepBest`` made, in the form of the others; its verdict stays."""
+def judge_kept(
+    risk: KeptRisk, steps: int, training_loss: float, target: str = "", first_loss: float = math.nan
+) -> RiskEstimate:
+    """The estimate that ``KeepBest`` made, in the form of the others; its verdict stays, unless its error is large."""
     mean = "" if risk.tail is None else f", averaged over about the last {100 * risk.tail:.3g}% of the steps up to it"
     target = target or f"the kept weights, step {risk.step} of {steps}{mean}"
-    reason = risk.reason if risk.valid else f"{risk.reason}. {_LAST_INSTEAD}"
+    wide = _too_wide(float(risk.value), float(risk.standard_error), first_loss) if risk.valid else ""
+    reason = wide or (risk.reason if risk.valid else f"{risk.reason}. {_LAST_INSTEAD}")
     about = {"target": target, "method": "held_back", "training_loss": training_loss, "cost": risk.cost}
-    return RiskEstimate(risk.value, risk.standard_error, risk.valid, reason, **about)
+    return RiskEstimate(risk.value, risk.standard_error, risk.valid and not wide, reason, **about)
 
 
 def judge_held_back(found: Found) -> RiskEstimate:
@@ -218,24 +227,35 @@ def narrower(held: RiskEstimate, other: RiskEstimate) -> RiskEstimate:
 
 def judge_retraining(found: Found, checks: FoldChecks | None = None) -> RiskEstimate:
     """The verdict on a mean held-out loss."""
+    checks = FoldChecks() if checks is None else checks
     reason = _too_few(found) or _not_finite(found, "a training without some of the examples diverged")
-    reason = reason or _against_folds(found, FoldChecks() if checks is None else checks)
-    return _verdict(found, reason, f"risk of {found.target}")
+    reason = reason or _against_folds(found, checks)
+    hidden = max(found.value - found.training_loss, 0.0)  # what can differ between models that fit alike
+    doubt = 1.0 if _unlike(checks) else 0.5 if checks.size < 1 / LARGEST_SIZE_RATIO else 0.0
+    return _verdict(replace(found, error=math.hypot(found.error, doubt * hidden)), reason, f"risk of {found.target}")
+
+
+def _unlike(checks: FoldChecks) -> str:
+    """How the run's model lies outside the fold models; comparisons with NaN are False."""
+    if checks.size > LARGEST_SIZE_RATIO:
+        return f"its outputs are {checks.size:.2g} times as large as theirs (limit {LARGEST_SIZE_RATIO:g})"
+    if checks.distance > LARGEST_FOLD_DISTANCE:
+        ratio = f"{checks.distance:.2g} times as far from them as they are from each other"
+        return f"it is {ratio} (limit {LARGEST_FOLD_DISTANCE:g})"
+    return ""
 
 
 def _against_folds(found: Found, checks: FoldChecks) -> str:
-    """Why the fold models do not stand for the run's model; comparisons with NaN are False."""
+    """Why the fold models do not stand for the run's model."""
     if checks.twins > LARGEST_TWIN_SHARE:
         return (
             f"{100 * checks.twins:.0f}% of the held-out inputs were also trained on (limit "
             f"{100 * LARGEST_TWIN_SHARE:.0f}%). Use k_fold, which leaves equal inputs out together."
         )
-    if checks.distance > LARGEST_FOLD_DISTANCE or max(checks.size, 1 / max(checks.size, 1e-9)) > LARGEST_SIZE_RATIO:
+    if _unlike(checks) and found.value - found.training_loss > LARGEST_HIDDEN * found.value:
         return (
-            "the models trained without a fold do not stand for the run's model: it is "
-            f"{checks.distance:.1f} times as far from them as they are from each other (limit "
-            f"{LARGEST_FOLD_DISTANCE:g}), its outputs are {checks.size:.1f} times as large (limit "
-            f"{LARGEST_SIZE_RATIO:g}), as happens where a model just fits all of its examples. {_HOLD_BACK}"
+            f"the models trained without a fold do not stand for the run's model: {_unlike(checks)}, as happens where "
+            f"a model just fits all of its examples. {_HOLD_BACK}"
         )
     if checks.lag > LARGEST_LAG * found.value:
         return (
@@ -252,11 +272,7 @@ def judge_exclusion(found: Found, checked: Checked) -> RiskEstimate:
     reason = reason or _not_finite(found, "the losses without an example are not finite", checked.error)
     size = max(abs(found.value), math.ulp(0))
     error, change = checked.error / size, checked.change / size
-    if not reason and checked.distinct < FEWEST_DISTINCT * found.of:
-        reason = (
-            f"only {checked.distinct} of the {found.of} inputs are different (limit {100 * FEWEST_DISTINCT:.0f}%), and "
-            "the run does not show whether new data repeat them. Remove the repetitions, or use a test set."
-        )
+    reason = reason or _repetitions(checked.distinct, found.of)
     if not reason and error > LARGEST_CONTROL_ERROR:
         reason = (
             f"{checked.controls} real deletions leave the risk uncertain by {100 * error:.0f}% "
@@ -290,35 +306,43 @@ def enough_controls(value: float, error: float, uncertain: float) -> bool:
     return uncertain <= max(ENOUGH_OF_ERROR * error, ENOUGH_OF_RISK * abs(value))
 
 
-def judge_leverage(found: Found, at_end: float, half: float, copies: float, straight: float) -> RiskEstimate:
+def judge_leverage(found: Found, at_end: float, half: float, distinct: int) -> RiskEstimate:
     """The verdict on leverage.
 
     Args:
         found: The risk with the absence of an example followed along the run, and its sampling error.
         at_end: The risk by the leverages of the last moment alone.
         half: The risk from half of the examples used, where these are not all; otherwise the same.
-        copies: Share of the examples with the same inputs as another one.
-        straight: Share of the examples whose loss has no curvature.
+        distinct: Number of different inputs among the training examples.
     """
-    correction = found.value - found.training_loss
-    share = correction / max(abs(found.value), math.ulp(0))
-    found = replace(found, error=math.hypot(found.error, LEVERAGE_ERROR * correction))
+    correction, size = found.value - found.training_loss, max(abs(found.value), math.ulp(0))
     reason = _too_few(found) or _not_finite(found, "the losses without an example are not finite", at_end, half)
-    checks = (
-        (copies, LARGEST_COPIES, "of the examples have the same inputs as another one"),
-        (straight, LARGEST_STRAIGHT, "of the examples have a loss without curvature"),
-        (share, LARGEST_CORRECTION, "of the estimated risk is a correction of the training loss"),
-        (_difference(found.value, at_end), LARGEST_LEVERAGE_GAP, "lie between the leverages of the run and of its end"),
-        (
-            _difference(found.value, half),
-            LARGEST_DISAGREEMENT,
-            "lie between the estimates from all and from half of the examples used",
-        ),
+    found = replace(found, error=math.hypot(found.error, LEVERAGE_ERROR * correction, found.value - half))
+    reason = reason or _repetitions(distinct, found.of)
+    share = f"{100 * max(correction / size, 0.0):.0f}% of it is a correction of the training loss"
+    if not reason and not found.error <= LARGEST_LEVERAGE_ERROR * size:
+        reason = (
+            f"the standard error is {100 * found.error / size:.0f}% of the risk (limit "
+            f"{100 * LARGEST_LEVERAGE_ERROR:.0f}%); {share}. {_retrain(found)}"
+        )
+    if not reason and _difference(found.value, at_end) > LARGEST_LEVERAGE_GAP:
+        reason = (
+            f"the leverages of the run and of its end differ by {100 * _difference(found.value, at_end):.0f}% of the "
+            f"risk (limit {100 * LARGEST_LEVERAGE_GAP:.0f}%). {_retrain(found)}"
+        )
+    return _verdict(found, reason, share)
+
+
+def judge_single(risk: RiskEstimate) -> RiskEstimate:
+    """The verdict on the single predictions by leverage, whose errors do not cancel as those of their mean do."""
+    share = risk.gap / max(abs(float(risk.value)), math.ulp(0))
+    if not risk.valid or share <= LARGEST_CORRECTION:
+        return risk
+    reason = (
+        f"{100 * share:.0f}% of the mean of the predicted losses is a correction of the training loss (limit "
+        f"{100 * LARGEST_CORRECTION:.0f}%). Allow {FOLDS}-fold cross-validation with retrain_budget={FOLDS}."
     )
-    for measured, limit, what in checks:
-        if not reason and not measured <= limit:
-            reason = f"{100 * measured:.0f}% {what} (limit {100 * limit:.0f}%). {_retrain(found)}"
-    return _verdict(found, reason, f"{100 * max(share, 0.0):.0f}% of it is a correction of the training loss")
+    return replace(risk, valid=False, reason=reason)
 
 
 def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:
@@ -386,7 +410,28 @@ def no_count() -> Estimate:
     return Estimate(math.nan, math.nan, valid=False, reason=reason)
 
 
+def _repetitions(distinct: int, n: int) -> str:
+    if distinct >= FEWEST_DISTINCT * n:
+        return ""
+    return (
+        f"only {distinct} of the {n} inputs are different (limit {100 * FEWEST_DISTINCT:.0f}%), and the run does not "
+        "show whether new data repeat them. Remove the repetitions, or use a test set."
+    )
+
+
+def _too_wide(value: float, error: float, first_loss: float) -> str:
+    """Why an estimate says too little, whatever made it; comparisons with NaN are False."""
+    if error <= LARGEST_ERROR * abs(value) or error <= LARGEST_ERROR_OF_FIRST * first_loss:
+        return ""
+    first = "" if math.isnan(first_loss) else f", and than half of the loss before training, {first_loss:.2g}"
+    return (
+        f"the standard error, {error:.2g}, is larger than the risk, {value:.2g}{first}. Use more examples, or a test "
+        "set."
+    )
+
+
 def _verdict(found: Found, reason: str, otherwise: str) -> RiskEstimate:
+    reason = reason or _too_wide(found.value, abs(found.error), found.first_loss)
     about = {"target": found.target, "method": found.method, "training_loss": found.training_loss, "cost": found.cost}
     error = abs(found.error) if math.isfinite(found.error) and math.isfinite(found.value) else math.nan
     return RiskEstimate(found.value, error, not reason, reason or "; ".join((otherwise, *found.notes)), **about)

@@ -18,9 +18,9 @@ from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
 
-def linear_run(loss="squared", *, steps, decay=0.0, batch_size=None, n=12):
+def linear_run(loss="squared", *, steps, decay=0.0, batch_size=None, n=12, copies=1):
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    x = torch.randn(n // copies, 3, generator=generator, dtype=torch.float64).repeat(copies, 1)
     y = x @ torch.tensor([[1.0], [-0.5], [0.0]], dtype=torch.float64)
     y = y + 0.5 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
     y = y if loss == "squared" else (y > 0).double()
@@ -52,6 +52,18 @@ def test_ridge_regression_at_its_minimum_is_exact():
     residual = (found.excluded_outputs - y).flatten()
     assert_close(residual, ((hat @ y - y).flatten() / (1 - h)), rtol=1e-7, atol=1e-9)
     assert_close(found.excluded_outputs, left_out(run)[0], rtol=1e-6, atol=1e-8)
+
+
+def test_copies_are_removed_together_by_label_sensitivities():
+    """Ridge regression on rows that come twice, with different targets: both copies go, in closed form."""
+    run, x, y = linear_run(steps=100, decay=0.1, copies=2)
+    found, n = exclusion(run, method="corrected", controls=0), len(x)
+    expected = []
+    for i in range(n):
+        left = (x != x[i]).any(1)
+        w = torch.linalg.solve(x[left].T @ x[left] + n * 0.1 * torch.eye(3, dtype=x.dtype), x[left].T @ y[left])
+        expected.append(x[i] @ w)
+    assert_close(found.excluded_outputs, torch.stack(expected), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("mass_preserving", [False, True])

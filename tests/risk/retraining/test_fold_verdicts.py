@@ -46,7 +46,7 @@ def test_the_interpolation_peak_is_seen(folds, seed):
     """With 40 examples and 39 features the model is far larger than those trained on 36 or 27 of them."""
     run = regression(40, 39, seed)
     risk = k_fold(run, folds, progress=False).risk
-    assert wrong(risk, true_risk(run))  # the fold models themselves are fine
+    assert float(risk.value) < 0.5 * true_risk(run)  # the fold models themselves are fine
     assert not risk.valid
     assert "do not stand for the run's model" in risk.reason
     assert "hold_back" in risk.reason
@@ -149,6 +149,29 @@ def test_a_bias_of_the_folds_is_in_their_error():
     assert "0.8, that of the run on the same 0.5" in behind.reason
     assert FoldChecks(kept_loss=0.65, own_loss=0.5).lag == pytest.approx(0.15)
     assert FoldChecks(kept_loss=0.3, own_loss=0.5).lag == FoldChecks().lag == 0
+
+
+@pytest.mark.parametrize(
+    ("checks", "doubt", "said"),
+    [
+        (FoldChecks(1.3, 1.0), 1.0, "it is 1.3 times as far from them as they are from each other (limit 1), as"),
+        (FoldChecks(1.3, 1.4), 1.0, "its outputs are 1.4 times as large as theirs (limit 1.2), as"),
+        (FoldChecks(0.8, 0.7), 0.5, ""),
+        (FoldChecks(0.8, 1.1), 0.0, ""),
+    ],
+)
+def test_models_unlike_the_folds_make_the_error_larger_or_the_risk_not_valid(checks, doubt, said):
+    """A run that fits little can be no further off than its gap; one that fits its examples can be anywhere."""
+    fits_little, fits_all = (Found(1.0, 0.1, "k_fold", "a model", loss, 10, 60, 60) for loss in (0.7, 0.1))
+    risk = judge_retraining(fits_little, checks)
+    assert risk.valid
+    assert risk.standard_error == pytest.approx(math.hypot(0.1, doubt * 0.3))
+    risk = judge_retraining(fits_all, checks)
+    assert risk.valid == (not said)
+    assert risk.standard_error == pytest.approx(math.hypot(0.1, doubt * 0.9))
+    assert said in risk.reason
+    assert risk.reason.count("(limit") == bool(said)
+    assert ("Hold examples back" in risk.reason) == bool(said)
 
 
 def test_held_back_examples_are_not_counted_as_trained_on():

@@ -39,7 +39,14 @@ def label_sensitivities(run: Run | Unrolled, examples: Int[Tensor, "m"] | None =
     tensor([0.7500, 0.7500, 0.7500])
     """
     unrolled = as_unrolled(run)
-    chosen = torch.arange(unrolled.num_examples) if examples is None else examples
+    every = torch.arange(unrolled.num_examples)
+    return _sensitivities(unrolled, every if examples is None else examples, every)
+
+
+def _sensitivities(
+    unrolled: Unrolled, chosen: Int[Tensor, "m"], groups: Int[Tensor, "n"], responses: Tensor | None = None
+) -> Float[Tensor, "m p c"]:
+    """The sum of H_ij over the examples j of i's group, each times its response [p, c]."""
     p, w = unrolled.num_outputs, unrolled.last_weights
     # Every query passes each step with the outputs of its whole batch.
     by_batch = 4 * len(unrolled.run.batch(unrolled.start)) * p * unrolled.dtype.itemsize
@@ -49,34 +56,53 @@ def label_sensitivities(run: Run | Unrolled, examples: Int[Tensor, "m"] | None =
         own = chosen[rows]
         queries = unrolled.model.output_jacobian(w, take_examples(unrolled.inputs, own)).flatten(0, 1)  # [m p, d]
         owners = own.repeat_interleave(p)
-        parts = [_own_labels(unrolled, queries[part], owners[part]) for part in slices(len(owners), width)]
-        blocks.append(torch.cat(parts).view(len(own), p, p))
+        parts = [
+            _own_labels(unrolled, queries[part], owners[part], groups, responses) for part in slices(len(owners), width)
+        ]
+        blocks.append(torch.cat(parts).view(len(own), p, -1))
     return torch.cat(blocks)
 
 
 def corrected_displacement(
-    unrolled: Unrolled, examples: Int[Tensor, "m"]
+    unrolled: Unrolled, examples: Int[Tensor, "m"], groups: Int[Tensor, "n"]
 ) -> tuple[Float[Tensor, "m *out"], Float[Tensor, "m p"], Float[Tensor, "m"]]:
-    """Outputs of each example, their change when it is removed, and the spectral radius of HΛ (fails near 1)."""
-    x, y = take_examples(unrolled.inputs, examples), unrolled.targets[examples]
-    outputs = unrolled.model.batch_outputs(unrolled.last_weights, x)
-    H = label_sensitivities(unrolled, examples)
-    r = unrolled.model.output_gradient(unrolled.last_weights, x, y)
-    HL = H @ loss_hessians(unrolled.model.loss, outputs, y)
+    """Outputs of each example, their change when its group is removed, and the spectral radius of HΛ (fails near 1).
+
+    Examples of a group have equal inputs and outputs, so that Δ is the sum of H_ij (r_j + Λ_j Δ) over it.
+    """
+    model, w = unrolled.model, unrolled.last_weights
+    out = torch.isin(groups, groups[examples]).nonzero().squeeze(1)
+    x, y = take_examples(unrolled.inputs, out.to(unrolled.device)), unrolled.targets[out]
+    outputs = model.batch_outputs(w, x)
+    curved = torch.cat([loss_hessians(model.loss, outputs, y), model.output_gradient(w, x, y).unsqueeze(2)], 2)
+    responses = curved.new_zeros(len(groups), *curved.shape[1:])
+    responses[out] = curved
+    found = _sensitivities(unrolled, examples, groups, responses)
+    HL, Hr = found[:, :, :-1], found[:, :, -1:]
     eye = torch.eye(HL.shape[1], dtype=HL.dtype, device=HL.device)
     radius = torch.linalg.eigvals(HL).abs().amax(1).to(HL.dtype)
-    solved = torch.linalg.solve_ex(eye - HL, (H @ r.unsqueeze(2))).result.squeeze(2)
-    return outputs, solved, radius
+    solved = torch.linalg.solve_ex(eye - HL, Hr).result.squeeze(2)
+    return outputs[torch.searchsorted(out, examples)], solved, radius
 
 
-def _own_labels(unrolled: Unrolled, queries: Float[Tensor, "q d"], owners: Int[Tensor, "q"]) -> Float[Tensor, "q p"]:
-    """The derivative of each query by its own example's label; those by all n labels would not fit in memory."""
-    found = queries.new_zeros(len(queries), unrolled.num_outputs)
-    owners = owners.to(queries.device)
+def _own_labels(
+    unrolled: Unrolled,
+    queries: Float[Tensor, "q d"],
+    owners: Int[Tensor, "q"],
+    groups: Int[Tensor, "n"],
+    responses: Float[Tensor, "n p c"] | None,
+) -> Float[Tensor, "q c"]:
+    """The derivative of each query by the labels of its example's group; those by all n labels would not fit."""
+    found = queries.new_zeros(len(queries), unrolled.num_outputs if responses is None else responses.shape[2])
+    groups = groups.to(queries.device)
+    own = groups[owners.to(queries.device)]
 
     def gather(step: StepJacobian, by_labels: Float[Tensor, "q b p"]) -> None:
-        rows, places = (owners[:, None] == step.examples[None, :]).nonzero(as_tuple=True)
-        found.index_add_(0, rows, by_labels[rows, places])
+        rows, places = (own[:, None] == groups[step.examples][None, :]).nonzero(as_tuple=True)
+        each = by_labels[rows, places]
+        if responses is not None:
+            each = torch.einsum("kp,kpc->kc", each, responses[step.examples[places]])
+        found.index_add_(0, rows, each)
 
     unrolled.adjoint(queries.T, wrt=("initial",), on_step=gather)
     return found

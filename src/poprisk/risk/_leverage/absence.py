@@ -2,8 +2,8 @@ r"""The change of an example's outputs had it been absent from a training, in th
 
 Between two recorded steps the outputs u of m examples follow :math:`\dot u = -\frac{c}{n} K\, r(u)`, with the tangent
 kernel K of a step, the residuals :math:`r = \nabla_u \ell`, and c = n/m examples for each of those used. The difference
-:math:`\Delta^{(i)}` of a training without example i from the recorded one follows, with :math:`\Lambda = \nabla_u^2
-\ell` along the recorded outputs,
+:math:`\Delta^{(i)}` of a training without example i, or a group i of examples with equal inputs, from the recorded one
+follows, with :math:`\Lambda = \nabla_u^2 \ell` along the recorded outputs,
 
 .. math:: \dot\Delta^{(i)} = -\tfrac{c}{n} K_{:,-i} \Lambda_{-i} \Delta^{(i)}_{-i} + \tfrac1n K_{:,i}\, r_i
 
@@ -12,10 +12,11 @@ The curvature of the network itself is left out: what is left contracts, so that
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk._core.autodiff import ExampleLoss, loss_gradients, loss_hessians
@@ -26,23 +27,42 @@ _PARTS = 2
 
 
 class Absence:
-    """Carries the change of all outputs without each example from one moment to the next.
+    """Carries the change of all outputs without each group of examples from one moment to the next.
 
     Args:
         loss: The problem's loss.
         targets: Targets of the m examples.
         shape: Shape of one example's outputs.
         n: Number of training examples that they stand for.
+        groups: The group of each example, from 0 on; those of one group are left out together.
     """
 
-    def __init__(self, loss: str | ExampleLoss, targets: Tensor, shape: tuple[int, ...], n: int) -> None:
-        self.loss, self.targets, self.shape, self.n = loss, targets, shape, n
+    def __init__(
+        self,
+        loss: str | ExampleLoss,
+        targets: Tensor,
+        shape: tuple[int, ...],
+        n: int,
+        groups: Int[Tensor, "m"],
+    ) -> None:
+        self.loss, self.targets, self.shape, self.n, self.groups = loss, targets, shape, n, groups
         self.share = n / len(targets)
+
+    @cached_property
+    def _together(self) -> list[tuple[Int[Tensor, "g"], Int[Tensor, "g k"]]]:
+        """Groups of the same size k: their numbers and their examples."""
+        sizes, order = torch.bincount(self.groups), self.groups.argsort(stable=True)
+        first = sizes.cumsum(0) - sizes
+        found = []
+        for k in sizes.unique().tolist():
+            of_size = (sizes == k).nonzero().squeeze(1)
+            found.append((of_size, order[first[of_size, None] + torch.arange(k)]))
+        return found
 
     def along(self, moments: Sequence[Tangent]) -> Iterator[tuple[Float[Tensor, "m p"], Float[Tensor, "m p"]]]:
         """At each moment after the first: the change of each example's own outputs, followed and by the last moment."""
         m, p = moments[0].outputs.shape
-        change = torch.zeros(m * p, m, dtype=moments[0].kernel.dtype)
+        change = torch.zeros(m * p, int(self.groups.max()) + 1, dtype=moments[0].kernel.dtype)
         velocity, path = torch.zeros_like(change), torch.zeros_like(moments[0].kernel)
         for before, after in pairwise(moments):
             kernel = (before.kernel + after.kernel) / 2
@@ -56,21 +76,24 @@ class Absence:
                 moved = self._advance(start, kernel * (fresh * length / self.n), outputs)
                 velocity, change = (moved - change) / length, moved
                 change = change * (1 - (before.decay + after.decay) / 2) ** length
-            yield self._own(change, m), self._at_once(path, after.outputs)
+            # The whole path as one implicit step: approximate leave-one-out by the leverages of the last moment.
+            yield self._own(change), self._own(self._advance(torch.zeros_like(change), path, after.outputs))
 
     def _advance(self, change: Tensor, kernel: Tensor, outputs: Float[Tensor, "m p"]) -> Tensor:
         m, p = outputs.shape
         residuals, response, curvature = self._responses(kernel, outputs)
         solved = torch.linalg.solve(response, torch.cat([kernel, change], 1))
-        reach, changed = solved[:, : m * p], solved[:, m * p :]
-        own = self._blocks(reach, m)
-        missing = residuals + (curvature @ self._own(changed, m).unsqueeze(2)).squeeze(2)
-        missing = torch.linalg.solve(torch.eye(p).to(own) - curvature @ own, missing)
-        return changed + torch.einsum("xip,ip->xi", reach.view(m * p, m, p), missing)
-
-    def _at_once(self, path: Tensor, outputs: Float[Tensor, "m p"]) -> Float[Tensor, "m p"]:
-        """The whole path as one implicit step: approximate leave-one-out by the leverages of the last moment."""
-        return self._own(self._advance(torch.zeros_like(path[:, : len(outputs)]), path, outputs), len(outputs))
+        reach, moved = solved[:, : m * p], solved[:, m * p :]
+        own, absent = reach.view(m, p, m, p), torch.zeros(m, p, len(moved[0])).to(moved)
+        for numbers, examples in self._together:
+            count, k = examples.shape
+            bend = curvature[examples]
+            missing = residuals[examples] + (bend @ self._at(moved, examples, numbers)).squeeze(3)
+            among = own[examples[:, :, None], :, examples[:, None, :]].transpose(2, 3)  # g k p k p
+            among = (bend @ among.reshape(count, k, p, k * p)).reshape(count, k * p, k * p)
+            missing = torch.linalg.solve(torch.eye(k * p).to(among) - among, missing.reshape(count, k * p))
+            absent[examples, :, numbers[:, None]] = missing.view(count, k, p)
+        return moved + reach @ absent.view(m * p, -1)
 
     def _responses(self, kernel: Tensor, outputs: Float[Tensor, "m p"]) -> tuple[Tensor, Tensor, Tensor]:
         """Residuals, I + c K Λ, and c Λ."""
@@ -82,10 +105,10 @@ class Absence:
         response.diagonal().add_(1)
         return residuals.to(kernel), response, curvature.to(kernel)
 
-    @staticmethod
-    def _own(change: Tensor, m: int) -> Float[Tensor, "m p"]:
-        return change.view(m, -1, m).diagonal(dim1=0, dim2=2).T.contiguous()
+    def _at(self, change: Tensor, examples: Tensor, numbers: Tensor) -> Float[Tensor, "g k p 1"]:
+        """The change of these examples' outputs without each of these groups."""
+        return change.view(len(self.groups), -1, change.shape[1])[examples, :, numbers[:, None]].unsqueeze(3)
 
-    @staticmethod
-    def _blocks(matrix: Tensor, m: int) -> Float[Tensor, "m p p"]:
-        return matrix.view(m, -1, m, matrix.shape[1] // m).diagonal(dim1=0, dim2=2).movedim(2, 0).contiguous()
+    def _own(self, change: Tensor) -> Float[Tensor, "m p"]:
+        every = torch.arange(len(self.groups))
+        return change.view(len(every), -1, change.shape[1])[every, :, self.groups].contiguous()

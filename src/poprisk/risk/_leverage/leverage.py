@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from poprisk._core.autodiff import loss_gradients, loss_hessians, resolve_loss
+from poprisk._core.autodiff import resolve_loss
 from poprisk.errors import RunError
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._error import corrected_risk_error, example_losses_of, unseen_mistake
-from poprisk.risk._exclusion import choose_examples
+from poprisk.risk._exclusion import choose_examples, excluded_together
 from poprisk.risk._leverage.absence import Absence
 from poprisk.risk._leverage.tangents import Tangent, Tangents
 from poprisk.risk._verdict import FEWEST_EXAMPLES, Found, RiskEstimate, judge_leverage, trained_on
@@ -42,10 +42,10 @@ class Leverage:
     own_losses: Float[Tensor, "m"]
     training_losses: Float[Tensor, "n"]
     mistake: float
-    copies: float
-    """Share of the examples whose inputs another example has, too."""
-    straight: float
-    """Share of the examples whose loss has a slope but no curvature."""
+    distinct: int
+    """Number of different inputs among the training examples."""
+    first_loss: float
+    """Loss at the first step."""
     cost: float
 
     @property
@@ -58,8 +58,9 @@ class Leverage:
         apart = (self.half_losses - self.losses).nanmean().item()
         half = value if math.isnan(apart) and not bool(self.half_losses.isinf().any()) else value + apart
         error = corrected_risk_error(self.training_losses, self.own_losses, self.losses, self.mistake)
-        found = Found(value, error, "leverage", trained_on(n - 1, n), training, self.cost, m, n)
-        return judge_leverage(found, at_end, half, self.copies, self.straight)
+        error *= math.sqrt(n / self.distinct)
+        about = ("leverage", trained_on(n - 1, n), training, self.cost, min(m, self.distinct), n, (), self.first_loss)
+        return judge_leverage(Found(value, error, *about), at_end, half, self.distinct)
 
 
 def leverage(
@@ -75,28 +76,29 @@ def leverage(
         seed: Seed for the random draw.
 
     Raises:
-        RunError: the run has no steps, was augmented or gated literally, its problem is not known, or it has more than
-            100 outputs for each example.
+        RunError: the run has no steps or was augmented, its problem is not known, or it has more than 100 outputs for
+            each example.
         DataError: an example that does not exist, or a loss without derivatives.
     """
     if not run.num_steps:
         raise RunError("the run has no steps: record at least one")
     if run.augmented:
         raise RunError("leverage does not follow augmented inputs: use retrain_budget=10")
-    if any(group.get("gate") and (group["gate"] == "hard" or not group["normalize_gate"]) for group in run.options(0)):
-        raise RunError("leverage does not follow a hard or literal gate, which opens and closes: use retrain_budget=10")
-    trained = _trained(run)
-    chosen = _choose(run, trained, examples, seed)
+    trained, groups = _trained(run), duplicate_groups(run.problem.inputs)
+    chosen, together = _choose(run, trained, excluded_together(groups), examples, seed)
     tangents = Tangents(run, chosen, seed)
     moments, wanted = choose_steps(run, steps)
     read = [tangents.at(k) for k in moments]
-    copies = _copies(run)
-    found, halves = _follow(run, tangents, read, len(trained)), None
+    distinct = len(groups[trained].unique())
+    found, halves = _follow(run, tangents, read, len(trained), together), None
     if len(chosen) < len(trained):
         half = len(chosen) // 2
-        halves = _follow(run, Tangents(run, chosen[:half], seed), [_first(t, half) for t in read], len(trained))
+        while half > 1 and together[half] == together[half - 1]:
+            half -= 1
+        some = [_first(t, half) for t in read]
+        halves = _follow(run, Tangents(run, chosen[:half], seed), some, len(trained), together[:half])
     return [
-        _reading(run, tangents, trained, read[i], found[i - 1], None if halves is None else halves[i - 1][0], copies)
+        _reading(run, tangents, trained, read[i], found[i - 1], None if halves is None else halves[i - 1][0], distinct)
         for i in (moments.index(k) for k in wanted)
     ]
 
@@ -114,10 +116,12 @@ def leverage_of_all(run: Run, *, seed: int = 0) -> Leverage:
     Raises:
         RunError, DataError: as for :func:`leverage`.
     """
-    trained = _trained(run)
-    order = trained[torch.randperm(len(trained), generator=torch.Generator().manual_seed(seed))]
-    blocks = order.chunk(-(-len(order) // _most_examples(run)[0]))
-    parts = [leverage(run, [run.num_steps], block.sort().values, seed=seed)[0] for block in blocks]
+    trained, most = _trained(run), _most_examples(run)[0]
+    left = trained[torch.randperm(len(trained), generator=torch.Generator().manual_seed(seed))]
+    size, parts = -(-len(left) // -(-len(left) // most)), []
+    while len(left):  # each part takes the copies of its examples along
+        parts.append(leverage(run, [run.num_steps], left[:size], seed=seed)[0])
+        left = left[~torch.isin(left, parts[-1].examples)]
     names = ("examples", "outputs", "excluded_outputs", "losses", "end_losses", "half_losses", "own_losses")
     place = torch.cat([part.examples for part in parts]).argsort()
     joined = {name: torch.cat([getattr(part, name) for part in parts])[place] for name in names}
@@ -140,14 +144,12 @@ def _reading(
     moment: Tangent,
     change: tuple[Tensor, Tensor],
     half: Tensor | None,
-    copies: float,
+    distinct: int,
 ) -> Leverage:
     loss, targets = resolve_loss(run.problem.loss), tangents.targets.cpu()
     every = run.problem.batch(dtype=moment.losses_at.dtype)[1].cpu()
     own = moment.losses_at[tangents.examples]
     moved = [own + each.reshape(own.shape) for each in change]
-    slope, bend = loss_gradients(loss, own, targets).flatten(1), loss_hessians(loss, own, targets).flatten(1)
-    straight = (slope != 0).any(1) & (bend == 0).all(1)
     halved = torch.full((len(own),), math.nan, dtype=torch.float64)
     if half is not None:
         part = own[: len(half)] + half.reshape(own[: len(half)].shape)
@@ -163,15 +165,15 @@ def _reading(
         own_losses=example_losses_of(loss, own, targets),
         training_losses=example_losses_of(loss, moment.losses_at[trained], every[trained]),
         mistake=unseen_mistake(loss, moved[0], targets, len(trained)),
-        copies=copies,
-        straight=straight.double().mean().item(),
+        distinct=distinct,
+        first_loss=float(run.losses[0]),
         cost=float(moment.outputs.numel()),
     )
 
 
-def _follow(run: Run, tangents: Tangents, read: list[Tangent], n: int) -> list[tuple[Tensor, Tensor]]:
+def _follow(run: Run, tangents: Tangents, read: list[Tangent], n: int, together: Tensor) -> list[tuple[Tensor, Tensor]]:
     shape = tangents.network_shape(read[0].outputs.shape[1])
-    return list(Absence(run.problem.loss, tangents.targets.cpu(), shape, n).along(read))
+    return list(Absence(run.problem.loss, tangents.targets.cpu(), shape, n, together).along(read))
 
 
 def _first(moment: Tangent, half: int) -> Tangent:
@@ -188,12 +190,26 @@ def _trained(run: Run) -> Int[Tensor, "n"]:
     return used.nonzero().squeeze(1)
 
 
-def _choose(run: Run, trained: Tensor, examples: int | Tensor | None, seed: int) -> Int[Tensor, "m"]:
-    most, _ = _most_examples(run)
+def _choose(
+    run: Run, trained: Tensor, groups: Tensor, examples: int | Tensor | None, seed: int
+) -> tuple[Int[Tensor, "m"], Int[Tensor, "m"]]:
+    """Examples in whole groups, one group after the other, and the group of each, numbered in this order."""
+    count = min(_most_examples(run)[0], len(trained))
     if isinstance(examples, Tensor):
-        chosen = choose_examples(run.num_examples, examples, seed)
-        return chosen[torch.isin(chosen, trained)][:most]
-    return trained[choose_examples(len(trained), min(most, len(trained), examples or most), seed)]
+        named = torch.isin(trained, choose_examples(run.num_examples, examples, seed))
+        trained = trained[torch.isin(groups[trained], groups[trained[named]])]
+    else:
+        count = len(choose_examples(len(trained), min(count, examples or count), seed))
+    every, group = groups[trained].unique(return_inverse=True)
+    place = torch.arange(len(every))
+    if count < len(trained):
+        place[torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))] = torch.arange(len(every))
+    order = place[group].argsort(stable=True)
+    chosen, together = trained[order], place[group][order]
+    cut = min(count, len(chosen))
+    while 1 < cut < len(chosen) and together[cut] == together[cut - 1]:
+        cut -= 1
+    return chosen[:cut], together[:cut]
 
 
 def _most_examples(run: Run) -> tuple[int, int]:
@@ -207,8 +223,3 @@ def _most_examples(run: Run) -> tuple[int, int]:
         limit = MOST_ROWS // FEWEST_EXAMPLES
         raise RunError(f"leverage needs at most {limit} outputs for each example, got {width}: use retrain_budget=10")
     return most, width
-
-
-def _copies(run: Run) -> float:
-    groups = duplicate_groups(run.problem.inputs)
-    return float((torch.bincount(groups)[groups] > 1).double().mean())

@@ -1,14 +1,17 @@
 """How far the optimizer moves each weight for a unit of gradient, at a recorded step."""
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk.runs import Run
+from poprisk.runs import AffineStep, PerWeight, Run
 
 _STATE = "checkpoint.state.exp_avg_sq."
+_NEAR, _STEPS = 1.5, 16
+"""Steps up to this factor before and after, and how many of them, among which a literal gate opens for a weight."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,26 @@ def pace_at(run: Run, k: int) -> Pace:
     factor = float(run.recorded(last).selection(last).double().sum()) / run.num_examples
     if run.is_dense:
         step = run.step(last)
-        scale = step.buffer_share * step.new_gradient / (1 - torch.as_tensor(step.momentum)) + step.direct_share
-        move = _wide(run, step.preconditioner) * scale
+        near = _near(last, run.num_steps) if any(g.get("gate") and not g["normalize_gate"] for g in groups) else [last]
+        moves = (_wide(run, each.preconditioner) * _scale(each) for each in map(run.step, near))
+        move = reduce(torch.maximum, moves)
         decay = torch.as_tensor(step.decay).mean() + (torch.as_tensor(step.coupled_decay) * move).mean()
         return Pace(move * factor, float(decay), _inertia(groups), lr)
     move = _from_checkpoint(run, k, groups)
     rates = lr if name in ("torch.optim.AdamW", "poprisk.PopRiskAdamW") and lr is not None else move
     decay = (_wide(run, [float(group.get("weight_decay", 0.0)) for group in groups]) * rates).mean()
     return Pace(move * factor, float(decay), _inertia(groups), lr)
+
+
+def _scale(step: AffineStep) -> PerWeight:
+    """What a gradient that stays the same adds to the momentum that moves the weights."""
+    return step.buffer_share * step.new_gradient / (1 - torch.as_tensor(step.momentum)) + step.direct_share
+
+
+def _near(k: int, steps: int) -> list[int]:
+    """Steps about step k: a gate that is closed there may let the missing gradient through soon."""
+    first, last = int(k / _NEAR), min(steps - 1, max(int(k * _NEAR), k + 1))
+    return sorted({first + (last - first) * j // (_STEPS - 1) for j in range(_STEPS)})
 
 
 def _inertia(groups: list[dict]) -> float:
