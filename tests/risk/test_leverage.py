@@ -269,3 +269,6 @@ def test_single_predictions_need_more_than_their_mean():
     assert risk.valid
     assert not judge_single(risk).valid
     assert "70% of the mean of the predicted losses" in judge_single(risk).reason
+    risk = judge_leverage(Found(1.0, 0.03, "leverage", "a model", 0.8, 0, 50, 50), 1.0, 1.0, 50)
+    assert judge_single(risk).valid
+    assert "hard or literal gate" in judge_single(risk, gate_closes=True).reason

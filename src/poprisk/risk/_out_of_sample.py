@@ -13,6 +13,7 @@ from poprisk.risk._classes import class_view
 from poprisk.risk._exclusion import exclusion
 from poprisk.risk._k_fold import k_fold, most_folds
 from poprisk.risk._leverage.leverage import leverage_of_all
+from poprisk.risk._leverage.pace import gate_closes
 from poprisk.risk._moments import Network
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate, judge_single
 from poprisk.runs import Run, as_run
@@ -119,7 +120,7 @@ def _by_leverage(run: Run, seed: int, budget: int) -> OutOfSample:
     network.go_to(run.num_steps)
     outputs = network.outputs()  # those of held-back examples are out of sample as they are
     outputs[found.examples] = found.excluded_outputs
-    return probabilities_of(run, outputs, judge_single(found.risk))
+    return probabilities_of(run, outputs, judge_single(found.risk, gate_closes=gate_closes(run)))
 
 
 def _by_folds(run: Run, seed: int, budget: int) -> OutOfSample:

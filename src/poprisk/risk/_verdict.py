@@ -333,16 +333,19 @@ def judge_leverage(found: Found, at_end: float, half: float, distinct: int) -> R
     return _verdict(found, reason, share)
 
 
-def judge_single(risk: RiskEstimate) -> RiskEstimate:
+def judge_single(risk: RiskEstimate, *, gate_closes: bool = False) -> RiskEstimate:
     """The verdict on the single predictions by leverage, whose errors do not cancel as those of their mean do."""
     share = risk.gap / max(abs(float(risk.value)), math.ulp(0))
-    if not risk.valid or share <= LARGEST_CORRECTION:
+    if not risk.valid or not (gate_closes or share > LARGEST_CORRECTION):
         return risk
     reason = (
         f"{100 * share:.0f}% of the mean of the predicted losses is a correction of the training loss (limit "
-        f"{100 * LARGEST_CORRECTION:.0f}%). Allow {FOLDS}-fold cross-validation with retrain_budget={FOLDS}."
+        f"{100 * LARGEST_CORRECTION:.0f}%)"
     )
-    return replace(risk, valid=False, reason=reason)
+    if gate_closes:
+        reason = "single predictions do not follow a hard or literal gate, which opens and closes"
+    folds = f"Allow {FOLDS}-fold cross-validation with retrain_budget={FOLDS}."
+    return replace(risk, valid=False, reason=f"{reason}. {folds}")
 
 
 def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:

@@ -47,6 +47,11 @@ def pace_at(run: Run, k: int) -> Pace:
     return Pace(move * factor, float(decay), _inertia(groups), lr)
 
 
+def gate_closes(run: Run) -> bool:
+    """Whether the run has a gate that stops single weights for some steps: a hard or a literal one."""
+    return any(g.get("gate") and (g["gate"] == "hard" or not g["normalize_gate"]) for g in run.options(0))
+
+
 def _scale(step: AffineStep) -> PerWeight:
     """What a gradient that stays the same adds to the momentum that moves the weights."""
     return step.buffer_share * step.new_gradient / (1 - torch.as_tensor(step.momentum)) + step.direct_share
