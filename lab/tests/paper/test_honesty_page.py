@@ -78,7 +78,7 @@ def row(name, model, value, valid=True, truth=1.0):
 
 
 def made(*rows):
-    report = {"commits": ["abc"], "settings": list(rows), "summary": judging.summarize(rows)}
+    report = {"commits": {"auto": {"abc": 1}}, "settings": list(rows), "summary": judging.summarize(rows)}
     return {"result": {"report": report}}
 
 

@@ -85,6 +85,19 @@ def page_slots(results: Path) -> dict[str, Any]:
     return slots(load_result(results / "risk_honesty.json", KIND))
 
 
+def commits(by_method: Mapping[str, Mapping[str, int]]) -> str:
+    """Which methods' answers are from which commit; with their number where a method has answers from several.
+
+    >>> commits({"auto": {"b12": 2}, "truth": {"a12": 2}, "exclusion": {"a12": 1, "b12": 1}})
+    'a12 (truth, 1 of exclusion) and b12 (auto, 1 of exclusion)'
+    """
+    found: dict[str, list[str]] = {}
+    for method, counts in sorted(by_method.items(), key=lambda item: len(item[1])):
+        for commit, count in counts.items():
+            found.setdefault(commit[:9], []).append(method if len(counts) == 1 else f"{count} of {method}")
+    return " and ".join(f"{commit} ({', '.join(methods)})" for commit, methods in sorted(found.items()))
+
+
 def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
     """What the results part of ``page.md.jinja`` asks for."""
     report = saved["result"]["report"]
@@ -95,7 +108,7 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
         "tuned_on": len(designed("tune")),
         "designed": len(designed("report")),
         "missing": missing(settings),
-        "commits": ", ".join(commit[:9] for commit in report["commits"]),
+        "commits": commits(report["commits"]),
         "rows": [_row(NAMES[name], methods[name]) for name in NAMES if name in JUDGED and name in methods],
         "others": [_other(NAMES[name], methods[name]) for name in NAMES if name not in JUDGED and name in methods],
         "bars": [_bar(bar) for bar in summary["bars"]],

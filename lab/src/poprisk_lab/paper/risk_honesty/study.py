@@ -149,8 +149,16 @@ def condensed(folder: Path) -> dict[str, Any]:
             if TRUTH in answers.get(s.name, {})
         ]
         if made:
-            commits = sorted({str(row["commit"]) for row in rows})
-            found[split] = {"commits": commits, "summary": summarize(made), "settings": made}
+            found[split] = {"commits": _commits(rows), "summary": summarize(made), "settings": made}
+    return found
+
+
+def _commits(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """Which commits of the library the answers of each method are from, and how many."""
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        of_method = found.setdefault(row["method"], {})
+        of_method[str(row["commit"])] = of_method.get(str(row["commit"]), 0) + 1
     return found
 
 
