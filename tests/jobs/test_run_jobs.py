@@ -12,8 +12,8 @@ import torch
 
 from poprisk import Problem, cluster, train
 from poprisk._core.cluster import is_remote, run_tasks, worker_memory
-from poprisk._core.store import locked
-from poprisk.errors import DataError, HyperparameterError, JobError, MixedNumericsWarning
+from poprisk._core.store import locked, trust
+from poprisk.errors import DataError, HyperparameterError, JobError, MixedNumericsWarning, UntrustedError
 from poprisk.jobs import JobPlan, _engine, _kinds, job_status, open_matrix, run_jobs
 from poprisk.runs import Run
 from poprisk.runs._shipped import ShippedRun, _recipe
@@ -203,12 +203,17 @@ def test_wrong_places_are_refused():
         pass
 
 
-def test_a_run_is_sent_as_its_directory_and_a_recipe(tmp_path):
+def test_a_run_is_sent_as_its_directory_and_a_recipe(tmp_path, monkeypatch):
     run = train(Problem.build(job_problems.blobs, n=200), torch.optim.SGD, 1, path=tmp_path / "run", progress=False)
     sent = pickle.dumps(ShippedRun(run))
     assert len(sent) < 4000  # the examples stay here
+    monkeypatch.setenv("POPRISK_STATE_DIR", str(tmp_path / "another machine"))  # whose user has not made the call
+    monkeypatch.setattr(trust, "_MADE", set())
+    with pytest.raises(UntrustedError):
+        Run.load(tmp_path / "run").problem
     opened = pickle.loads(sent).open()
     assert isinstance(opened, Run)
+    assert not (tmp_path / "another machine").exists()  # it holds for this process, not for later ones
     assert torch.equal(opened.weights(1), run.weights(1))
     small = train(job_problems.blobs(), torch.optim.SGD, 1, path=tmp_path / "small", progress=False)
     assert torch.equal(pickle.loads(pickle.dumps(ShippedRun(small))).open().weights(1), small.weights(1))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from poprisk._core.store import located
+from poprisk._core.store import Importable, located, remember
 from poprisk.errors import JobError
 from poprisk.runs._problem import Problem
 from poprisk.runs._run import Run
@@ -33,7 +33,10 @@ class ShippedRun:
         if self._run is None:
             assert self._recipe is not None
             path, problem = self._recipe
-            problem = problem if isinstance(problem, Problem) else Problem.from_description(problem)
+            if not isinstance(problem, Problem):
+                source = problem["source"]  # the process that sent it has made the call, and vouches for it here
+                remember(Importable(source["path"], source["arguments"], folder=source.get("folder")), lasting=False)
+                problem = Problem.from_description(problem)
             self._run = Run.load(path, problem=problem)
         return Run(self._run._storage, problem=self._run.problem.to(device), tolerate=self._run._tolerate)
 
