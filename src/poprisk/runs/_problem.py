@@ -23,6 +23,7 @@ from poprisk._core.store import (
     resolve,
 )
 from poprisk.errors import DataError, HyperparameterError
+from poprisk.runs._data_check import check_finite, check_targets
 from poprisk.runs._formats import as_examples, as_factory, as_loss
 
 Augmentation = Callable[[Inputs, Generator], Inputs]
@@ -56,9 +57,11 @@ class Problem:
         batch_loss: Mean of ``loss`` over a batch of outputs and targets, computed exactly as in the training loop, for
             replays that are equal bit by bit.
         seed: Seed for the initial weights.
+        allow_nonfinite: Whether NaN and infinite inputs and targets are meant: a warning instead of an error.
 
     Raises:
-        DataError: inputs and targets (or the test inputs and targets) differ in length, or are empty.
+        DataError: inputs and targets (or the test inputs and targets) differ in length, are empty or not finite, or the
+            targets do not fit the loss.
         HyperparameterError: the model or the loss is none of these, or a module is given with ``arguments``.
 
     >>> problem = Problem(nn.Linear, "squared", torch.ones(4, 2), torch.zeros(4, 1),
@@ -85,6 +88,7 @@ class Problem:
         augment: Augmentation | None = None,
         batch_loss: BatchLoss | None = None,
         seed: int = 0,
+        allow_nonfinite: bool = False,
     ) -> None:
         if isinstance(make_model, nn.Module) and arguments:
             raise HyperparameterError("a module is built already: leave arguments out, or pass its class instead")
@@ -96,6 +100,10 @@ class Problem:
             self.test = as_examples("test", *test) if isinstance(test, tuple) else as_examples("test", test)
             _check_examples("test", *self.test)
         self.loss = as_loss(loss, self.targets)
+        for which, examples in (("training", (self.inputs, self.targets)), ("test", self.test)):
+            if examples is not None:
+                check_finite(which, _named(*examples), allow_nonfinite)
+                check_targets(which, examples[1], self.loss)
         self.name, self.augment, self.seed = name, augment, seed
         self._show, self._batch_loss, self._example_loss = show, batch_loss, resolve_loss(self.loss)
         self._source: Importable | None = None
