@@ -11,6 +11,7 @@ from sent_runs import manifest_of, payloads, recorded, sent, sign
 
 from poprisk import Run, analyze, audit, population_risk, refit, replay, write_report
 from poprisk.errors import PopRiskError, RunError
+from poprisk.jobs import JobPlan
 from poprisk.operators import Window
 from poprisk.report import KeptAnalysis
 
@@ -43,9 +44,7 @@ def opened(path):
 
 
 def jobs_open(path):
-    from poprisk.jobs._sources import open_run
-
-    open_run(path)
+    JobPlan(path.parent / "jobs").train_kernel(path, 3)
 
 
 PYTHON = {
