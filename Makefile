@@ -34,7 +34,7 @@ QUICK := -m "not slow and not gpu"
 # compilers, killed workers, built wheels, and the studies of the lab. `make test` covers the lab's engine, its data and
 # whether its pages are up to date.
 MORE := tests/integrations tests/distributed tests/test_release.py tests/optim/test_compile.py \
-        tests/jobs/test_killed_workers.py tests/jobs/test_memory_limit.py
+        tests/jobs/test_killed_workers.py tests/jobs/test_memory_limit.py tests/docs/test_notebook_example.py
 MORE_LAB := tests/paper tests/gates tests/costs tests/theory tests/recipes tests/test_reproduce_command.py
 
 # Each target has a part for the library and one for the lab; `make -k` runs the second even if the first fails.

@@ -17,7 +17,6 @@ def test_every_cell_was_run_in_order():
     assert not [output for cell in code_cells() for output in cell["outputs"] if output["output_type"] == "error"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_runs_from_top_to_bottom(monkeypatch, capsys):
     monkeypatch.setenv("MPLBACKEND", "agg")
