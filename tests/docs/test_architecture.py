@@ -27,15 +27,14 @@ def dotted(file: str) -> str:
 
 
 def reaches(file: str, target: str) -> bool:
-    """Whether a file imports another: the module itself, or a name that the target's facade takes from it."""
+    """Whether a file imports another: the module itself, or a name that a facade above the target takes from it."""
     names, wanted = imported(file), dotted(target)
     if wanted in names:
         return True
-    facade = SOURCE / Path(target).parts[0] / "__init__.py"
-    tree = ast.parse(facade.read_text(encoding="utf-8"))
     given = {
-        f"{dotted(Path(target).parts[0])}.{alias.name}"
-        for node in ast.walk(tree)
+        f"{dotted(str(folder))}.{alias.name}"
+        for folder in list(Path(target).parents)[:-1]
+        for node in ast.walk(ast.parse((SOURCE / folder / "__init__.py").read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module == wanted
         for alias in node.names
     }

@@ -13,13 +13,13 @@ from report_problems import curve, pictures
 from test_review import CONTRAST, WIDE, analyzed
 
 from poprisk import PopRiskAdamW, cli
+from poprisk._core.store import json_digest
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.report import compare_runs, write_comparison
 from poprisk.report._analysis.compare import run_names
 from poprisk.report._drawing.comparison_rules import Entry, verdict
 from poprisk.risk import Estimate
 from poprisk.runs import Problem, list_runs, train
-from poprisk.runs._manifest import digest
 
 STEPS = 12
 
@@ -199,7 +199,7 @@ def test_listing_does_not_import_the_problem(folder, tmp_path):
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest.pop("sha256")
     manifest["problem"]["source"]["path"] = "no_such_module_anywhere:make"
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest(manifest)}))
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "sha256": json_digest(manifest)}))
     (found,) = list_runs(copy)
     assert found.error == ""
     assert found.steps == STEPS

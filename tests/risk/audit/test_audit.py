@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.optim import SGD, Adam
 
-from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.errors import DataError, HyperparameterError, PopRiskWarning, RunError
 from poprisk.risk._audit.run_audit import audit
 from poprisk.risk._audit.table import DESCRIPTIONS
 from poprisk.risk._moments import choose_moments
@@ -211,7 +211,8 @@ def test_targets_of_another_kind_are_ranked_by_loss():
 def test_examples_without_finite_outputs_come_first():
     inputs, given, _ = clusters()
     inputs[50] = math.inf
-    problem = Problem(make_mlp, "cross_entropy", inputs, given)
+    with pytest.warns(PopRiskWarning, match="the first is example 50; they are used"):
+        problem = Problem(make_mlp, "cross_entropy", inputs, given, allow_nonfinite=True)
     module = problem.module()
     optimizer = SGD(module.parameters(), lr=0.1)
     recorder = Recorder(None, module, optimizer, problem=problem, verify_steps=0)
