@@ -24,7 +24,7 @@ TINY = {
     "trl": "--steps 6",
 }
 STARTERS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-PAGES = sorted(EXAMPLES.glob("*/README.md"))
+PAGES = sorted(page for page in EXAMPLES.glob("*/README.md") if any(page.parent.glob("*.py")))  # a notebook has none
 
 
 def commands(page):

@@ -51,6 +51,11 @@ class _Named(_Entries):
     name: Literal["squared", "cross_entropy", "logistic"]
 
 
+class _Told(_Entries):
+    name: str
+    """In words where there is no problem, as for a trainer's own loss."""
+
+
 class _Without(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     without: list[_Count]
@@ -161,7 +166,7 @@ class Manifest(_Entries):
     environment: _Environment
     numerics: _Numerics
     problem: _Problem | None
-    loss: _Named | _Call
+    loss: _Told | _Call
     frozen_sha256: _Hash
     modes: bool | list[str] | None = None
     examples: _Positive
