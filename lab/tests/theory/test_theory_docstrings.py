@@ -15,4 +15,4 @@ MODULES = sorted(m.name for m in pkgutil.iter_modules(theory.__path__, "poprisk_
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
-    assert result.attempted > 0 or name.endswith("power_law")
+    assert result.attempted > 0 or name.endswith(("power_law", "operator_readings"))

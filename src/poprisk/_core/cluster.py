@@ -28,7 +28,7 @@ def cluster(
         gpus: Number of GPUs of this machine; each of the processes gets one of them.
 
     Yields:
-        What :func:`run_tasks` runs on; for processes, the client, whose ``dashboard_link`` shows Dask's dashboard.
+        What ``run_tasks`` runs on; for processes, the client, whose ``dashboard_link`` shows Dask's dashboard.
 
     Raises:
         HyperparameterError: the client is none of these.
@@ -175,7 +175,7 @@ def _local(workers: int, memory_limit: int | str, gpus: int) -> Iterator[Any]:
     with (
         _environment(),
         dask.config.set({"distributed.scheduler.allowed-failures": 10}),
-        SpecCluster(started, {"cls": Scheduler, "options": about}, silence_logs=50) as found,
+        SpecCluster(started, {"cls": Scheduler, "options": about}, silence_logs=50) as found,  # type: ignore[arg-type]
         Client(found) as client,
     ):
         client.wait_for_workers(workers)

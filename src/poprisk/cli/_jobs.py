@@ -55,7 +55,7 @@ def resume(
     from poprisk.jobs import run_jobs
 
     signal.signal(signal.SIGTERM, _leave)
-    options = {"verify": verify, "tolerate": tolerate, "wait": wait, "progress": True}
+    options: Any = {"verify": verify, "tolerate": tolerate, "wait": wait, "progress": True}
     try:
         with interrupt_says(lambda: _KEPT):
             if scheduler is not None:

@@ -192,7 +192,8 @@ class JobPlan:
     ) -> list[str]:
         _check_count("side", 1 if side is None else side)
         opened, method, device = _opened(run), Method.checked(method), self._shared["device"]
-        digits, precision = _digits(dtype or opened.layout.dtype), precision and Precision.checked(precision)
+        digits = _digits(dtype or opened.layout.dtype)
+        precision = None if precision is None else Precision.checked(precision)
         if precision is not None:
             check_supported(precision, device)
             if digits != "float32":

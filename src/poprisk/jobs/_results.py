@@ -34,7 +34,7 @@ def open_matrix(store: Any, name: str, *, partial: bool = False, device: torch.d
         raise JobError(f"{name!r} is not a matrix: use open_resampled")
     cells = _finished(group, partial)
     if group.where["symmetric"]:
-        cells = sorted({*cells, *(cell[::-1] for cell in cells)})
+        cells = sorted({*cells, *((j, i) for i, j in cells)})
     return StoredMatrix(group, cells, device)
 
 

@@ -75,7 +75,10 @@ def compared(config: ReadingsConfig, setting: tuple[str, str, int]) -> Iterator[
     """Every number of one setting: its name, value, stated error and reference."""
     run, clean = recorded(config, setting)
     inputs, targets = run.problem.batch(dtype=torch.float32)
-    queries, labels = run.problem.test[0].float(), run.problem.test[1]
+    assert run.problem.test is not None
+    queries, labels = run.problem.test
+    assert isinstance(queries, Tensor)
+    queries = queries.float()
     path = RunPath.read(run, run.model(torch.float32), inputs, targets, queries)
     good = path.gradient_for(clean)
     found = probe_operators(path, torch.stack([good, path.output_gradient - good], dim=1), config.stretch)
@@ -89,7 +92,11 @@ def compared(config: ReadingsConfig, setting: tuple[str, str, int]) -> Iterator[
     lefts, V = {0: torch.ones(2, dtype=torch.float64)}, None
     for k, maps in enumerate(window.steps):
         M = window.effective_preconditioners[k][:, None]
-        swept = forward_sweep([maps], z, momentum=V, watch=lambda j, F, M=M: gramian.add_(F.T @ (M * F)))
+
+        def add(j: int, F: Tensor, M: Tensor = M) -> None:
+            gramian.add_(F.T @ (M * F))
+
+        swept = forward_sweep([maps], z, momentum=V, watch=add)
         z, V, moved = swept.gradient, swept.momentum, moved + swept.test
         lefts[k + 1] = (H * z).sum(0) / H.square().sum(0)
     for row, step in enumerate(found.steps[1:], 1):

@@ -119,7 +119,7 @@ class TiledArray:
             array[start : start + len(found[name])] = found[name].cpu().numpy()
         values, block = self.array(), found[VALUES].cpu()
         if self.where["symmetric"] and cell[0] != cell[1]:
-            values[self.region(cell[::-1])] = block.T.contiguous().numpy()
+            values[self.region((cell[1], cell[0]))] = block.T.contiguous().numpy()
         values[self.region(cell)] = block.contiguous().numpy()
 
     def annotate(self, **about: Any) -> None:
@@ -288,19 +288,21 @@ def content_key(content: Any) -> str:
 def _create(planned: TiledArray, arrays: Mapping[str, Any]) -> None:
     """Write the group's own metadata last: a group that is there is complete."""
     import zarr
+    from zarr.codecs import Crc32cCodec
+    from zarr.storage import MemoryStore
 
-    staged, where = zarr.storage.MemoryStore(), planned.where
+    staged, where = MemoryStore(), planned.where
     about = {"format_version": _FORMAT, "version": __version__, "name": planned.name, "kind": planned.kind}
     about |= {"content": planned.content, "where": where}
     for path, ours in (("", {}), (planned.path, about)):
         zarr.create_group(staged, path=path, attributes={_OURS: ours})
     for name, given in {**arrays, VALUES: _tiles(where["shape"], where["tile"], where["dtype"])}.items():
         known = given.cpu().numpy() if isinstance(given, Tensor) else None
-        layout = given if known is None else {"shape": known.shape, "dtype": known.dtype, "chunks": known.shape}
+        layout: Any = given if known is None else {"shape": known.shape, "dtype": known.dtype, "chunks": known.shape}
         array = zarr.create_array(
             *(staged,),
             name=f"{planned.path}/{name}",
-            compressors=zarr.codecs.Crc32cCodec(),
+            compressors=Crc32cCodec(),
             fill_value=float("nan") if "float" in str(layout["dtype"]) else 0,
             config=_ALL,
             attributes={_OURS: {}},
