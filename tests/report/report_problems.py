@@ -1,11 +1,21 @@
-"""Small problems that a run can rebuild: pictures of two kinds, and a noisy curve with texts."""
+"""Small problems that a run can rebuild: pictures of two kinds, and a noisy curve with texts; and calls of commands."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from poprisk import cli
 from poprisk.runs._problem import Problem
 
 WRONG = 3
+
+
+def call(capsys, *arguments):
+    """Exit code, output and errors of a command."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
 
 
 def network(inputs: int, outputs: int, width: int = 6) -> nn.Module:

@@ -9,10 +9,10 @@ from functools import partial
 
 import pytest
 import torch
-from report_problems import curve, pictures
+from report_problems import call, curve, pictures
 from test_review import CONTRAST, WIDE, analyzed
 
-from poprisk import PopRiskAdamW, cli
+from poprisk import PopRiskAdamW
 from poprisk._core.store import json_digest
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.report import compare_runs, write_comparison
@@ -22,13 +22,6 @@ from poprisk.risk import Estimate
 from poprisk.runs import Problem, list_runs, train
 
 STEPS = 12
-
-
-def call(capsys, *arguments):
-    with pytest.raises(SystemExit) as caught:
-        cli.main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return caught.value.code, out, err
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from report_problems import HOSTILE, WRONG, chance, curve, pictures, truth
+from report_problems import HOSTILE, WRONG, call, chance, curve, pictures, truth
 from torch.nn import functional as F
 
-from poprisk import PopRiskAdamW, cli
+from poprisk import PopRiskAdamW
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim import Gate
 from poprisk.report import CleanTargets, analyze, write_report
@@ -33,13 +33,6 @@ STEPS = 24
 GATED = partial(
     PopRiskAdamW, lr=0.1, gate=Gate("soft", strength=1.0), weight_decay=0.01
 )  # Algorithm 1: quick enough to err
-
-
-def call(capsys, *arguments):
-    with pytest.raises(SystemExit) as caught:
-        cli.main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return caught.value.code, out, err
 
 
 @pytest.fixture(scope="module")

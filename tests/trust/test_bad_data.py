@@ -59,10 +59,12 @@ def test_targets_that_do_not_fit_the_loss(loss, targets, message):
 
 
 def test_good_data_stay_good():
-    Problem(network, "cross_entropy", X, having(Y, -100, 3))  # some places are ignored
-    Problem(network, "cross_entropy", X, torch.softmax(X[:, :2], 1))
-    Problem(partial(network, 1), "logistic", X, Y.float())
-    Problem(network, "cross_entropy", torch.randint(5, (12, 3)), Y)
+    some_ignored = Problem(network, "cross_entropy", X, having(Y, -100, 3))
+    probabilities = Problem(network, "cross_entropy", X, torch.softmax(X[:, :2], 1))
+    logistic = Problem(partial(network, 1), "logistic", X, Y.float())
+    whole_numbers = Problem(network, "cross_entropy", torch.randint(5, (12, 3)), Y)
+    assert [len(each) for each in (some_ignored, probabilities, logistic, whole_numbers)] == [12] * 4
+    assert int(some_ignored.targets[3]) == -100
 
 
 def test_the_command_says_so_in_one_line(tmp_path, monkeypatch, capsys):

@@ -4,10 +4,8 @@ import warnings
 
 from torch import Tensor
 
+from poprisk._core.autodiff import IGNORED
 from poprisk.errors import DataError, PopRiskWarning
-
-IGNORED = -100
-"""The label that torch's cross-entropy ignores."""
 
 
 def check_finite(which: str, named: dict[str, Tensor], allow: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from poprisk._core.autodiff import ExampleLoss, Inputs
+from poprisk._core.autodiff import IGNORED, ExampleLoss, Inputs, check_same_shape
 from poprisk.errors import DataError, HyperparameterError
 
 _CHUNK = 256
@@ -76,7 +76,7 @@ def as_loss(loss: Any, targets: Tensor) -> str | ExampleLoss:
         )
     one = targets.dim() == 1
     if type(loss) is nn.CrossEntropyLoss:
-        if loss.label_smoothing == 0 and loss.ignore_index == -100 and (one or targets.is_floating_point()):
+        if loss.label_smoothing == 0 and loss.ignore_index == IGNORED and (one or targets.is_floating_point()):
             return "cross_entropy"
         options = {"label_smoothing": loss.label_smoothing, "ignore_index": loss.ignore_index}
         return functools.partial(mean_cross_entropy, **options)
@@ -97,7 +97,7 @@ def as_factory(model: Any) -> Callable[..., Any]:
 
 
 def mean_cross_entropy(
-    outputs: Tensor, target: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100
+    outputs: Tensor, target: Tensor, label_smoothing: float = 0.0, ignore_index: int = IGNORED
 ) -> Tensor:
     """Cross-entropy of one example as ``nn.CrossEntropyLoss`` has it: the mean over its places that are not ignored.
 
@@ -124,11 +124,8 @@ class _OfOne:
 
     def __call__(self, outputs: Tensor, target: Tensor) -> Tensor:
         by_element = isinstance(self.module, nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss)
-        if by_element and outputs.shape != target.shape:
-            raise DataError(
-                f"a target must have the shape of one example's outputs, {list(outputs.shape)}, got "
-                f"{list(target.shape)}: reshape the targets to the module's outputs"
-            )
+        if by_element:
+            check_same_shape(outputs, target)
         return self.module(outputs.unsqueeze(0), target.unsqueeze(0))
 
 

@@ -8,7 +8,9 @@ from poprisk._core.autodiff.independence import check_independence as check_inde
 from poprisk._core.autodiff.loss_derivatives import flatten_outputs as flatten_outputs
 from poprisk._core.autodiff.loss_derivatives import loss_gradients as loss_gradients
 from poprisk._core.autodiff.loss_derivatives import loss_hessians as loss_hessians
+from poprisk._core.autodiff.losses import IGNORED as IGNORED
 from poprisk._core.autodiff.losses import ExampleLoss as ExampleLoss
+from poprisk._core.autodiff.losses import check_same_shape as check_same_shape
 from poprisk._core.autodiff.losses import cross_entropy_loss as cross_entropy_loss
 from poprisk._core.autodiff.losses import logistic_loss as logistic_loss
 from poprisk._core.autodiff.losses import resolve_loss as resolve_loss

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 from poprisk._core.autodiff.losses import (
+    IGNORED,
     ExampleLoss,
     cross_entropy_loss,
     logistic_loss,
@@ -16,9 +17,6 @@ from poprisk._core.autodiff.losses import (
     squared_loss,
 )
 from poprisk._core.autodiff.precision import exact_kernels
-
-# The class that torch's cross-entropy leaves out.
-_IGNORED = -100
 
 
 def loss_gradients(loss: str | ExampleLoss, outputs: Float[Tensor, "n *out"], targets: Tensor) -> Float[Tensor, "n p"]:
@@ -94,7 +92,7 @@ def _written_hessians(loss: str | ExampleLoss, outputs: Tensor, targets: Tensor)
     if resolved is logistic_loss and p == 1:
         return (flat.sigmoid() * (-flat).sigmoid()).unsqueeze(2)
     if _is_classification(loss, outputs, targets):
-        return _cross_entropy_hessians(flat) * (targets != _IGNORED)[:, None, None]
+        return _cross_entropy_hessians(flat) * (targets != IGNORED)[:, None, None]
     return None
 
 
@@ -105,7 +103,7 @@ def _is_classification(loss: str | ExampleLoss, outputs: Tensor, targets: Tensor
 
 def _cross_entropy_gradients(logits: Float[Tensor, "n p"], targets: Tensor) -> Float[Tensor, "n p"]:
     # π - 1 as minus the sum of the others: where the class is nearly certain, the difference has no digits left.
-    counted = targets != _IGNORED
+    counted = targets != IGNORED
     classes = torch.where(counted, targets, 0).unsqueeze(1)
     others = logits.softmax(dim=1).scatter(1, classes, 0.0)
     return others.scatter(1, classes, -others.sum(dim=1, keepdim=True)) * counted.unsqueeze(1)

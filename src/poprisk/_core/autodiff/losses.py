@@ -11,6 +11,9 @@ from poprisk.errors import DataError, HyperparameterError
 # The outputs and the target of ONE example, in the module's own shape, to a scalar.
 ExampleLoss = Callable[[Tensor, Tensor], Tensor]
 
+IGNORED = -100
+"""The class that torch's cross-entropy leaves out."""
+
 
 def squared_loss(outputs: Float[Tensor, "*out"], target: Float[Tensor, "*target"]) -> Float[Tensor, ""]:
     r"""Half the squared distance, summed over the outputs; its output gradient is the residual u - y.
@@ -24,12 +27,21 @@ def squared_loss(outputs: Float[Tensor, "*out"], target: Float[Tensor, "*target"
     >>> squared_loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
     tensor(2.)
     """
+    check_same_shape(outputs, target)
+    return 0.5 * (outputs - target).square().sum()
+
+
+def check_same_shape(outputs: Tensor, target: Tensor) -> None:
+    """Check that a target has the shape of one example's outputs: they are not broadcast.
+
+    Raises:
+        DataError: they differ in shape.
+    """
     if outputs.shape != target.shape:
         raise DataError(
             f"a target must have the shape of one example's outputs, {list(outputs.shape)}, got {list(target.shape)}: "
             "reshape the targets to the module's outputs"
         )
-    return 0.5 * (outputs - target).square().sum()
 
 
 def cross_entropy_loss(outputs: Float[Tensor, "classes *places"], target: Tensor) -> Float[Tensor, ""]:
