@@ -75,9 +75,16 @@ class Framed:
 Framed(path)
 
 # %%
-# How to read it, from top to bottom: the summary says how much of the drop in training loss does
-# not carry over to new data, what the population risk (the expected loss on new data) is, whether
-# that estimate is valid, and how many labels look wrong. Below are the losses with the estimated
-# risk, the gate over time, and the operators of the run with signal channel and reservoir. The
-# table at the end lists every example: sort it by suspicion to see which labels to check first. For
-# suspects it shows the examples with the largest influence on their loss.
+# How to read it, from top to bottom:
+#
+# - **The verdict**: one sentence on what happened, three numbers (the loss on new data, what was
+#   memorized, wrong labels), each with its error, and what to do next, with the command.
+# - **Examples and label review**: the labels that look wrong come first. Accept a suggestion or keep
+#   the given label by key, and export your decisions for ``poprisk audit RUN --apply``.
+# - **Learning curves**: training and test loss, and the estimated population risk with its error.
+#   Where new data have wrong labels, too, the risk lies above the loss on clean test labels.
+# - **The gate**, if the optimizer has one: for which weights it is open.
+# - **The operators**: how much of the labels, and of their noise, training has worked off (signal
+#   channel and reservoir), what the test error is made of, drift against diffusion, and how each
+#   training output moved the test outputs. A sentence above each picture says what it means.
+# - What could not be computed is listed at the end, with what it would take.
