@@ -78,7 +78,7 @@ def said(log, function, how, **tests):
     """Write down what tests a and b said of a broken function; f and g are asked by both."""
     outcome = {f"tests/x.py::test_{name}": answer for name, answer in tests.items()}
     asked = ("f", "g") if how == WATCH else ()
-    log.add(Job((function,) if function else ("f", "g"), how, tuple(outcome), 1, 9), Outcome(outcome, 0.1, 1, asked))
+    log.add(Job((function,) if function else ("f", "g"), how, tuple(outcome), 1, 9), Outcome(outcome, {}, 1, asked))
 
 
 def test_what_nobody_notices_is_told(tmp_path):
@@ -106,6 +106,20 @@ def test_what_nobody_notices_is_told(tmp_path):
 
 def test_the_tests_of_a_file_are_tried_together():
     assert survey.by_file(["a.py::x", "b.py::x", "a.py::y", "a.py::x"]) == [("a.py::x", "a.py::y"), ("b.py::x",)]
+
+
+def test_trials_count_while_their_files_and_the_number_of_parameters_stay(tmp_path, monkeypatch):
+    log = survey.Log(tmp_path / "log.jsonl")
+    said(log, "f", "scaled", a="failed", b="passed")
+    found = [
+        [survey.Log(log.path, many).has("f", "scaled", f"tests/x.py::test_{t}") for t in "ab"] for many in (1, 3, 0)
+    ]
+    assert found == [[True, True], [True, False], [True, False]]  # more parameters may notice what one did not
+    monkeypatch.setattr(survey, "digest", lambda name: "edited")
+    assert survey.Log(log.path).said == {}
+    monkeypatch.undo()
+    assert survey.digest("poprisk_lab.mutation.survey.Log.has") == survey.digest("poprisk_lab.mutation.survey") != ""
+    assert survey.digest("lab/tests/test_mutation.py::test_a") != survey.digest("tests/conftest.py::test_a") != ""
 
 
 def stored_rows():

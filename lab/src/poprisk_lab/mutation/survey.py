@@ -6,11 +6,13 @@ interrupted, continued, and made again in part (``--only``) after a test was cha
 """
 
 import argparse
+import hashlib
 import json
 import tempfile
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +39,42 @@ def rows() -> list[Row]:
     return [Row(e["label"], tuple(e["functions"]), tuple(e["tests"])) for e in cited]
 
 
-class Log:
-    """What every trial said, a line each."""
+@cache
+def digest(name: str) -> str:
+    """Of the file that a test or a function is in; empty where there is none."""
+    parts = name.split(".")
+    paths = [f"{top}/{'/'.join(parts[:k])}.py" for k in range(len(parts), 0, -1) for top in ("src", "lab/src")]
+    files = [ROOT / name.partition("::")[0]] if "::" in name else [ROOT / path for path in paths]
+    found = next((file for file in files if file.is_file()), None)
+    return hashlib.sha256(found.read_bytes()).hexdigest()[:12] if found else ""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+
+class Log:
+    """What every trial said, a line each.
+
+    A line counts for as long as the files of its test and of its function are what they were, and what a test did not
+    notice with fewer parameters than are asked for now is tried again.
+    """
+
+    def __init__(self, path: Path, parameters: int = 1) -> None:
+        self.path, self.parameters = path, parameters
         self.said: dict[tuple[str, str, str], dict[str, Any]] = {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             self._take(json.loads(line))
 
     def _take(self, line: dict[str, Any]) -> None:
-        self.said[line["function"], line["mutation"], line["test"]] = line
+        unlike = line["digests"] != [digest(line["test"]), digest(line["function"])]
+        few = line["parameters"] and not 0 < self.parameters <= line["parameters"]
+        if not unlike and not (few and line["said"] == "passed"):
+            self.said[line["function"], line["mutation"], line["test"]] = line
 
     def add(self, job: Job, outcome: Outcome) -> None:
         """Write what a trial said, a line for each of its tests."""
         watched = list(job.functions) if job.mutation == WATCH else []
         for test, said in outcome.said.items():
             line = {"function": "" if watched else job.functions[0], "mutation": job.mutation, "test": test}
-            line |= {"said": said, "seconds": round(outcome.seconds, 3), "changes": outcome.changes}
+            line |= {"said": said, "seconds": round(outcome.seconds.get(test, 0.0), 3), "changes": outcome.changes}
+            line |= {"parameters": job.parameters, "digests": [digest(test), digest(line["function"])]}
             line |= {"watched": watched, "asked": list(outcome.asked)} if watched else {}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -110,14 +130,14 @@ def _uses_jax(test: str) -> bool:
     return "import jax" in (ROOT / test.partition("::")[0]).read_text(encoding="utf-8")
 
 
-def watch(bench: Bench, log: Log, chosen: Sequence[Row], parameters: int) -> None:
+def watch(bench: Bench, log: Log, chosen: Sequence[Row]) -> None:
     """Run the tests of each file with nothing broken, and note what they call: nothing else can they notice."""
     for tests in by_file(test for row in chosen for test in row.tests if _wanted(log, row, test)):
         functions = tuple(dict.fromkeys(f for row in chosen if set(tests) & set(row.tests) for f in row.functions))
         known = [log.asks(test) for test in tests]
         if all(each["said"] == "passed" and set(each["watched"]) >= set(functions) for each in known):
             continue
-        job = Job(functions, WATCH, tests, parameters, 600)
+        job = Job(functions, WATCH, tests, log.parameters, 600)
         log.add(job, outcome := bench.run(job))
         for test, said in outcome.said.items():
             if said != "passed":
@@ -136,22 +156,31 @@ def _wanted(log: Log, row: Row, test: str) -> bool:
     return test in idle_tests(log, row) or any(_missed(log, row, f, MUTATIONS[0]) for f in row.functions)
 
 
-def survey(log: Log, chosen: list[Row], parameters: int) -> None:
-    """Do the trials that the log does not have yet and that can tell something new, the quickest files first."""
+def survey(log: Log, chosen: list[Row]) -> None:
+    """Do the trials that the log does not have yet and that can tell something new.
+
+    Tests that noticed nothing so far are tried first, those of a file together, for they have to be tried with some
+    function. Where none of them notices this one, the others follow, the quickest first, until one does.
+    """
     bench = Bench(sorted({test for row in chosen for test in row.tests}))
     try:
-        watch(bench, log, chosen, parameters)
+        watch(bench, log, chosen)
         for how in MUTATIONS:
             for function in dict.fromkeys(f for row in chosen for f in row.functions):
-                for tests in by_file(_asking(log, chosen, function)):
-                    missing = [test for test in tests if not log.has(function, how, test)]
-                    open_tests = tuple(test for test in missing if _is_open(log, chosen, function, how, test))
+                asking = _asking(log, chosen, function)
+                idle = [test for test in asking if any(test in idle_tests(log, row) for row in _of(chosen, test))]
+                for tests in (*by_file(idle), *((test,) for test in asking if test not in idle)):
+                    open_tests = tuple(test for test in tests if _is_open(log, chosen, function, how, test))
                     if open_tests:
-                        limit = int(30 + 5 * log.asks(tests[0])["seconds"])
-                        _attempt(bench, log, Job((function,), how, open_tests, parameters, limit))
+                        limit = int(20 + 3 * sum(log.asks(test)["seconds"] for test in open_tests))
+                        _attempt(bench, log, Job((function,), how, open_tests, log.parameters, limit))
                 print(f"{how} {function}", flush=True)
     finally:
         bench.close()
+
+
+def _of(chosen: list[Row], test: str) -> list[Row]:
+    return [row for row in chosen if test in row.tests]
 
 
 def _attempt(bench: Bench, log: Log, job: Job) -> None:
@@ -172,10 +201,10 @@ def _asking(log: Log, chosen: list[Row], function: str) -> list[str]:
 
 
 def _is_open(log: Log, chosen: list[Row], function: str, how: str, test: str) -> bool:
-    """Whether some row does not know yet that this mutation, or this test, is of use."""
-    rows = [row for row in chosen if function in row.functions and test in row.tests]
+    """Whether this was not tried and some row does not know yet that this mutation, or this test, is of use."""
+    rows = [row for row in _of(chosen, test) if function in row.functions]
     milder = MUTATIONS[: MUTATIONS.index(how)]
-    return any(
+    return not log.has(function, how, test) and any(
         test in idle_tests(log, row)
         or (_missed(log, row, function, how) and not any(log.changed(function, h, row.tests) for h in milder))
         for row in rows
@@ -265,14 +294,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where to write the result (lab/results/mutation.json)")
     parser.add_argument("--only", nargs="*", help="labels of rows; default: all")
     parser.add_argument("--again", nargs="*", default=[], help="tests or functions whose trials are made again")
-    parser.add_argument("--parameters", type=int, default=3, help="parameters tried of each test; 0 for all")
+    parser.add_argument("--parameters", type=int, default=1, help="parameters tried of each test; 0 for all")
     parser.add_argument("--show", action="store_true", help="show what is in the log and try nothing")
     args = parser.parse_args()
-    log, all_rows = Log(args.log or Path(tempfile.mkdtemp()) / "log.jsonl"), rows()
+    log, all_rows = Log(args.log or Path(tempfile.mkdtemp()) / "log.jsonl", args.parameters), rows()
     chosen = [row for row in all_rows if not args.only or row.label in args.only]
     log.forget(set(args.again))
     if not args.show:
-        survey(log, chosen, args.parameters)
+        survey(log, chosen)
     result = summary(log, chosen)
     for row in result["rows"]:
         for function in row["unnoticed"]:

@@ -28,7 +28,7 @@ from poprisk_lab.mutation.broken import WATCH, Changes, broken, broken_value
 
 ROOT = Path(__file__).resolve().parents[4]
 _PATIENCE = 60.0
-"""Seconds to wait for a trial, beside its share of a busy machine."""
+"""A trial that has not used the processor for so many seconds will never end."""
 ORIGINALS: list[Any] = []
 """What the broken functions call; their code finds it here."""
 
@@ -54,8 +54,8 @@ class Outcome:
 
     said: dict[str, str] = field(default_factory=dict)
     """"passed", "failed", "skipped", "timeout" or "hung", for each test."""
-    seconds: float = 0.0
-    """Of the processor."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the processor, for each test; the first of a file pays for the fixtures that they share."""
     changes: int = 0
     """How often a result was changed."""
     asked: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class _Trials:
                 os._exit(0)
         send.close()
         try:
-            hung = not receive.poll(_PATIENCE + 5 * job.limit)
+            hung = not _ends(process, receive)
             outcome = Outcome(dict.fromkeys(job.tests, "hung")) if hung else receive.recv()
         except EOFError:
             hung, outcome = False, Outcome(dict.fromkeys(job.tests, "timeout"))  # killed at the limit
@@ -159,17 +159,30 @@ class _Trials:
             return Outcome(error=traceback.format_exc())
 
     def _run(self, job: Job, items: Sequence[Any]) -> Outcome:
-        before, began = set(sys.modules), time.process_time()
+        before, seconds = set(sys.modules), dict.fromkeys(job.tests, 0.0)
         chosen = [each for test in job.tests for each in _some(self._items(items, test), job.parameters)]
         for item, following in zip(chosen, [*chosen[1:], None], strict=True):
-            if self.said.get(self._name(item.nodeid)) != "failed":
+            if self.said.get(name := self._name(item.nodeid)) != "failed":
+                began = time.process_time()
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                seconds[name] += time.process_time() - began
         said = {test: self.said.get(test, "skipped") for test in job.tests}
         modules = tuple(set(sys.modules) - before)
-        return Outcome(said, time.process_time() - began, Changes.count, tuple(sorted(Changes.asked)), modules)
+        return Outcome(said, seconds, Changes.count, tuple(sorted(Changes.asked)), modules)
 
     def _items(self, items: Sequence[Any], test: str) -> list[Any]:
         return [item for item in items if self._name(item.nodeid) == test]
+
+
+def _ends(process: int, pipe: Any) -> bool:
+    """Wait for what a process says; False where it stands still, however busy the machine is."""
+    used = -1.0
+    while not pipe.poll(_PATIENCE):
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        if (now := float(fields[11]) + float(fields[12])) <= used:
+            return False
+        used = now
+    return True
 
 
 def _import(names: Sequence[str]) -> None:
