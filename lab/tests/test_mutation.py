@@ -108,6 +108,46 @@ def test_the_tests_of_a_file_are_tried_together():
     assert survey.by_file(["a.py::x", "b.py::x", "a.py::y", "a.py::x"]) == [("a.py::x", "a.py::y"), ("b.py::x",)]
 
 
+class Answers:
+    """Instead of a bench: test a notices f, test b notices neither f nor g by the mildest mutation, but a zero g."""
+
+    def __init__(self):
+        self.jobs = []
+
+    def run(self, job):
+        self.jobs.append((job.functions, job.mutation, "".join(test[-1] for test in job.tests)))
+        failing = {("f", "scaled"): "a", ("g", "scaled"): "a", ("g", "negated"): "", ("g", "zero"): "b"}
+        notices = failing.get((job.functions[0], job.mutation), "")
+        outcome = {test: "failed" if job.mutation != WATCH and test[-1] in notices else "passed" for test in job.tests}
+        return Outcome(outcome, {}, 1, ("f", "g"))
+
+    def close(self):
+        pass
+
+
+def test_a_survey_makes_the_trials_that_can_tell_something_and_no_other(tmp_path, monkeypatch):
+    row = survey.Row("thm:a", ("f", "g"), ("tests/x.py::test_a", "tests/x.py::test_b"))
+    bench, log = Answers(), survey.Log(tmp_path / "log.jsonl")
+    monkeypatch.setattr(survey, "Bench", lambda tests: bench)
+    monkeypatch.setattr(survey, "rows", lambda: [row])
+    survey.survey(log, [row])
+    assert bench.jobs == [
+        (("f", "g"), WATCH, "ab"),
+        (("f",), "scaled", "ab"),
+        (("g",), "scaled", "b"),  # b has noticed nothing so far
+        (("g",), "scaled", "a"),  # and a is asked because b did not notice g
+        (("f",), "negated", "b"),
+        (("g",), "negated", "b"),
+        (("f",), "zero", "b"),
+        (("g",), "zero", "b"),
+    ]
+    assert survey.is_whole(log, row)
+    assert (survey.unnoticed(log, row), survey.idle_tests(log, row)) == ([], [])
+    bench.jobs.clear()
+    survey.survey(survey.Log(log.path), [row])  # continued: nothing is left to try
+    assert bench.jobs == []
+
+
 def test_trials_count_while_their_files_and_the_number_of_parameters_stay(tmp_path, monkeypatch):
     log = survey.Log(tmp_path / "log.jsonl")
     said(log, "f", "scaled", a="failed", b="passed")

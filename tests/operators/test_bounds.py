@@ -21,6 +21,7 @@ from poprisk.theory.path_bounds import (
     anchored_bound,
     coarse_bound,
     cumulative_bound,
+    path_error_order_bound,
     predictor_bound,
     remainder_bound,
     sharp_bound,
@@ -306,6 +307,49 @@ def test_they_fail_on_operators_no_run_has():
     assert not coarse_bound(broken).holds
     assert not Bound("any", "eq", "algebra", 1.0, 0.0).holds
     assert Bound("any", "eq", "algebra", 1.0, 0.0).tightness == float("inf")
+
+
+@pytest.mark.parametrize("form", ["discrete", "flow"])
+def test_both_sides_are_those_of_plain_algebra(form):
+    """Each side as a number, by numpy from R, D and G alone: with wrong sides an inequality can hold as well."""
+    ops, rng = operators_of(random_steps(7, never_drawn=1)), np.random.default_rng(0)
+    values, vectors = np.linalg.eigh(ops.W_factor.T @ ops.W_factor)
+    active = values > 1e-10 * values[-1]
+    assert active.sum() == 5
+    C_S, C_Q = (X @ vectors[:, active] / np.sqrt(values[active]) for X in (ops.D, ops.G))
+    left, roots, right = np.linalg.svd(C_S[:, 1:], full_matrices=False)  # one direction unseen: a remainder is left
+    D = left @ np.diag(roots) @ right @ np.diag(np.sqrt(values[active][1:])) @ vectors[:, active][:, 1:].T
+    C_S = D @ vectors[:, active] / np.sqrt(values[active])
+    A_o = C_Q @ np.linalg.pinv(C_S, rcond=1e-9)
+    A, g, moved_S, moved_Q = (rng.normal(size=size) for size in ((4, 6), 6, 6, 4))
+    sources = (rng.normal(size=6), rng.normal(size=4)) if form == "discrete" else (np.zeros(6), np.zeros(4))
+    spent = g @ ops.W_factor.T @ ops.W_factor @ g if form == "discrete" else 0.37
+
+    def norm(X):
+        return np.linalg.norm(X, 2)
+
+    def missed(A):
+        return norm(moved_Q - sources[1] - A @ (moved_S - sources[0]))
+
+    remainder, error = C_Q - A_o @ C_S, C_Q - A @ C_S
+    assert norm(remainder) > 0.1 * norm(C_Q)
+    order = np.linalg.eigvalsh(remainder @ remainder.T - error @ error.T)[-1] / norm(error) ** 2
+    total = rng.normal(size=(4, 4)) @ rng.normal(size=(4, 4))
+    coupling = Coupling(dissipation_channels(tensor(ops.W_factor), tensor(D), tensor(ops.G)))
+    channels, lifted = coupling.channels, CumulativeError(tensor(total), tensor(2 * total), tensor(-total))
+    window = RealizedWindow(*map(tensor, (g, moved_S, moved_Q, *sources)), loss_drop=0.37)
+    for bound, sides in (
+        (visibility_bound(channels, window, form), (missed(0 * A), norm(C_Q) * spent**0.5)),
+        (remainder_bound(coupling, window, form), (missed(A_o), norm(remainder) * spent**0.5)),
+        (predictor_bound(channels, tensor(A), window, form), (missed(A), norm(error) * spent**0.5)),
+        (trajectory_bound(channels, tensor(A), window, form), (missed(A) ** 2, norm(error) ** 2 * spent)),
+        (cumulative_bound(channels, tensor(A), lifted, window, form), (missed(A) ** 2, norm(total) * spent)),
+        (path_error_order_bound(coupling, tensor(A)), (order, 0.0)),
+        (sharp_bound(coupling, tensor(A)), (norm(remainder) ** 2, norm(error) ** 2)),
+        (coarse_bound(lifted), (2 * norm(total), norm(total))),
+        (anchored_bound(coupling, lifted), (norm(remainder) ** 2, norm(total))),
+    ):
+        assert (bound.left, bound.right) == pytest.approx(sides, rel=1e-9), bound
 
 
 def test_what_does_not_fit_is_refused():

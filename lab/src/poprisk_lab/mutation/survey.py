@@ -130,18 +130,37 @@ def _uses_jax(test: str) -> bool:
     return "import jax" in (ROOT / test.partition("::")[0]).read_text(encoding="utf-8")
 
 
-def watch(bench: Bench, log: Log, chosen: Sequence[Row]) -> None:
-    """Run the tests of each file with nothing broken, and note what they call: nothing else can they notice."""
-    for tests in by_file(test for row in chosen for test in row.tests if _wanted(log, row, test)):
-        functions = tuple(dict.fromkeys(f for row in chosen if set(tests) & set(row.tests) for f in row.functions))
+def survey(log: Log, chosen: Sequence[Row]) -> None:
+    """Do the trials that the log does not have yet and that can tell something new, row by row.
+
+    Tests that noticed nothing so far are tried first, those of a file together, for they have to be tried with some
+    function. Where none of them notices this one, the others follow, the quickest first, until one does.
+    """
+    every_row = rows()
+    bench = Bench(sorted({test for row in chosen for test in row.tests}))
+    try:
+        for row in chosen:
+            if not is_whole(log, row):
+                watch(bench, log, row, every_row)
+                for how in MUTATIONS:
+                    for function in row.functions:
+                        _try(bench, log, row, function, how)
+            print(f"{'finished' if is_whole(log, row) else 'not finished'} {row.label}", flush=True)
+    finally:
+        bench.close()
+
+
+def watch(bench: Bench, log: Log, row: Row, every_row: Sequence[Row]) -> None:
+    """Run its tests with nothing broken, and note what their files call: nothing else can they notice."""
+    for tests in by_file(row.tests):
+        functions = {f for other in every_row if set(tests) & set(other.tests) for f in other.functions}
         known = [log.asks(test) for test in tests]
-        if all(each["said"] == "passed" and set(each["watched"]) >= set(functions) for each in known):
-            continue
-        job = Job(functions, WATCH, tests, log.parameters, 600)
-        log.add(job, outcome := bench.run(job))
-        for test, said in outcome.said.items():
-            if said != "passed":
-                print(f"{said} with nothing broken: {test}", flush=True)
+        if not all(each["said"] == "passed" and set(each["watched"]) >= functions for each in known):
+            job = Job(tuple(sorted(functions)), WATCH, tests, log.parameters, 600)
+            log.add(job, outcome := bench.run(job))
+            for test, said in outcome.said.items():
+                if said != "passed":
+                    print(f"{said} with nothing broken: {test}", flush=True)
 
 
 def by_file(tests: Iterable[str]) -> list[tuple[str, ...]]:
@@ -152,35 +171,15 @@ def by_file(tests: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(each) for each in found.values()]
 
 
-def _wanted(log: Log, row: Row, test: str) -> bool:
-    return test in idle_tests(log, row) or any(_missed(log, row, f, MUTATIONS[0]) for f in row.functions)
-
-
-def survey(log: Log, chosen: list[Row]) -> None:
-    """Do the trials that the log does not have yet and that can tell something new.
-
-    Tests that noticed nothing so far are tried first, those of a file together, for they have to be tried with some
-    function. Where none of them notices this one, the others follow, the quickest first, until one does.
-    """
-    bench = Bench(sorted({test for row in chosen for test in row.tests}))
-    try:
-        watch(bench, log, chosen)
-        for how in MUTATIONS:
-            for function in dict.fromkeys(f for row in chosen for f in row.functions):
-                asking = _asking(log, chosen, function)
-                idle = [test for test in asking if any(test in idle_tests(log, row) for row in _of(chosen, test))]
-                for tests in (*by_file(idle), *((test,) for test in asking if test not in idle)):
-                    open_tests = tuple(test for test in tests if _is_open(log, chosen, function, how, test))
-                    if open_tests:
-                        limit = int(20 + 3 * sum(log.asks(test)["seconds"] for test in open_tests))
-                        _attempt(bench, log, Job((function,), how, open_tests, log.parameters, limit))
-                print(f"{how} {function}", flush=True)
-    finally:
-        bench.close()
-
-
-def _of(chosen: list[Row], test: str) -> list[Row]:
-    return [row for row in chosen if test in row.tests]
+def _try(bench: Bench, log: Log, row: Row, function: str, how: str) -> None:
+    asking = [t for t in row.tests if log.asks(t)["said"] == "passed" and function in log.asks(t)["asked"]]
+    asking.sort(key=lambda test: (log.asks(test)["seconds"], test))
+    idle = [test for test in asking if test in idle_tests(log, row)]
+    for tests in (*by_file(idle), *((test,) for test in asking if test not in idle)):
+        open_tests = tuple(test for test in tests if _is_open(log, row, function, how, test))
+        if open_tests:
+            limit = int(20 + 3 * sum(log.asks(test)["seconds"] for test in open_tests))
+            _attempt(bench, log, Job((function,), how, open_tests, log.parameters, limit))
 
 
 def _attempt(bench: Bench, log: Log, job: Job) -> None:
@@ -193,21 +192,12 @@ def _attempt(bench: Bench, log: Log, job: Job) -> None:
         log.add(job, outcome)
 
 
-def _asking(log: Log, chosen: list[Row], function: str) -> list[str]:
-    """The tests cited for a function that pass and whose file calls it, the quickest first."""
-    cited = {test for row in chosen if function in row.functions for test in row.tests}
-    asking = [t for t in cited if log.asks(t)["said"] == "passed" and function in log.asks(t)["asked"]]
-    return sorted(asking, key=lambda test: (log.asks(test)["seconds"], test))
-
-
-def _is_open(log: Log, chosen: list[Row], function: str, how: str, test: str) -> bool:
-    """Whether this was not tried and some row does not know yet that this mutation, or this test, is of use."""
-    rows = [row for row in _of(chosen, test) if function in row.functions]
+def _is_open(log: Log, row: Row, function: str, how: str, test: str) -> bool:
+    """Whether this was not tried and the row does not know yet that this mutation, or this test, is of use."""
     milder = MUTATIONS[: MUTATIONS.index(how)]
-    return not log.has(function, how, test) and any(
+    return not log.has(function, how, test) and bool(
         test in idle_tests(log, row)
         or (_missed(log, row, function, how) and not any(log.changed(function, h, row.tests) for h in milder))
-        for row in rows
     )
 
 
