@@ -102,6 +102,8 @@ def assert_exact(window, A):
     ops = window.dense_operators()
     none = window.cumulative_error(torch.zeros_like(A))
     assert torch.trace(window.cumulative_error(A).total) < 1e-20 * torch.trace(none.total)
+    naive = oracle.cumulative_error_of(oracle_steps(window), torch.zeros_like(A).numpy())
+    assert relative(none.total, torch.from_numpy(naive)) < 1e-6
     assert relative(A @ ops.train_transfer, ops.test_transfer) < 1e-11
     assert coupling_of(ops).relative_remainder < 1e-8
     moved = A @ (ops.train_displacement - ops.sources.train)

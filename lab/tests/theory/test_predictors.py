@@ -132,9 +132,19 @@ def test_split_of_the_path_error(seed):
 
 def test_nonlinear_predictors_are_above_the_floor():
     coupling = coupling_of(operators_of(random_steps(9)))
-    bound = nonlinear_bound(predictor_error(coupling, lambda x: torch.tanh(coupling.matrix @ x)))
+    error = predictor_error(coupling, lambda x: torch.tanh(coupling.matrix @ x))
+    bound = nonlinear_bound(error)
     assert bound.holds
     assert bound.right > 1e-3
+    h, c = error.direction, coupling.channels
+    missed = c.test_transfer @ h - torch.tanh(coupling.matrix @ c.train_transfer @ h)
+    assert bound.right == pytest.approx(missed.norm().item() / c.dissipation(h) ** 0.5)
+    C_S, C_Q = c.train_channel, c.test_channel
+    assert bound.left == pytest.approx(norm(C_Q - C_Q @ torch.linalg.pinv(C_S, rtol=1e-9) @ C_S), abs=1e-9)
+    lost = forgetful(9)[0]
+    bound = nonlinear_bound(predictor_error(lost, lambda x: torch.tanh(lost.matrix @ x)))
+    C_S, C_Q = lost.channels.train_channel, lost.channels.test_channel
+    assert bound.left == pytest.approx(norm(C_Q - C_Q @ torch.linalg.pinv(C_S, rtol=1e-9) @ C_S))
 
 
 def test_what_does_not_fit_is_refused():

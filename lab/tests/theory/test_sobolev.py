@@ -171,6 +171,10 @@ def test_the_operator_lemma_in_discrete_time(momentum, order):
         bound = sobolev_operator_bound(CIRCLE, channels.reduced_test.unsqueeze(1), order, path_norm)
         assert bound.holds
         assert bound.tightness > 0.2
+        waves = np.fft.fft(channels.reduced_test.numpy(), axis=0) / 32
+        weighed = (1 + np.fft.fftfreq(32, 1 / 32)[:, None] ** 2) ** (order / 2) * waves
+        assert bound.left == pytest.approx(math.sqrt(2 * math.pi) * np.linalg.norm(weighed, 2))
+        assert bound.right == pytest.approx(math.sqrt(sum(norm**2 for norm in norms)))
         if not momentum:  # then the lifted map of a step is its Jacobian with the root of the preconditioner
             plain = [
                 jacobian_sobolev_norm(CIRCLE, tensor(step.Jbar_Q).unsqueeze(1), order, preconditioner=tensor(step.M))

@@ -47,8 +47,10 @@ def test_all_forms_agree(seed, b, p, d):
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), b=st.integers(2, 8), d=st.integers(1, 8))
 def test_the_rate_matrix_has_one_positive_eigenvalue_at_most(seed, b, d):
-    values = torch.linalg.eigvalsh(rate_matrix(_normal(seed, b, d)))
+    G = _normal(seed, b, d)
+    values = torch.linalg.eigvalsh(rate_matrix(G))
     assert (values > 1e-12).sum() <= 1
+    assert_close(values.sum(), (G.sum(0).square().sum() - G.square().sum()) / (b * (b - 1)), **EXACT)
 
 
 def test_on_a_network():
