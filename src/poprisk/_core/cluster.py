@@ -188,8 +188,9 @@ def _gpu(index: int) -> dict[str, Any]:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Processes started in the block find the modules that this one finds, and log errors only."""
-    ours = {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each), "DASK_LOGGING__DISTRIBUTED": "error"}
+    """Processes started in the block find the modules that this one finds, no others, and log errors only."""
+    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "DASK_LOGGING__DISTRIBUTED": "error"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:

@@ -89,7 +89,8 @@ def work(
         raise MissingExtraError("distributed", "jobs", "a worker")
     options = ["--nthreads", "1", "--memory-limit", memory_limit, "--no-dashboard"]
     options += ["--resources", "GPU=1"] if gpu else []
-    os.execv(sys.executable, [sys.executable, "-m", "dask", "worker", scheduler, *options])
+    safe = {**os.environ, "PYTHONSAFEPATH": "1"}  # or the worker would import what lies in the current directory
+    os.execve(sys.executable, [sys.executable, "-m", "dask", "worker", scheduler, *options], safe)
 
 
 @app.command()

@@ -55,8 +55,8 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Import and call what the run names as its task, even if you have not run it on this machine; remembered "
-        "for this task.",
+        help="Import and call what the run names as its task, even if you have not run it on this machine: it may do "
+        "all that you may.",
     ),
 ]
 ProblemReference = Annotated[
@@ -141,4 +141,4 @@ def _allows(path: Path, error: UntrustedError) -> bool:
         return False
     note(f"{path} names code that you have not run on this machine. To go on with it, this would be executed:")
     note(f"  {shown_call(error.call)}")
-    return typer.confirm("Do you trust it?", default=False, err=True)
+    return typer.confirm(f"Do you trust {shown_call(Importable(error.call.path))}?", default=False, err=True)

@@ -294,8 +294,7 @@ class Problem:
         Args:
             description: The value of :attr:`description` when the problem was saved.
             folder: Directory in which the description was saved; the path of a script is relative to it.
-            trust: Whether to make the call that the description names even if this user has not made it here; it is
-                then remembered.
+            trust: Whether to make the call that the description names even if this user has not made it here.
 
         Raises:
             UntrustedError: this user has not made the call on this machine.
@@ -312,12 +311,14 @@ class Problem:
         source = located(source, folder, None)
         call = Importable(source["path"], source["arguments"], folder=source.get("folder"))
         if trust:
-            remember(call, lasting=True)
+            remember(call, lasting=False)
         require_known(call, "the run" if folder is None else str(folder))
-        path = source["path"] if "folder" not in source else str(Path(source["folder"]) / source["path"])
+        path = source["path"] if call.folder is None else str(Path(call.folder) / source["path"])
         problem = cls.build(path, **source["arguments"])
         for split in description.get("splits", ()):
             held = torch.tensor(split["without"] if "without" in split else split["only"], device=problem.device)
+            if not len(held) or not 0 <= int(held.min()) <= int(held.max()) < len(problem):
+                raise DataError(f"the run was split at examples that are not among the {len(problem)} of its problem")
             kept = torch.ones(len(problem), dtype=torch.bool, device=problem.device)
             kept[held] = False
             problem = problem.held_back(kept.nonzero().squeeze(1), held)["only" in split]

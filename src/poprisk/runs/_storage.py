@@ -147,9 +147,9 @@ class DirectoryStorage:
         """Replace the manifest, with a hash of itself; indented if the run is closed."""
         signed = {**manifest, "sha256": json_digest(manifest)}
         if manifest["closed"]:
-            write_json(self._folder / MANIFEST, signed, follow=False)
+            write_json(self._folder / MANIFEST, signed)
         else:
-            write_text(self._folder / MANIFEST, json.dumps(signed, ensure_ascii=False), follow=False)
+            write_text(self._folder / MANIFEST, json.dumps(signed, ensure_ascii=False))
 
     def discard(self, record: dict[str, Any]) -> None:
         """Remove a file that the manifest no longer lists."""

@@ -63,13 +63,13 @@ def test_kill_in_the_middle_keeps_the_old_file(tmp_path):
     assert path.read_text() == "old"
 
 
-def test_link_is_followed_and_directory_refused(tmp_path):
+def test_link_is_replaced_and_directory_refused(tmp_path):
     real = write_text(tmp_path / "real.txt", "old")
     link = tmp_path / "link.txt"
     link.symlink_to(real)
     write_bytes(link, b"new")
-    assert link.is_symlink()
-    assert real.read_text() == "new"
+    assert not link.is_symlink()
+    assert (link.read_text(), real.read_text()) == ("new", "old")
     with pytest.raises(IsADirectoryError, match="remove it or choose another name"):
         write_text(tmp_path, "no")
 

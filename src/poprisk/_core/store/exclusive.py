@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from poprisk._core.store.lock import open_own
 from poprisk.errors import JobError
 
 
@@ -22,12 +23,12 @@ def locked(path: str | Path, *, wait: bool = False) -> Iterator[None]:
     """
     import fcntl
 
-    with open(path, "a+", encoding="utf-8") as file:
+    with open(path, "r+", encoding="utf-8", opener=open_own) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = file.read(200).strip() or "another process"
             raise JobError(f"{holder} has {path}: wait until it ends, or pass wait=True (--wait)") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")

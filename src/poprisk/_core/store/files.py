@@ -20,19 +20,19 @@ class Figure(Protocol):
         ...
 
 
-def write_text(path: str | Path, text: str, *, follow: bool = True) -> Path:
+def write_text(path: str | Path, text: str) -> Path:
     """Write UTF-8 text with Unix line endings."""
-    return write_bytes(path, text.encode(), follow=follow)
+    return write_bytes(path, text.encode())
 
 
-def write_json(path: str | Path, value: Any, *, follow: bool = True) -> Path:
+def write_json(path: str | Path, value: Any) -> Path:
     """Write a JSON document, lists of numbers on one line; NaN and infinity become null."""
-    return write_text(path, _json(value, "") + "\n", follow=follow)
+    return write_text(path, _json(value, "") + "\n")
 
 
-def write_bytes(path: str | Path, content: bytes, *, follow: bool = True) -> Path:
+def write_bytes(path: str | Path, content: bytes) -> Path:
     """Write bytes atomically: other processes see the old content or the new, never a part."""
-    with atomic_file(path, follow=follow) as file:
+    with atomic_file(path) as file:
         file.write(content)
     return Path(path)
 
@@ -47,16 +47,16 @@ def write_figure(path: str | Path, figure: Figure, dpi: int = 200) -> Path:
 
 
 @contextmanager
-def atomic_file(path: str | Path, *, follow: bool = True) -> Iterator[BinaryIO]:
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write to that replaces ``path`` when the block ends, and is removed if the block fails.
 
-    The parent directory is created if it does not exist. A symbolic link is followed, not replaced; without ``follow``,
-    for files in a directory that anyone may have made, it is replaced.
+    The parent directory is created if it does not exist. A symbolic link is replaced, not followed: anyone may have put
+    it there, and it may lead anywhere.
 
     Raises:
         OSError: the directory cannot be created or written; the path is a directory; the disk is full.
     """
-    target = Path(os.path.realpath(path) if follow else path)
+    target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         raise IsADirectoryError(f"cannot write the file {path}: it is a directory; remove it or choose another name")

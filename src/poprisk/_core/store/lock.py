@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import stat
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,8 +75,7 @@ class WriterLock:
         self.release()
 
     def _try(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-        descriptor = os.open(self._path, flags, 0o666)
+        descriptor = open_own(self._path)
         try:
             _lock(descriptor)
             with suppress(FileNotFoundError):  # its holder has just removed it: once more
@@ -90,6 +90,20 @@ class WriterLock:
         finally:
             if not self.is_held:
                 os.close(descriptor)
+
+
+def open_own(path: str | Path, _: int = 0) -> int:
+    """Open a file that is to be overwritten, or create it: never through a link, nor a file that has another name.
+
+    Raises:
+        RunError: it is something else.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    with suppress(OSError):
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise RunError(f"{path} must be a file of its own, but is a link or no regular file: remove it")
+    return os.open(path, flags, 0o666)
 
 
 def _lock(descriptor: int) -> None:

@@ -51,10 +51,33 @@ def read_regular(path: str | Path, *, most: int | None = None) -> bytes:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with os.fdopen(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
-        largest = _memory() if most is None else most
-        if not stat.S_ISREG(status.st_mode) or status.st_size > largest:
-            raise DataError(f"{path} has {status.st_size} bytes, more than the {largest} that are read at once")
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{path} is no regular file: only regular files are read, put the file itself there")
+        check_memory(status.st_size, path, most)
         return file.read(status.st_size)
+
+
+def check_memory(size: int, what: object, most: int | None = None) -> None:
+    """Refuse what has more bytes than that, or by default than the machine's memory."""
+    largest = _memory() if most is None else most
+    if size > largest:
+        raise DataError(f"{what} has {size} bytes, more than the {largest} that are read at once")
+
+
+def refuse_links(folder: str | Path) -> None:
+    """Refuse a folder, if it is there, that contains anything but folders and regular files, at any depth.
+
+    Raises:
+        DataError: it contains a link, a pipe or a device; the message names it.
+    """
+    waiting = [os.fspath(folder)] if os.path.isdir(folder) else []
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    raise DataError(f"{entry.path} is a link or no regular file: put the file itself there")
 
 
 def _memory() -> int:
@@ -96,8 +119,14 @@ def json_digest(value: dict[str, Any]) -> str:
 
 
 def is_private(folder: str | Path) -> bool:
-    """Whether a folder belongs to this user and nobody else may write into it."""
+    """Whether a folder belongs to this user and nobody else may write into it, or into the folder of a link to it.
+
+    A relative path is not private: it names another folder in every directory that someone sends.
+    """
+    if not os.path.isabs(folder):
+        return False
     if not hasattr(os, "getuid"):
         return os.path.isdir(folder)
     status = os.stat(folder)
-    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+    linked = os.path.islink(folder) and not is_private(os.path.dirname(folder))
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022 and not linked

@@ -40,7 +40,7 @@ def script_of(module: str | None) -> Path | None:
 
 
 def load_script(file: Path) -> ModuleType:
-    """Load a script as a module; it is executed again only if the file has changed.
+    """Load a script as a module; it is executed again only if the file has changed. Its ``__pycache__`` is not used.
 
     The script's folder is put first in ``sys.path``, as when Python runs it, so that the script can import files beside
     it; code under ``if __name__ == "__main__":`` is not executed.
@@ -58,13 +58,12 @@ def load_script(file: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     sys.modules[name], _FILES[name] = module, file
     try:
-        spec.loader.exec_module(module)
+        exec(compile(content, str(file), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name], _FILES[name]
         exits = isinstance(error, SystemExit)

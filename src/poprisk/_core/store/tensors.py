@@ -48,7 +48,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], notes: Any = 
 
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = save(plain, {_NOTES: json.dumps(notes)})
-    write_bytes(path, content, follow=False)
+    write_bytes(path, content)
     return TensorFile(Path(path).name, len(content), hashlib.sha256(content).hexdigest())
 
 

@@ -6,18 +6,22 @@ of all its other content among the attributes, so that a changed shape, data typ
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from poprisk._core.store.reading import check_memory, read_json, refuse_links, regular_size
+from poprisk._core.store.schema import check_schema
 from poprisk._version import __version__
 from poprisk.errors import DataError, HyperparameterError, JobError, MissingExtraError
 
@@ -27,6 +31,12 @@ _OURS, _SEAL, _META, _FORMAT = "poprisk", "sha256", "zarr.json", 2
 _ALL: Any = {"write_empty_chunks": True}  # also those that equal the fill value
 _CHUNK_BYTES = 2**20
 """Tiles of more bytes are divided into chunks, so that a part of a tile can be read."""
+_MOST_TILES = 2**24
+
+
+class _Beside(TypedDict):
+    bound: NotRequired[float | None]
+    precision: NotRequired[str | None]
 
 
 @dataclass(frozen=True)
@@ -86,8 +96,13 @@ class TiledArray:
         """One of the group's Zarr arrays, its metadata verified."""
         import zarr
 
-        read_metadata(self.store, f"{self.path}/{name}")
-        return zarr.open_array(self.store, path=f"{self.path}/{name}", mode="r+").with_config(_ALL)
+        from poprisk._core.store.tiled_schema import ArrayMetadata
+
+        raw = read_metadata(self.store, f"{self.path}/{name}")
+        check_schema(ArrayMetadata, raw, f"{name} of {self.name!r} in {self.store}")
+        if name == VALUES and raw["shape"] != self.where["shape"]:
+            raise DataError(f"{self.name!r} in {self.store} is damaged: its values have another shape than it says")
+        return zarr.open_array(self.store, path=f"{self.path}/{name}", mode="r+", zarr_format=3).with_config(_ALL)
 
     def whole(self, name: str) -> Tensor:
         """One of the further arrays.
@@ -151,6 +166,7 @@ def open_store(where: Any) -> Any:
 
     Raises:
         MissingExtraError: zarr is not installed.
+        DataError: the directory contains links, pipes or devices.
     """
     try:
         from zarr.storage import FsspecStore, LocalStore
@@ -159,7 +175,10 @@ def open_store(where: Any) -> Any:
     if not isinstance(where, str | Path):
         return where
     plain = str(where).removeprefix("file://")
-    return FsspecStore.from_url(plain) if "://" in plain else LocalStore(Path(plain).resolve())
+    if "://" in plain:
+        return FsspecStore.from_url(plain)
+    refuse_links(plain)
+    return LocalStore(Path(plain).resolve())
 
 
 def directory_of(store: Any) -> Path | None:
@@ -206,11 +225,18 @@ def load_tiled(store: Any, name: str) -> TiledArray:
     path = TiledArray(store, name, "", {}, {}).path
     if not _has(store, path):
         raise DataError(f"{store} has no group called {name!r}; there are {[each.name for each in load_all(store)]}")
+    from poprisk._core.store.tiled_schema import GroupEntry
+
     about = read_metadata(store, path)["attributes"][_OURS]
     if about.get("format_version") != _FORMAT:
         raise DataError(
             f"{name!r} has format {about.get('format_version')!r}, but poprisk {__version__} reads {_FORMAT}"
         )
+    check_schema(GroupEntry, about, f"{path} in {store}")
+    shape, tile = about["where"]["shape"], about["where"]["tile"]
+    if prod(map(ceil, (n / size for n, size in zip(shape, tile, strict=True)))) > _MOST_TILES:
+        raise DataError(f"{name!r} says that it has more than {_MOST_TILES} tiles: do not use it")
+    check_memory(8 * prod(tile), f"a tile of {name!r}")
     where = {**about["where"], "numerics": about.get("numerics", [])}
     return TiledArray(store, about["name"], about["kind"], about["content"], where)
 
@@ -241,10 +267,12 @@ def convert_matrix(file: str | Path, store: Any, name: str, *, symmetric: bool =
         DataError: the file is not a matrix of float32 or float64, or the name is taken.
     """
     try:
-        mapped, beside = np.load(file, mmap_mode="r"), Path(file).with_suffix(".json")
-        known = json.loads(beside.read_bytes()) if beside.exists() else {}
+        beside = Path(file).with_suffix(".json")
+        known = read_json(beside) if os.path.lexists(beside) else {}
+        mapped = np.load(file, mmap_mode="r") if regular_size(file) else np.empty(0)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is not a matrix that can be read ({error})") from None
+    check_schema(_Beside, known, beside)
     if mapped.ndim != 2 or str(mapped.dtype) not in ("float32", "float64"):
         raise DataError(f"{file} must be a matrix of float32 or float64, got {mapped.dtype} {list(mapped.shape)}")
     where = {"shape": list(mapped.shape), "tile": [min(side, n) for n in mapped.shape], "dtype": str(mapped.dtype)}

@@ -4,7 +4,8 @@ A run names the function that makes its problem, with arguments. That is a progr
 what a file names is imported only if this user has made the same call here: the same function of the same file or
 installed package, with the same arguments. Calls are remembered by their hash, in the process and in a file of the
 user's state directory that nobody else may write. A run that was moved is opened by the calls it makes; a script that
-was moved with it is another file, and has to be allowed again, as in editors.
+was moved with it is another file, and has to be allowed again, as in editors. What was only allowed, and not made for a
+training of one's own, is remembered by the process: other files may lie at the same place tomorrow.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ def remember(call: Importable, *, lasting: bool) -> None:
     """
     digest = _digest(call)
     _MADE.add(digest)
-    if not lasting or digest in _kept()[0]:
+    if not lasting or digest in _kept()[0] or not os.path.isabs(state_directory()):
         return
     file, flags = state_directory() / _FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     try:
@@ -87,6 +88,8 @@ def _kept() -> tuple[set[str], str]:
     """The calls of earlier processes, and why there are none if the file cannot be used."""
     folder = state_directory()
     try:
+        if not os.path.isabs(folder):
+            return set(), f"; {folder} is not an absolute path, so it was not read: set POPRISK_STATE_DIR to one"
         if not is_private(folder):
             return set(), f"; {folder} belongs to another user or can be written by others, so it was not read"
         text = read_regular(folder / _FILE, most=_LARGEST).decode("ascii", "replace")

@@ -55,9 +55,8 @@ def _load(defines: tuple[str, ...]) -> ctypes.CDLL:
     compiler = named or [path for path in map(shutil.which, ("gcc", "clang", "cc")) if path][:1]
     if not compiler:
         raise BuildError("no C compiler was found (looked for $CC, gcc, clang, cc)")
-    path = cache_directory() / f"fused-{_fingerprint(compiler, defines)}.so"
-    if not path.exists():
-        _build(compiler, defines, path)
+    folder, name = cache_directory(), f"fused-{_fingerprint(compiler, defines)}"
+    path = _stored(folder, name) or _build(compiler, defines, folder, name)
     library = ctypes.CDLL(str(path))
     library.poprisk_step.restype = ctypes.c_int64
     library.poprisk_step.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3, ctypes.c_int64]
@@ -65,7 +64,10 @@ def _load(defines: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def cache_directory() -> Path:
-    """``$POPRISK_CACHE_DIR``, else the user's cache folder, else (where that is read-only) a temporary one."""
+    """``$POPRISK_CACHE_DIR``, else the user's cache folder, else (where that is read-only) a temporary one.
+
+    Only folders that belong to this user and that nobody else may write, because code is loaded from there.
+    """
     from poprisk._core.store import is_private
 
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -76,22 +78,37 @@ def cache_directory() -> Path:
         os.path.join(tempfile.gettempdir(), f"poprisk-{user}"),
     ]
     for folder in filter(None, candidates):
+        if not os.path.isabs(folder):
+            continue  # it would be another one in every directory that someone sends
         try:
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        if os.access(folder, os.W_OK) and is_private(folder):  # code is loaded from here
+        if os.access(folder, os.W_OK) and is_private(folder):
             return Path(folder)
     raise BuildError("no writable cache folder; set POPRISK_CACHE_DIR")
 
 
-def _build(compiler: list[str], defines: tuple[str, ...], path: Path) -> None:
+def _stored(folder: Path, name: str) -> Path | None:
+    """A kernel built before whose content has the SHA-256 that its name says; damaged ones are removed."""
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        if path.name == f"{name}-{_digest(path)}.so":
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def _build(compiler: list[str], defines: tuple[str, ...], folder: Path, name: str) -> Path:
     """Compile aside, then rename, so that two processes may build at once.
 
     OpenMP is compiled in but not linked: its symbols come from the runtime torch has loaded already, so that there is
     one pool of threads and not two. Where torch brings none, the kernel is linked with the compiler's own.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         compiled, linked = f"{scratch}/kernel.o", f"{scratch}/kernel.so"
         _call([*compiler, *FLAGS, "-fopenmp", *defines, "-c", str(SOURCE), "-o", compiled])
         _call([*compiler, "-shared", compiled, "-o", linked])
@@ -99,7 +116,9 @@ def _build(compiler: list[str], defines: tuple[str, ...], path: Path) -> None:
             ctypes.CDLL(linked, mode=os.RTLD_NOW)
         except OSError:
             _call([*compiler, "-shared", "-fopenmp", compiled, "-o", linked])
+        path = folder / f"{name}-{_digest(Path(linked))}.so"
         os.replace(linked, path)
+    return path
 
 
 def _call(command: list[str]) -> None:

@@ -165,7 +165,7 @@ class KeptAnalysis:
         file = write_tensors(self.folder / f"{name}.safetensors", tensors, {"value": form, "reason": part.reason})
         self._parts[name] = asdict(file)
         index = {"kind": "analysis", "belongs": self._belongs, "parts": self._parts}
-        write_json(self.folder / INDEX, {**index, "sha256": json_digest(index)}, follow=False)
+        write_json(self.folder / INDEX, {**index, "sha256": json_digest(index)})
 
     def words(self) -> str:
         """What is on disk, for the message after an interrupt; empty if nothing is."""

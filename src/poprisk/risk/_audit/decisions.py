@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from poprisk._core.store import write_bytes, write_text
+from poprisk._core.store import parsed_json, write_bytes, write_text
 from poprisk.errors import DataError
 from poprisk.runs import Run
 
@@ -79,7 +79,7 @@ class Decisions:
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
-            return cls.from_value(_csv(text) if path.suffix == ".csv" else json.loads(text))
+            return cls.from_value(_csv(text) if path.suffix == ".csv" else parsed_json(text, "the file"))
         except (ValueError, csv.Error) as error:
             raise DataError(f"{path} is not a file of decisions: {error}; {_EXPORT}") from None
 
@@ -201,7 +201,7 @@ def _csv(text: str) -> dict[str, Any]:
         _same_names(row, (*_ABOUT, *_ROW), "a row")
     about = {name: rows[0][name] for name in _ABOUT}
     _require(all(row[name] == about[name] for row in rows for name in _ABOUT), "its rows are of different runs")
-    read = lambda word: json.loads(word) if word else None  # noqa: E731
+    read = lambda word: parsed_json(word, "a cell") if word else None  # noqa: E731
     decisions = [{name: read(row[name]) for name in _ROW} for row in rows]
     numbers = {"version": read(about["version"]), "examples": read(about["examples"])}
     return {"kind": KIND, **about, **numbers, "decisions": decisions}

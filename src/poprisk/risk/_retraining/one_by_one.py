@@ -311,4 +311,4 @@ class _File:
     def write(self, found: dict[str, Tensor]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = write_tensors(self._folder / f"{self._key}.safetensors", found)
-        write_json(self._folder / f"{self._key}.json", asdict(file), follow=False)
+        write_json(self._folder / f"{self._key}.json", asdict(file))
