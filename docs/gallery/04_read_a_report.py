@@ -79,8 +79,8 @@ Framed(path)
 #
 # - **The verdict**: one sentence on what happened, three numbers (the loss on new data, what was
 #   memorized, wrong labels), each with its error, and what to do next, with the command.
-# - **Examples and label review**: the labels that look wrong come first. Accept a suggestion or keep
-#   the given label by key, and export your decisions for ``poprisk audit RUN --apply``.
+# - **Examples and label review**: the labels that look wrong come first. Accept a suggestion or
+#   keep the given label by key, and export your decisions for ``poprisk audit RUN --apply``.
 # - **Learning curves**: training and test loss, and the estimated population risk with its error.
 #   Where new data have wrong labels, too, the risk lies above the loss on clean test labels.
 # - **The gate**, if the optimizer has one: for which weights it is open.
