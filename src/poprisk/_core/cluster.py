@@ -163,7 +163,7 @@ def _local(workers: int, memory_limit: int | str, gpus: int) -> Iterator[Any]:
     except ImportError:
         raise MissingExtraError("distributed", "jobs", "a cluster of processes") from None
     limit = MEMORY_LIMIT // workers if memory_limit == "auto" else memory_limit
-    options: dict[str, Any] = {"nthreads": 1, "memory_limit": limit, "dashboard": False}
+    options: dict[str, Any] = {"nthreads": 2 if gpus else 1, "memory_limit": limit, "dashboard": False}
     started = {
         i: {
             "cls": SubprocessWorker,
@@ -183,7 +183,8 @@ def _local(workers: int, memory_limit: int | str, gpus: int) -> Iterator[Any]:
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    return {"resources": {"GPU": 1}, "env": {"CUDA_VISIBLE_DEVICES": str(index)}}
+    """Two tasks, of which one computes while the other stores."""
+    return {"resources": {"GPU": 2}, "env": {"CUDA_VISIBLE_DEVICES": str(index)}}
 
 
 @contextmanager

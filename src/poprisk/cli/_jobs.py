@@ -80,15 +80,15 @@ def work(
     memory_limit: Annotated[str, typer.Option(help="Memory of this worker, in Dask's notation.")] = "auto",
     gpu: Annotated[bool, typer.Option("--gpu", help="Take one GPU, for jobs planned with device='cuda'.")] = False,
 ) -> None:
-    """Start a worker of one task at a time. Start as many as you like, on any machine that sees runs and store."""
+    """Start a worker, which computes one task at a time. Start many, on any machine that sees runs and store."""
     import importlib.util
 
     from poprisk.errors import MissingExtraError
 
     if importlib.util.find_spec("distributed") is None:
         raise MissingExtraError("distributed", "jobs", "a worker")
-    options = ["--nthreads", "1", "--memory-limit", memory_limit, "--no-dashboard"]
-    options += ["--resources", "GPU=1"] if gpu else []
+    options = ["--nthreads", "2" if gpu else "1", "--memory-limit", memory_limit, "--no-dashboard"]
+    options += ["--resources", "GPU=2"] if gpu else []  # one task computes while the other stores
     safe = {**os.environ, "PYTHONSAFEPATH": "1"}  # or the worker would import what lies in the current directory
     os.execve(sys.executable, [sys.executable, "-m", "dask", "worker", scheduler, *options], safe)
 

@@ -63,7 +63,7 @@ class Work:
                 _OPENED.clear()  # one at a time: each holds a model and its examples
                 device = torch.device(content["device"])
                 _OPENED[key] = self.computation(self.group, self.run.open(device), device)
-            found = _OPENED[key].compute(cell)
+            found = {name: x.cpu() for name, x in _OPENED[key].compute(cell).items()}
         self.group.write(cell, found)
 
 
@@ -164,7 +164,7 @@ def _work(group: TiledArray, runs: Mapping[str, Run], problem: Problem | None, p
     if group.kind not in KINDS:
         raise JobError(f"{group.name!r} is of kind {group.kind!r}, which cannot be computed again")
     limit, needed, device = worker_memory(pool), group.where.get("tile_bytes", 0), group.content["device"]
-    if limit is not None and needed > limit:
+    if limit is not None and needed > limit and device == "cpu":  # on a GPU it is the GPU's memory
         raise JobError(f"a tile of {group.name!r} takes {needed} bytes, and a worker has {limit}: start larger workers")
     here = list(pool.run(numerics_here, device).values()) if is_remote(pool) else [numerics_here(device)]
     kinds = list(group.where["numerics"]) or here[:1]

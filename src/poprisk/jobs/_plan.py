@@ -217,7 +217,8 @@ class JobPlan:
             content = {"digest": problem_digest(opened), "rows": rows, "dtype": digits, "method": plan.method.value}
             content |= {"precision": precision and precision.value, "preconditioner": M}
             content |= {key: fingerprint({key: x}) for key, x in vectors.items()}
-            tile = [plan.outputs * (plan.rows if precision else ceil(n / ceil(n / plan.rows))) for n in counts]
+            sizes_of = zip(counts, (plan.rows, plan.columns), strict=True)
+            tile = [plan.outputs * (size if precision else ceil(n / ceil(n / size))) for n, size in sizes_of]
             where = {"shape": [n * plan.outputs for n in counts], "tile": tile, "dtype": digits, "bound": maker.bound}
             where |= {"symmetric": rows == "train", "outputs": plan.outputs, "chunk": plan.chunk, "step": step}
             where |= {"memory_limit": self._memory_limit, "tile_bytes": plan.bytes}

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from poprisk.errors import HyperparameterError
 from poprisk.operators._kernels.method import Method
 from poprisk.operators._kernels.plan import plan_tiles
+from poprisk.operators._kernels.precision import Precision
 from poprisk.operators._kernels.tiles import TileMaker
 
 METHODS = [Method.JACOBIAN_CONTRACTION, Method.LAYER_FACTORS, Method.VECTOR_PRODUCTS]
@@ -52,6 +53,20 @@ def test_tiles_shrink_with_the_limit_and_count_within_it():
     assert plan_tiles(model, w, x, memory=2**30, side=30, separate=True).rows == 30
     assert plan_tiles(model, w, x[:4], memory=2**30, separate=True).rows == 4
     assert plan_tiles(model, w, x[:4], x, memory=2**30, separate=True).rows > 4
+
+
+def test_on_a_gpu_the_rows_of_rounded_tiles_are_held_and_columns_go_past_them():
+    """Unless the kernel is symmetric: then a side serves as rows and as columns."""
+    model, w, x = make("multilayer", n=5000)
+    options = {"precision": Precision.FLOAT16, "separate": True, "device": torch.device("cuda")}
+    cross, own = (plan_tiles(model, w, x, others, memory=2**40, **options) for others in (x[:4000], None))
+    assert cross.rows > 2 * cross.columns
+    assert cross.rows % cross.chunk == cross.columns % cross.chunk == 0
+    assert own.rows == own.columns
+    assert plan_tiles(model, w, x, x, memory=2**40, side=7, **options).rows == 7
+    small = plan_tiles(model, w, x, x, memory=2**26, **options)
+    assert small.bytes <= 2**26
+    assert small.rows == small.columns < cross.columns
 
 
 @pytest.mark.parametrize("method", METHODS)

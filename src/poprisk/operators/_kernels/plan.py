@@ -80,8 +80,8 @@ def plan_tiles(
         memory: Memory limit in bytes; default: half of what is free.
         holds_result: Whether the whole kernel is held in memory as well.
         separate: Whether each tile is made on its own, by any process, rather than in one pass over all tiles.
-        side: Largest number of examples along a side of a separate tile; default: 512 outputs, or 2048 outputs of
-            rounded rows on a GPU.
+        side: Largest number of examples along a side of a separate tile; default: 512 outputs; of rounded rows
+            on a GPU 2048, or for a kernel of two sets of examples 3840 rows by 1024 columns.
         copies: Number of further copies of a tile that are held, e.g. while it is written.
         device: Device that makes the tiles; default: that of the weights.
 
@@ -130,6 +130,8 @@ def _shapes(
     """Rows and columns of a tile, and whether all features are kept, from the most efficient to the smallest."""
     p, longest = work.structure.p, max(n, others or 0)
     if separate:
+        if work.replays and others is not None and side is None:  # processes keep the side of a row of tiles
+            yield min(n, ceil(_HELD / p)), min(others, ceil(_PASSING / p)), False
         preferred = _ROUNDED_GPU_ROWS if work.replays else _TILE_ROWS
         for each in _halved(min(side or ceil(preferred / p), longest)):
             yield each, each, False
