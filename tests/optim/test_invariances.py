@@ -101,10 +101,11 @@ def test_the_scale_of_the_gradients_does_not_matter(backend, gate, factor):
     assert all(torch.equal(p, q) for p, q in zip(params, scaled, strict=True))
 
 
-def test_the_paper_s_epsilon_breaks_scale_invariance():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_paper_s_epsilon_breaks_scale_invariance(backend):
     """The contrast: with gate_eps the trajectory does depend on the scale."""
     params, scaled = start(), start()
-    options = join_gate({**ALGORITHM1, "gate": "soft", "eps": 0.0, "gate_eps": 1e-3})
+    options = join_gate({**ALGORITHM1, "gate": "soft", "eps": 0.0, "gate_eps": 1e-3, **BACKENDS[backend]})
     train(PopRiskAdamW(params, **options), params, stream(50))
     train(PopRiskAdamW(scaled, **options), scaled, [[g / 1024 for g in row] for row in stream(50)])
     assert relative_error(params, scaled) > 1e-3
