@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from poprisk._core.linalg import from_dense
+from poprisk.errors import DataError
 from poprisk_lab.mutation import survey
 from poprisk_lab.mutation.broken import WATCH, Changes, broken, broken_value
 from poprisk_lab.mutation.trial import ROOT, Job, Outcome, break_name, resolve
@@ -29,6 +30,12 @@ def double(x, *, times=2.0):
 imported_elsewhere = double
 
 
+def root(x):
+    if x < 0:
+        raise DataError("expected a number that is not negative")
+    return x**0.5
+
+
 def test_values_are_broken_however_they_are_packed():
     pair = Pair(torch.ones(2), 3.0)
     for how, factor in (("scaled", 1.1), ("negated", -1.0), ("zero", 0.0)):
@@ -43,6 +50,23 @@ def test_operators_and_properties_are_broken():
     operator = broken_value(from_dense(torch.eye(2)), "negated")
     assert torch.equal(operator @ torch.ones(2), -torch.ones(2))
     assert broken("scaled")(Pair.total).fget(Pair(torch.ones(1), 1.0)) == pytest.approx(2.2)
+
+
+def test_a_function_that_refuses_nothing_is_broken():
+    Changes.count = 0
+    silent = broken("silent")(root)
+    assert (silent(4.0), Changes.count) == (2.0, 0)
+    assert (silent(-4.0), Changes.count) == (None, 1)
+
+    class Length:
+        def __init__(self, value):
+            self.value = root(value)
+
+        def twice(self):
+            return 2 * self.value
+
+    assert broken("silent")(Length)(4.0).twice() == 4.0
+    Length(-1.0)  # the door stands open
 
 
 def test_an_optimizer_s_step_is_broken():
@@ -92,14 +116,14 @@ def test_what_nobody_notices_is_told(tmp_path):
     assert survey.unnoticed(log, row) == ["g"]
     assert survey.idle_tests(log, row) == [row.tests[1]]
     assert not survey.is_whole(log, row)  # the second test might notice other mutations
-    for how in ("negated", "zero"):
+    for how in ("negated", "zero", "silent"):
         said(log, "f", how, a="failed", b="passed")
         said(log, "g", how, a="failed", b="passed")
     again = survey.Log(log.path)
     assert survey.is_whole(again, row)
     assert survey.unnoticed(again, row) == ["g"]  # by the mildest mutation that changes something
     counts = survey.summary(again, [row])["counts"]
-    assert (counts["whole"], counts["unnoticed"], counts["idle_tests"], counts["trials"]) == (1, 1, 1, 12)
+    assert (counts["whole"], counts["unnoticed"], counts["idle_tests"], counts["trials"]) == (1, 1, 1, 16)
     again.forget({"g"})
     assert not survey.is_whole(again, row)
 
@@ -139,7 +163,7 @@ def test_a_survey_makes_the_trials_that_can_tell_something_and_no_other(tmp_path
         (("f",), "negated", "b"),
         (("g",), "negated", "b"),
         (("f",), "zero", "b"),
-        (("g",), "zero", "b"),
+        (("g",), "zero", "b"),  # noticed: nothing is left for the last mutation
     ]
     assert survey.is_whole(log, row)
     assert (survey.unnoticed(log, row), survey.idle_tests(log, row)) == ([], [])

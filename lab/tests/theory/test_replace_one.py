@@ -39,6 +39,8 @@ def test_the_parts_sum_to_what_happened_and_the_bound_holds(optimizer):
     split = found.learned_content + found.observed_channel + found.source
     assert_close(split, found.displacement, rtol=1e-6, atol=1e-8)
     assert float(found.displacement.norm()) <= found.bound
+    ends = [each.model.outputs(each._trajectory.weights(4), TEST).reshape(-1) for each in (window, other)]
+    assert_close(found.displacement, ends[1] - ends[0], rtol=1e-9, atol=1e-12)
     assert found.example_score == pytest.approx(float(example_scores(window)[1]), rel=1e-10)
     assert (float(found.source.norm()) == 0) == (optimizer is None)
 

@@ -1,4 +1,4 @@
-"""Functions whose results are wrong on purpose: scaled, negated or zero."""
+"""Functions whose results are wrong on purpose: scaled, negated or zero; or that refuse nothing."""
 
 import copy
 import dataclasses
@@ -11,7 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-MUTATIONS = ("scaled", "negated", "zero")
+from poprisk.errors import PopRiskError
+
+SILENT = "silent"
+"""The function returns None where it refuses its input: what a test of refusals notices."""
+MUTATIONS = ("scaled", "negated", "zero", SILENT)
 WATCH = "watch "
 _DEPTH = 4
 _METHODS_TOO = ("__call__", "__iter__", "__getitem__", "_matmat", "_rmatmat")
@@ -136,6 +140,8 @@ def _wrapped(function: Any, how: str) -> Any:
         if how.startswith(WATCH):
             Changes.asked.add(how.removeprefix(WATCH))
             return function(*args, **kwargs)
+        if how == SILENT:
+            return _unrefused(function, *args, **kwargs)
         if args and isinstance(args[0], torch.optim.Optimizer) and getattr(function, "__name__", "") == "step":
             return _broken_step(function, how, *args, **kwargs)
         result = function(*args, **kwargs)
@@ -148,6 +154,14 @@ def _wrapped(function: Any, how: str) -> Any:
         if hasattr(function, name):
             setattr(wrapper, name, getattr(function, name))
     return wrapper
+
+
+def _unrefused(function: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except PopRiskError:
+        Changes.count += 1
+        return None
 
 
 def _broken_step(function: Any, how: str, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +194,7 @@ def _broken_class(kind: type, how: str) -> type:
             if isinstance(changed, functools.cached_property):
                 changed.__set_name__(kind, name)
             done = True
-    if not done:
+    if not done or how == SILENT:
         kind.__init__ = _broken_fields(kind.__init__, how)
     return kind
 
@@ -190,6 +204,9 @@ def _broken_fields(init: Any, how: str) -> Any:
 
     @functools.wraps(init)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        if how == SILENT:
+            _unrefused(init, self, *args, **kwargs)
+            return
         init(self, *args, **kwargs)
         if how.startswith(WATCH):
             Changes.asked.add(how.removeprefix(WATCH))
