@@ -10,6 +10,7 @@ paper, and numbers, titles and sections with those of the entries.
 """
 
 import argparse
+import json
 import re
 import sys
 import tomllib
@@ -23,6 +24,7 @@ from poprisk._core.store import write_text
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs/paper_to_code.toml"
 PAGE = ROOT / "docs/paper_to_code.md"
+SURVEY = ROOT / "lab/results/mutation.json"
 
 WHOLE, PART, STATEMENT = "whole", "part", "statement only"
 STATUSES = (WHOLE, PART, STATEMENT)
@@ -158,7 +160,19 @@ def _introduction(table: Table) -> str:
         f"says which), and {counts[STATEMENT]} are statements only (the note says why). Checked means: a test would "
         "fail if the statement did. It does not mean proved, and a limit, an expectation or a “for every” is checked "
         "on the cases that the test tries. Operators are those of the steps that a run took; where the paper's "
-        "statement is about gradient flow, the flow is checked beside them."
+        "statement is about gradient flow, the flow is checked beside them.\n\n" + _surveyed()
+    )
+
+
+def _surveyed() -> str:
+    counts = json.loads(SURVEY.read_text(encoding="utf-8"))["counts"]
+    return (
+        "The citations are tested, too: each cited function is broken on purpose (its results are scaled by 1.1, or "
+        "negated or set to zero where a factor changes nothing), and a cited test of the same row must fail. This was "
+        f"done to the end for {counts['whole']} of the {counts['rows']} rows that cite code, with "
+        f"{counts['functions']} functions and {counts['tests']} tests: {counts['unnoticed']} functions were noticed by "
+        f"no cited test of their row, and {counts['idle_tests']} cited tests noticed nothing "
+        "(`python -m poprisk_lab.mutation.survey`)."
     )
 
 

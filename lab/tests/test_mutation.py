@@ -123,13 +123,28 @@ def test_what_nobody_notices_is_told(tmp_path):
     assert survey.is_whole(again, row)
     assert survey.unnoticed(again, row) == ["g"]  # by the mildest mutation that changes something
     counts = survey.summary(again, [row])["counts"]
-    assert (counts["whole"], counts["unnoticed"], counts["idle_tests"], counts["trials"]) == (1, 1, 1, 16)
+    assert (counts["whole"], counts["unnoticed"], counts["idle_tests"]) == (1, 1, 1)
     again.forget({"g"})
     assert not survey.is_whole(again, row)
 
 
 def test_the_tests_of_a_file_are_tried_together():
     assert survey.by_file(["a.py::x", "b.py::x", "a.py::y", "a.py::x"]) == [("a.py::x", "a.py::y"), ("b.py::x",)]
+
+
+def test_a_survey_of_some_rows_keeps_what_is_stored_of_the_others(tmp_path, monkeypatch):
+    first, second = (survey.Row(label, ("f",), ("tests/x.py::test_a",)) for label in ("thm:a", "thm:b"))
+    monkeypatch.setattr(survey, "rows", lambda: [first, second])
+    log = survey.Log(tmp_path / "log.jsonl")
+    stored = survey.summary(log, [first, second])
+    stored["rows"][0]["commit"], stored["rows"][0]["whole"] = "before", True
+    stored["rows"].append(stored["rows"][0] | {"label": "thm:gone"})
+    said(log, "", WATCH, a="passed")
+    said(log, "f", "scaled", a="failed")
+    found = survey.summary(log, [second], stored)
+    assert [(row["label"], row["whole"]) for row in found["rows"]] == [("thm:a", True), ("thm:b", True)]
+    assert found["rows"][0]["commit"] == "before" != found["rows"][1]["commit"]
+    assert (found["counts"]["rows"], found["counts"]["functions"], found["counts"]["whole"]) == (2, 1, 2)
 
 
 class Answers:

@@ -245,35 +245,37 @@ def is_whole(log: Log, row: Row) -> bool:
     )
 
 
-def summary(log: Log, chosen: list[Row]) -> dict[str, Any]:
-    """The result to store."""
-    tried = [key for key in log.said if key[0]]
-    listed = [
-        {
-            "label": row.label,
-            "functions": list(row.functions),
-            "tests": list(row.tests),
-            "whole": is_whole(log, row),
-            "unnoticed": [f for f in unnoticed(log, row) if was_tried(log, row, f)],
-            "idle_tests": idle_tests(log, row) if is_whole(log, row) else [],
-        }
-        for row in chosen
-    ]
+def summary(log: Log, chosen: Sequence[Row], stored: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The result to store: what the log says of the chosen rows, and of the others what is stored already."""
+    found, before = environment(), {row["label"]: row for row in (stored or {"rows": []})["rows"]}
+    surveyed = {row.label: _answer(log, row) | {"commit": found["commit"]} for row in chosen}
+    labels = [row.label for row in (rows() if stored else chosen)]
+    listed = [(before | surveyed)[label] for label in labels if label in before or label in surveyed]
     return {
         "kind": "mutation",
-        "environment": environment(),
+        "environment": found,
         "mutations": list(MUTATIONS),
         "counts": {
-            "rows": len(chosen),
-            "functions": len({f for row in chosen for f in row.functions}),
-            "tests": len({t for row in chosen for t in row.tests}),
-            "broken": len({key[:2] for key in tried}),
-            "trials": len(tried),
-            "whole": sum(each["whole"] for each in listed),
-            "unnoticed": sum(len(each["unnoticed"]) for each in listed),
-            "idle_tests": sum(len(each["idle_tests"]) for each in listed),
+            "rows": len(listed),
+            "functions": len({function for row in listed for function in row["functions"]}),
+            "tests": len({test for row in listed for test in row["tests"]}),
+            "whole": sum(row["whole"] for row in listed),
+            "unnoticed": sum(len(row["unnoticed"]) for row in listed),
+            "idle_tests": sum(len(row["idle_tests"]) for row in listed),
         },
         "rows": listed,
+    }
+
+
+def _answer(log: Log, row: Row) -> dict[str, Any]:
+    whole = is_whole(log, row)
+    return {
+        "label": row.label,
+        "functions": list(row.functions),
+        "tests": list(row.tests),
+        "whole": whole,
+        "unnoticed": [f for f in unnoticed(log, row) if was_tried(log, row, f)],
+        "idle_tests": idle_tests(log, row) if whole else [],
     }
 
 
@@ -281,7 +283,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Break every function that the page cites, and run what it cites.")
     parser.add_argument("--log", type=Path, help="what every trial said; continued if it exists")
-    parser.add_argument("--output", type=Path, help="where to write the result (lab/results/mutation.json)")
+    parser.add_argument("--output", type=Path, help="the result, lab/results/mutation.json; other rows in it stay")
     parser.add_argument("--only", nargs="*", help="labels of rows; default: all")
     parser.add_argument("--again", nargs="*", default=[], help="tests or functions whose trials are made again")
     parser.add_argument("--parameters", type=int, default=1, help="parameters tried of each test; 0 for all")
@@ -292,7 +294,8 @@ def main() -> None:
     log.forget(set(args.again))
     if not args.show:
         survey(log, chosen)
-    result = summary(log, chosen)
+    stored = args.output is not None and args.output.exists() and json.loads(args.output.read_text(encoding="utf-8"))
+    result = summary(log, chosen, stored or None)
     for row in result["rows"]:
         for function in row["unnoticed"]:
             print(f"{row['label']}: no test notices {function}")
