@@ -17,9 +17,12 @@ from poprisk.runs._training import train
 def test_without_momentum_the_gradient_is_a_state(loss):
     problem = problem_of("mlp", loss, *draw("mlp", 12).split([8, 4]))
     run = train(problem, partial(torch.optim.SGD, lr=0.2), 5, batch_size=4, progress=False)
-    windows = (Window.of_run(run, start=s, stop=t, dense=True) for s, t in ((0, 5), (0, 2), (2, 5)))
-    whole, first, second = (window.dense_operators().propagator for window in windows)
+    windows = [Window.of_run(run, start=s, stop=t, dense=True) for s, t in ((0, 5), (0, 2), (2, 5))]
+    augmented = [window.augmented_propagator.to_dense() for window in windows]
+    whole, first, second = (window.propagator.to_dense() for window in windows)
     assert_close(second @ first, whole, rtol=1e-11, atol=1e-13)
+    assert_close(augmented[0][: len(whole), : len(whole)], whole, rtol=1e-11, atol=1e-13)
+    assert not augmented[0][: len(whole), len(whole) :].any(), "a buffer carried in has no influence"
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,20 @@ def test_noise_on_an_example_never_drawn_changes_nothing():
     )
     assert cells.signal_noise.norm() < 1e-13
     assert cells.trapped_noise.norm() < 1e-13
+    for drawn in range(4):  # on the others it moves the test outputs by its column of G
+        noise = torch.zeros(5).double()
+        noise[drawn] = 3.0
+        cells = error_cells(
+            coupling_of(ops),
+            train_outputs=torch.zeros(5).double(),
+            test_outputs=zero,
+            targets=noise,
+            clean_train=torch.zeros(5).double(),
+            clean_test=zero,
+            num_examples=5,
+        )
+        assert_close(cells.signal_noise, tensor(ops.G[:, drawn]) * 3 / 5, rtol=1e-9, atol=1e-13)
+        assert cells.signal_noise.norm() > 1e-3
 
 
 def test_the_linear_model_agrees_with_a_run_on_clean_labels():

@@ -100,7 +100,10 @@ def test_twins_drawn_in_one_proportion_hide_another_direction():
 @pytest.mark.parametrize("rule", RULES)
 def test_twins_drawn_apart_hide_nothing(rule):
     """Had in turn by single steps, their difference has moved the weights, and test outputs with them."""
-    ops = operators("mlp", rule, "squared", [[0, 1], [7, 2], [3, 4], [0, 5], [7, 6]], twins=(0, 7))
+    ops = operators("mlp", rule, "squared", [[0, 1], [7, 2], [3, 4], [0, 5], [7, 1]], twins=(0, 7))
     apart = directions(ops, example_0=1.0, example_7=-1.0)
     assert (ops.factor @ apart).norm() > 1e-3 * ops.factor.norm()
     assert (ops.test_transfer @ apart).norm() > 1e-3 * ops.test_transfer.norm()
+    hidden = dissipation_channels(ops.factor, ops.train_transfer, ops.test_transfer).reservoir.to_dense()
+    undrawn = directions(ops, example_6=1.0)
+    assert relative(hidden, undrawn @ undrawn.T) < 1e-8  # the reservoir is the example never drawn, and nothing else

@@ -32,6 +32,9 @@ def test_the_kernel_moves_by_more_than_its_size(kind, rule, loss):
     model = run.problem.model(torch.float64)
     moved = kernel_drift(model, [run.weights(0), run.weights(STEPS)], run.problem.inputs)
     assert moved.drift[-1] >= 1
+    first, last = (model.output_jacobian(run.weights(k), run.problem.inputs).flatten(0, 1) for k in (0, STEPS))
+    change = torch.linalg.matrix_norm(last @ last.T - first @ first.T, 2)
+    assert_close(moved.drift[-1], change / torch.linalg.matrix_norm(first @ first.T, 2), rtol=1e-6, atol=0.0)
     data = run.problem.inputs, run.problem.targets
     before, after = (model.per_example_losses(run.weights(k), *data).mean() for k in (0, STEPS))
     assert after < before

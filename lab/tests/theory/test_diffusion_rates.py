@@ -174,6 +174,10 @@ def test_the_batch_size_divides_the_variance():
     assert totals[1].total / totals[0].total == pytest.approx((4 / (2 * 5)) / 1)
     assert totals[1].ceiling / totals[0].ceiling == pytest.approx(1 / 2)
     assert totals[2].total == 0.0
+    moves = (
+        0.1 * model.per_example_gradients(model.weights, x, y) @ model.output_jacobian(model.weights, q).flatten(0, 1).T
+    )
+    assert totals[0].total == pytest.approx((moves - moves.mean(0)).square().sum(1).mean().item())
 
 
 def test_exponents_of_known_laws():

@@ -50,7 +50,7 @@ def broken(how: str) -> Callable[[Any], Any]:
 
 
 def broken_value(value: Any, how: str, depth: int = 0) -> Any:
-    """The value with all its numbers changed, however they are packed.
+    """The value with all its numbers changed, however they are packed; with "zero" its words are gone, too.
 
     >>> broken_value({"a": (1.0, "b"), "c": torch.ones(2)}, "negated")
     {'a': (-1.0, 'b'), 'c': tensor([-1., -1.])}
@@ -59,7 +59,10 @@ def broken_value(value: Any, how: str, depth: int = 0) -> Any:
         return _numbers(value, how)
     if isinstance(value, bool | int | float | complex | np.number):
         return _number(value, how)
-    if value is None or isinstance(value, str | bytes | nn.Module | type | torch.dtype) or depth > _DEPTH:
+    if isinstance(value, str):
+        Changes.count += bool(how == "zero" and value)
+        return "" if how == "zero" else value
+    if value is None or isinstance(value, bytes | nn.Module | type | torch.dtype) or depth > _DEPTH:
         return value
     if hasattr(value, "matmat"):  # a linear operator
         Changes.count += 1
