@@ -228,7 +228,10 @@ def test_the_smoke_studies_run_and_learn(smoke):
     assert set(noisy["arms"]) == set(dpo.SMOKE.arms)
     assert noisy["arms"]["adamw"]["search"]["lr"] == [1e-4, 1e-1]
     assert noisy["task"]["streams"] == {"pairs": [48, 6]}
+    assert [study["task"]["config"]["noise"] for study in (noisy, clean)] == [0.3, 0.0]
     for study in (noisy, clean):
+        assert (study["task"]["steps"], study["evaluation_steps"]) == (12, [4, 8, 12])
+        assert {row["failures"] for row in study["rows"]} == {0}
         ends = reading.final(reading.row(study, dpo.SHARED_ADAMW), ACCURACY)
         assert min(ends) > 0.8, "the marks are easy to prefer"
         assert len(study["portraits"][dpo.SHARED_ADAMW]["margins"]) == 32

@@ -197,7 +197,9 @@ def test_the_smoke_run_has_every_arm_every_image_and_the_control(saved):
     studies = saved["result"]["studies"]
     assert list(studies) == ["inr_astronaut", "inr_coffee", "inr_astronaut_clean"]
     assert set(studies["inr_astronaut"]["arms"]) == set(inr.InrConfig().arms)
+    assert [study["task"]["config"]["noise"] for study in studies.values()] == [0.2, 0.2, 0.0]
     for study in studies.values():
+        assert study["evaluation_steps"] == [4, 8, 12, 16, 20, 24]
         given = [row["label"] for row in study["rows"] if not row["chosen_for"]]
         assert given == [setting.label for setting in inr.SETTINGS]
     clean = studies["inr_astronaut_clean"]["rows"][1]["curves"]
