@@ -231,7 +231,7 @@ def was_tried(log: Log, row: Row, function: str) -> bool:
     if not _missed(log, row, function, last):
         return True
     tests = [test for test in row.tests if function in log.asks(test)["asked"]]
-    watched = all(log.asks(test)["said"] for test in row.tests)
+    watched = all(function in log.asks(test)["watched"] for test in row.tests)
     return watched and all(log.has(function, how, t) for how in MUTATIONS[: MUTATIONS.index(last) + 1] for t in tests)
 
 
@@ -240,7 +240,7 @@ def is_whole(log: Log, row: Row) -> bool:
     if not all(was_tried(log, row, function) for function in row.functions):
         return False
     asked = {test: set(log.asks(test)["asked"]) & set(row.functions) for test in idle_tests(log, row)}
-    return all(log.asks(t)["said"] for t in asked) and all(
+    return all(set(log.asks(t)["watched"]) >= set(row.functions) for t in asked) and all(
         log.has(function, how, test) for test, called in asked.items() for function in called for how in MUTATIONS
     )
 
