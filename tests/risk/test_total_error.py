@@ -10,7 +10,7 @@ from poprisk.risk._verdict import (
     Checked,
     Found,
     RiskEstimate,
-    judge_exclusion,
+    judge_controlled,
     judge_first_order,
     judge_held_back,
     judge_kept,
@@ -26,7 +26,7 @@ def kept(found: Found) -> RiskEstimate:
 
 
 JUDGES = {
-    "exclusion": lambda found: judge_exclusion(found, CHECKED),
+    "exclusion": lambda found: judge_controlled(found, CHECKED),
     "k_fold": lambda found: judge_retraining(found, FoldChecks()),
     "held_back": judge_held_back,
     "kept": kept,

@@ -79,7 +79,7 @@ SCRIPTS: dict[str, Script] = {
     ),
     "risk_honesty": Script(
         "estimates of population risk against the truth, by the rule of paper/risk_honesty/RULE.md",
-        ("-m", "poprisk_lab.paper.risk_honesty.study", "--split", "tune", "report", "--output", "{output}"),
+        ("-m", "poprisk_lab.paper.risk_honesty.study", "--split", "report", "--output", "{output}"),
     ),
     "audits": Script(
         "audits of labels against the truth: counts of wrong labels, and rankings",

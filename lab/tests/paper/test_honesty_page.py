@@ -28,20 +28,21 @@ def test_the_page_is_what_the_result_says():
 
 
 def test_what_is_stored_are_whole_settings_of_the_design_and_the_page_says_which_lack():
-    report, design = stored()["result"]["report"], {s.name: s for s in settings("report")}
+    split, report = numbers.shown_split(stored())
+    design = {s.name: s for s in settings(split)}
     names = [s["name"] for s in report["settings"]]
     assert len(set(names)) == len(names) == report["summary"]["settings"]
     for setting in report["settings"]:
         assert setting["factors"] == design[setting["name"]].factors
         assert {"auto", "auto10", "k_fold", "exclusion", "leverage", "holdout"} <= set(setting["answers"])
     page = (ROOT.parent / "docs/population_risk.md").read_text(encoding="utf-8")
-    assert ("have not been run yet" in " ".join(page.split())) == (len(names) < len(design))
-    lacking = numbers.missing(report["settings"])
+    assert ("have not been run:" in " ".join(page.split())) == (len(names) < len(design))
+    lacking = numbers.missing(report["settings"], split)
     assert sum(int(part.split()[0]) for part in lacking.split(", ") if part) == len(design) - len(names)
 
 
 def test_the_stored_summary_is_that_of_the_stored_answers():
-    report = stored()["result"]["report"]
+    _, report = numbers.shown_split(stored())
     again = judging.summarize(report["settings"])
     for name, found in report["summary"]["methods"].items():
         for key in ("asked", "valid", "wrong", "covered", "wrong_settings"):
@@ -50,13 +51,13 @@ def test_the_stored_summary_is_that_of_the_stored_answers():
 
 
 def test_the_page_lists_every_answer_that_is_valid_and_wrong():
-    report = stored()["result"]["report"]
+    _, report = numbers.shown_split(stored())
     wrong = {
         n for name, m in report["summary"]["methods"].items() if name in methods.JUDGED for n in m["wrong_settings"]
     }
     listed = numbers.slots(stored())["wrong"]
     assert len(listed) == len(wrong)
-    assert all(any(n.removeprefix("report ") in line for line in listed) for n in wrong)
+    assert all(any(n.partition(" ")[2] in line for line in listed) for n in wrong)
     page = (ROOT.parent / "docs/population_risk.md").read_text(encoding="utf-8")
     assert all(line.split(":")[0] + ":" in page for line in listed)
 
@@ -64,7 +65,7 @@ def test_the_page_lists_every_answer_that_is_valid_and_wrong():
 def test_the_figure_marks_valid_answers_and_wrong_ones():
     figure = draw(stored())
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    found = stored()["result"]["report"]["summary"]["methods"]
+    found = numbers.shown_split(stored())[1]["summary"]["methods"]
     assert f"exclusion, valid ({found['exclusion']['valid']})" in legend
     assert f"10-fold, valid ({found['k_fold']['valid']})" in legend
     assert figure.axes[1].get_title(loc="left") == f"B  Ten folds: {found['k_fold']['wrong']} valid and wrong"
@@ -72,7 +73,7 @@ def test_the_figure_marks_valid_answers_and_wrong_ones():
 
 def row(name, model, value, valid=True, truth=1.0):
     factors = next(s.factors for s in settings("report") if s.model == model)
-    found = {"value": value, "standard_error": 0.01, "valid": valid, "reason": "", "seconds": 1.0}
+    found = {"value": value, "standard_error": 0.01, "valid": valid, "reason": "", "seconds": 1.0, "by": "exclusion"}
     answers = dict.fromkeys(("auto", "auto10", "k_fold", "exclusion"), found)
     return {"name": name, "factors": factors, "truth": {"value": truth, "error": 0.0, "kept": None}, "answers": answers}
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from functools import cache
 from pathlib import Path
 
@@ -73,9 +74,7 @@ def test_what_is_stored_is_not_made_again_and_a_broken_line_is(folder, tmp_path,
     (tmp_path / "tune.jsonl").write_text("\n".join([*text[:-1], text[-1][:20]]) + "\n")
     made = []
     real = runner._store
-    monkeypatch.setattr(
-        runner, "_store", lambda path, setting, name, *a: made.append(name) or real(path, setting, name, *a)
-    )
+    monkeypatch.setattr(runner, "_store", lambda path, about, *a: made.append(about["method"]) or real(path, about, *a))
     assert runner.run_setting(one("tune 004"), runner.chosen_methods(()), tmp_path) == 1
     assert made == [lines[-1]["method"]]
     monkeypatch.setattr(type(one("tune 004")), "run", lambda _: pytest.fail("it was made already"))
@@ -99,8 +98,9 @@ def test_estimates_that_methods_share_are_those_of_single_calls(folder):
 
 def test_answers_that_were_made_before_are_not_made_again_for_the_automatic_choice(folder, tmp_path, monkeypatch):
     rows = {r["method"]: r for r in stored(folder) if r["setting"].startswith("tune 025")}
-    rows["leverage"] = {**rows["exclusion"], "method": "leverage", "by": "leverage"}
-    lines = [json.dumps({**rows[name], "valid": name == "k_fold"}) for name in ("exclusion", "leverage", "k_fold")]
+    rows["leverage_alone"] = {**rows["exclusion"], "method": "leverage_alone", "by": "leverage"}
+    known = ("exclusion", "leverage_alone", "k_fold")
+    lines = [json.dumps({**rows[name], "valid": name == "k_fold"}) for name in known]
     (tmp_path / "tune.jsonl").write_text("\n".join(lines) + "\n")
     for name in ("k_fold_curve", "exclusion_risk"):
         monkeypatch.setattr(f"poprisk.risk._risk.{name}", lambda *_, **__: pytest.fail("it is known"))
@@ -125,6 +125,17 @@ def test_a_method_that_fails_or_takes_too_long_has_no_answer(tmp_path):
     assert rows["fails"]["reason"] == "ValueError: cannot"
     assert rows["slow"]["reason"] == "no answer within 0.3 s"
     assert rows["slow"]["seconds"] < 5
+
+
+def test_what_is_not_done_when_the_time_is_over_is_left_for_the_next_call(tmp_path):
+    def slow(*_):
+        while True:
+            torch.ones(100).sum()
+
+    some = {"slow": methods.Method("slow", slow)}
+    assert runner.run_setting(one("tune 025"), some, tmp_path, end=time.time() + 3, commit="abc") <= 1
+    assert {row["method"] for row in runner.lines_of(tmp_path, "tune")} <= {"truth"}
+    assert runner.run_setting(one("tune 025"), some, tmp_path, end=time.time() - 1) == 0
 
 
 def test_the_command_runs_a_few_settings_and_writes_the_result(folder, tmp_path, monkeypatch, capsys):

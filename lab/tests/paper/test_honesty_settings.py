@@ -25,7 +25,7 @@ def trained(name):
     return setting, setting.run()
 
 
-@pytest.mark.parametrize(("split", "least"), [("tune", 100), ("report", 200)])
+@pytest.mark.parametrize(("split", "least"), [("tune", 100), ("seen", 200), ("report", 200)])
 def test_a_split_covers_every_factor(split, least):
     made = drawn(split)
     assert len(made) >= least
@@ -51,15 +51,34 @@ def test_the_report_goes_from_30_examples_to_5000_and_from_clean_to_half_wrong()
     assert {0.0, 0.5} <= {s.noise for s in made if s.classes}
 
 
-def test_the_design_is_always_the_same_and_the_splits_are_disjoint():
-    assert settings("tune") == drawn("tune")
-    tune, report = SPLITS["tune"], SPLITS["report"]
+def test_the_report_has_enough_of_the_models_that_are_hard_to_follow():
+    made = drawn("report")
+    assert sum(s.model.startswith("cnn") for s in made) >= 24
+    assert sum(s.model.endswith("batchnorm") for s in made) >= 30
+    assert sum(s.model == "transformer" for s in made) >= 12
+
+
+@pytest.mark.parametrize(("one", "other"), [("tune", "seen"), ("tune", "report"), ("seen", "report")])
+def test_the_design_is_always_the_same_and_the_splits_are_disjoint(one, other):
+    assert settings(one) == drawn(one)
+    few = {"sizes": {30, 5000}} if (one, other) == ("seen", "report") else {}
     for name in ("teachers", "sizes", "widths", "rates", "spread", "features", "linear_features"):
-        shared = set(getattr(tune, name)) & set(getattr(report, name))
-        assert not shared, name
-    assert {s.width for s in drawn("tune")}.isdisjoint(s.width for s in drawn("report"))
-    assert {s.seed for s in drawn("tune")}.isdisjoint(s.seed for s in drawn("report"))
-    assert set(tune.real) & set(report.real) == set(sources.HALVED)
+        shared = set(getattr(SPLITS[one], name)) & set(getattr(SPLITS[other], name))
+        assert shared == few.get(name, set()), name
+    assert {s.width for s in drawn(one)}.isdisjoint(s.width for s in drawn(other))
+    assert {s.seed for s in drawn(one)}.isdisjoint(s.seed for s in drawn(other))
+    halved = set(sources.HALVED) if "report" not in (one, other) else set()
+    assert set(SPLITS[one].real) & set(SPLITS[other].real) == halved
+
+
+@pytest.mark.parametrize("name", SPLITS["report"].real)
+def test_the_report_has_tasks_of_its_own_on_real_data(name):
+    kind, outputs, shape = sources.REAL[name]
+    x, y = sources._table(name)
+    assert tuple(x.shape[1:]) == shape
+    assert not any(bool((column - y.reshape(-1)).abs().max() < 1e-6) for column in x.double().T)
+    assert (y.is_floating_point() and y.shape[1] == 1) if kind == "regression" else int(y.max()) + 1 == outputs
+    assert sources.available(name) == len(x)
 
 
 @pytest.mark.parametrize("source", sources.HALVED)

@@ -44,6 +44,7 @@ from poprisk.risk._audit.table import DESCRIPTIONS, check_format
 from poprisk.risk._exclusion import MOST_EXAMPLES
 from poprisk.risk._influence.matrix import cast_inputs
 from poprisk.risk._k_fold import k_fold_members, k_fold_of_weights
+from poprisk.risk._leverage.controlled import controls_work
 from poprisk.risk._leverage.leverage import leverage_work
 from poprisk.risk._moments import Network, choose_moments, evaluate, has_changing_buffers
 from poprisk.risk._retraining.members import Members, cast, moved

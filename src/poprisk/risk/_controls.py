@@ -1,4 +1,4 @@
-r"""Controls of exclusion: a few real deletions, which correct the predicted ones and measure their error.
+r"""Controls of exclusion and leverage: a few real deletions, which correct the predicted ones and measure their error.
 
 With predicted gaps :math:`g_i` for m examples and the real gaps :math:`r_i` of k of them, drawn at random, the mean gap
 is estimated as in prediction-powered inference (Angelopoulos et al., 2023):
@@ -10,34 +10,36 @@ as much as m; where they are worthless, λ is 0 and the mean of the real deletio
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.func import grad, vmap
 
-from poprisk._core.autodiff import ExampleLoss
-from poprisk.risk._error import example_losses_of
+from poprisk._core.autodiff import ExampleLoss, take_examples
+from poprisk.risk._error import corrected_risk_error, example_losses_of
 from poprisk.risk._resampled import members_without
 from poprisk.risk._retraining.retrain import Retrained, member_outputs, retrain
-from poprisk.risk._verdict import FIRST_CONTROLS
+from poprisk.risk._verdict import FIRST_CONTROLS, ROUGH_MOVED
 from poprisk.runs import Run
 
+T = TypeVar("T")
 _MIXED = 64
 """Number of new inputs on which two models are compared."""
 
 
 @dataclass(frozen=True, eq=False)
 class Control:
-    """Real deletions of some of the examples of an exclusion."""
+    """Real deletions of some of the examples for which there are predictions."""
 
     rows: Int[Tensor, "k"]
-    """Their positions among the examples of the exclusion."""
+    """Their positions among these examples."""
     losses: Float[Tensor, "k"]
     """Loss of each under a model that was really trained without it."""
-    moved: float
+    moved: float = math.nan
     """(n - 1) times the loss between the models with and without an example, at new inputs: see :func:`moved_by`."""
     notes: tuple[str, ...] = ()
 
@@ -48,33 +50,41 @@ class Deletions:
     Args:
         held: What each training leaves out.
         renormalize: Whether the others get the weight of those left out.
+        progress: Whether to show progress on stderr; None shows it for long trainings on a terminal.
     """
 
-    def __init__(self, held: list[Int[Tensor, "c"]], *, renormalize: bool = True) -> None:
-        self._held, self._renormalize = held, renormalize
-        self._steps: list[int] = []
+    def __init__(
+        self, held: list[Int[Tensor, "c"]], *, renormalize: bool = True, progress: bool | None = False
+    ) -> None:
+        self._held, self._renormalize, self._progress = held, renormalize, progress
+        self.steps: list[int] = []
+        """Steps before which weights are kept."""
         self._blocks: list[tuple[int, Retrained]] = []
 
     def follow(self, run: Run, steps: Sequence[int]) -> None:
         """Keep weights at these steps too, and take the trainings so far along."""
-        self._steps = list(steps)
+        self.steps = list(steps)
         blocks, self._blocks, start = self._blocks, [], 0
         for stop, trained in blocks:
             self._train(run, start, stop, trained)
             start = stop
 
-    def weights(self, run: Run, k: int, count: int) -> tuple[Float[Tensor, "count d"], tuple[str, ...]]:
-        """Weights of the first ``count`` trainings before step k, and what was taken over from the run."""
+    def weights(
+        self, run: Run, k: int, count: int
+    ) -> tuple[Float[Tensor, "count d"], list[dict[str, Tensor]], tuple[str, ...]]:
+        """Weights of the first trainings before step k, any buffers of theirs, and what was taken over from the run."""
         done = self._blocks[-1][0] if self._blocks else 0
         if done < count:
             self._train(run, done, count)
-        found = torch.cat([trained.kept[k] for _, trained in self._blocks])[:count]
-        return found, tuple(dict.fromkeys(note for _, trained in self._blocks for note in trained.notes))
+        blocks = [trained for _, trained in self._blocks]
+        found = torch.cat([trained.kept[k] for trained in blocks])[:count]
+        buffers = [each for trained in blocks for each in trained.buffers.get(k, ())][:count]
+        return found, buffers, tuple(dict.fromkeys(note for trained in blocks for note in trained.notes))
 
     def _train(self, run: Run, start: int, stop: int, resume: Retrained | None = None) -> None:
         members = members_without(run.num_examples, self._held[start:stop], renormalize=self._renormalize)
-        steps = self._steps
-        trained = retrain(run, members, keep=steps, stop=max(steps), resume=resume, progress=False)
+        steps = self.steps
+        trained = retrain(run, members, keep=steps, stop=max(steps), resume=resume, progress=self._progress)
         self._blocks.append((stop, trained))
 
 
@@ -117,8 +127,55 @@ def corrected_gap(
     return mean.item(), math.sqrt(widened * (1 - k / m)), slope.mean().item()
 
 
+def controlled_risk(
+    training: Float[Tensor, "n"],
+    own: Float[Tensor, "m"],
+    predicted: Float[Tensor, "m"],
+    control: Control,
+    mistake: float,
+    *,
+    smooth: bool = False,
+) -> tuple[float, float, float, float]:
+    """The risk with the predicted gaps corrected, its standard error, the part of the controls in it, and ``moved``.
+
+    Args:
+        training: Losses of all training examples.
+        own: Of those with a prediction, by the model of the run.
+        predicted: Of those, as if they had not been seen.
+        control: The real deletions.
+        mistake: What one unseen mistake would add.
+        smooth: Whether the run is smooth enough for ``control.moved`` to be a jackknife variance.
+    """
+    gaps, real, seen = predicted - own, control.losses, own[control.rows]
+    gap, uncertain, share = corrected_gap(gaps, real - seen, control.rows)
+    value = training.mean().item() + gap
+    moved = control.moved / value if smooth and value > 0 else ROUGH_MOVED
+    pairs = (own, own + share * gaps), (seen, real)
+    error = max(corrected_risk_error(training, *pair, mistake, sampled=len(gaps), moved=moved) for pair in pairs)
+    return value, error, uncertain, moved
+
+
+def as_many_as_needed(make: Callable[[int], T], enough: Callable[[T], bool], first: int, most: int) -> T:
+    """The result with so many controls at first, and twice as many each time until they are enough."""
+    count = min(first, most)
+    while True:
+        found = make(count)
+        if count >= most or enough(found):
+            return found
+        count = min(2 * count, most)
+
+
+def deleted_outputs(
+    run: Run, examples: Int[Tensor, "k"], weights: Float[Tensor, "k d"], buffers: Sequence[dict[str, Tensor]]
+) -> Float[Tensor, "k *out"]:
+    """Outputs of each deleted example under the model that was trained without it."""
+    inputs = take_examples(run.problem.inputs, examples.to(run.problem.device))
+    alone = tuple(x.unsqueeze(1) for x in inputs) if isinstance(inputs, tuple) else inputs.unsqueeze(1)
+    return member_outputs(run, weights, alone, own=True, buffers=tuple(buffers) or None).squeeze(1)
+
+
 def most_controls(m: int) -> int:
-    """Largest number of deletions for m examples: a quarter of the arithmetic that their exclusion takes."""
+    """Largest number of deletions for the exclusion of m examples: a quarter of the arithmetic that it takes."""
     return min(m, max(FIRST_CONTROLS, m // 2))
 
 

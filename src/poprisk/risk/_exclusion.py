@@ -25,7 +25,16 @@ from torch import Tensor
 
 from poprisk._core.autodiff import ExampleLoss, take_examples
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.risk._controls import Control, Deletions, control_order, corrected_gap, most_controls, moved_by
+from poprisk.risk._controls import (
+    Control,
+    Deletions,
+    as_many_as_needed,
+    control_order,
+    controlled_risk,
+    deleted_outputs,
+    most_controls,
+    moved_by,
+)
 from poprisk.risk._duplicates import same_group
 from poprisk.risk._error import corrected_risk_error, example_losses_of, unseen_mistake
 from poprisk.risk._influence.exclusion_sweep import ExcludedOutputs, excluded_outputs
@@ -33,20 +42,18 @@ from poprisk.risk._influence.label_sensitivity import corrected_displacement
 from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.matrix import evaluation_model
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
-from poprisk.risk._retraining.retrain import member_outputs
 from poprisk.risk._verdict import (
     DOUBTFUL_BEND,
     DOUBTFUL_SENSITIVITY,
     FEWEST_CONTROLS,
     FEWEST_DISTINCT,
     FIRST_CONTROLS,
-    ROUGH_MOVED,
     SMOOTH_BEND,
     Checked,
     Found,
     RiskEstimate,
     enough_controls,
-    judge_exclusion,
+    judge_controlled,
     judge_predictions,
     trained_on,
 )
@@ -121,25 +128,18 @@ class Exclusion:
     def _judged(self) -> tuple[RiskEstimate, Checked, bool]:
         """The risk, what its controls say, and whether more of them would not make it much more certain."""
         n, training = len(self.training_losses), self.training_losses.mean().item()
-        gaps, control = self.losses - self.own_losses, self.control
-        value, uncertain, moved, smooth = training + gaps.mean().item(), math.nan, 0.0, False
+        gap, control = (self.losses - self.own_losses).mean().item(), self.control
+        losses, smooth = (self.training_losses, self.own_losses, self.losses), False
         if control is None:
-            error = corrected_risk_error(self.training_losses, self.own_losses, self.losses, self.mistake)
+            value, uncertain, moved = training + gap, math.nan, 0.0
+            error = corrected_risk_error(*losses, self.mistake)
         else:
-            own = self.own_losses[control.rows]
-            gap, uncertain, share = corrected_gap(gaps, control.losses - own, control.rows)
-            value, predicted = training + gap, self.own_losses + share * gaps
             smooth = self.method == "corrected" or self.doubt.median().item() <= SMOOTH_BEND
-            moved = control.moved / value if smooth and value > 0 else ROUGH_MOVED
-            pairs = (self.own_losses, predicted), (own, control.losses)
-            error = max(
-                corrected_risk_error(self.training_losses, *pair, self.mistake, sampled=len(gaps), moved=moved)
-                for pair in pairs
-            )
+            value, error, uncertain, moved = controlled_risk(*losses, control, self.mistake, smooth=smooth)
         copies = math.sqrt(n / self.distinct) if self.distinct else 1.0
         checked = Checked(
             controls=0 if control is None else len(control.rows),
-            change=value - training - gaps.mean().item(),
+            change=value - training - gap,
             error=uncertain * copies,
             moved=moved if smooth else 0.0,
             distinct=self.distinct or n,
@@ -151,7 +151,7 @@ class Exclusion:
         target = trained_on(n - 1 - self.held, n)
         about = ("exclusion", target, training, self.cost, distinct, n, notes, self.first_loss)
         found = Found(value, total, *about)
-        return judge_exclusion(found, checked), checked, enough_controls(value, error, uncertain)
+        return judge_controlled(found, checked), checked, enough_controls(value, error, uncertain)
 
 
 def choose_examples(
@@ -307,17 +307,16 @@ def controlled(
 ) -> Exclusion:
     """The exclusion before step k with controls: as many as are asked for, or as make the risk more certain."""
     m, order = len(predicted.examples), control_order(predicted.examples, unrolled.num_examples, seed)
-    count, most = (FIRST_CONTROLS, most_controls(m)) if controls is None else (controls, controls)
-    while True:
-        count = min(count, m)
-        try:
-            control = _control(unrolled, predicted, deletions, k, order[:count], loss)
-        except RunError as error:
-            return replace(predicted, obstacle=str(error))
-        found = replace(predicted, control=control, cost=predicted.cost + count)
-        if count >= min(most, m) or found._judged()[2]:
-            return found
-        count = min(2 * count, most)
+    first, most = (FIRST_CONTROLS, most_controls(m)) if controls is None else (controls, min(controls, m))
+
+    def with_controls(count: int) -> Exclusion:
+        control = _control(unrolled, predicted, deletions, k, order[:count], loss)
+        return replace(predicted, control=control, cost=predicted.cost + count)
+
+    try:
+        return as_many_as_needed(with_controls, lambda found: found._judged()[2], first, most)
+    except RunError as error:
+        return replace(predicted, obstacle=str(error))
 
 
 def _control(
@@ -329,10 +328,8 @@ def _control(
     loss: str | ExampleLoss | None,
 ) -> Control:
     run, model, examples = unrolled.run, evaluation_model(unrolled, loss), predicted.examples[rows]
-    weights, notes = deletions.weights(run, k, len(rows))
-    inputs = take_examples(run.problem.inputs, examples.to(unrolled.device))
-    alone = tuple(x.unsqueeze(1) for x in inputs) if isinstance(inputs, tuple) else inputs.unsqueeze(1)
-    outputs = member_outputs(run, weights, alone, own=True).squeeze(1).to(unrolled.dtype)
+    weights, _, notes = deletions.weights(run, k, len(rows))
+    outputs = deleted_outputs(run, examples, weights, ()).to(unrolled.dtype)
     losses = example_losses_of(model.loss, outputs, unrolled.targets[examples])
     moved = moved_by(run, weights, run.weights(k), model.loss)
     return Control(rows.to(losses.device), losses, moved, notes)

@@ -23,7 +23,8 @@ from poprisk.risk._exclusion import (
 from poprisk.risk._influence.exclusion_sweep import ExclusionSweep, joined
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._k_fold import FoldEnsemble, most_folds
-from poprisk.risk._risk import ROADS, Question, first_valid
+from poprisk.risk._leverage.controlled import LeverageControls
+from poprisk.risk._risk import ROADS, Question, first_valid, leverage_controls
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate
 from poprisk.runs import Run, as_run
 
@@ -84,7 +85,7 @@ class RiskMeter:
         seed: int = 0,
         without: Sequence[str] = (),
     ) -> None:
-        own = {"exclusion": self._by_exclusion, "k_fold": self._by_folds}
+        own = {"exclusion": self._by_exclusion, "leverage": self._by_leverage, "k_fold": self._by_folds}
         roads = [replace(r, estimate=own.get(r.method, r.estimate)) for r in ROADS if r.in_auto and "last" in r.of]
         names = [road.method for road in roads]
         if method not in ("auto", *names) or not set(without) <= set(names):
@@ -102,6 +103,7 @@ class RiskMeter:
         self._unrolled: Unrolled | None = None
         self._pending: list[int] = []
         self._deletions: Deletions | None = None
+        self._leverage: LeverageControls | None = None
         self._folds: FoldEnsemble | None = None
         self._first: tuple[Tensor, str] | None = None
 
@@ -175,6 +177,12 @@ class RiskMeter:
             self._deletions = deletions_of(unrolled, chosen, groups, self.seed)
         self._deletions.follow(run, self._pending)
         return unrolled, self._deletions
+
+    def _by_leverage(self, question: Question) -> RiskEstimate:
+        if self._leverage is None:
+            self._leverage = LeverageControls(leverage_controls(question), self.seed)
+        later = [k for k in self._pending if k > question.stop]
+        return self._leverage.at(question.run, question.stop, question.examples, later).risk
 
     def _by_folds(self, question: Question) -> RiskEstimate:
         run, k = question.run, question.stop

@@ -25,7 +25,7 @@ from poprisk.risk._first_order import first_order_risk
 from poprisk.risk._held_back import Weights, held_back_risk
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.risk._k_fold import k_fold_curve
-from poprisk.risk._leverage.leverage import leverage
+from poprisk.risk._leverage.controlled import LeverageControls
 from poprisk.risk._under_training import under_training
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate, narrower
 from poprisk.runs import Run, as_run
@@ -109,7 +109,14 @@ def _first_order(question: Question) -> RiskEstimate:
 def _leverage(question: Question) -> RiskEstimate:
     if isinstance(question.given, Unrolled):
         _whole(question.given)
-    return leverage(question.run, [question.stop], question.examples, seed=question.seed)[0].risk
+    controls = LeverageControls(leverage_controls(question), question.seed)
+    return controls.at(question.run, question.stop, question.examples).risk
+
+
+def leverage_controls(question: Question) -> int | None:
+    """Number of real deletions for leverage: none, unless they are asked for, where folds are allowed and say more."""
+    folds = question.retrain_budget >= FEWEST_FOLDS
+    return 0 if question.controls is None and folds else question.controls
 
 
 def _k_fold(question: Question) -> RiskEstimate:

@@ -10,9 +10,11 @@ method                risk of                                   valid while
                                                                 where the run is smooth, the jackknife variance of
                                                                 predictions at new inputs is at most 1.5 times the
                                                                 risk; and a quarter of the inputs are different
-``"leverage"``        a model trained on n - 1 examples         its error, with half of what it adds to the training
-                                                                loss, is at most 40% of it; two of its forms differ
-                                                                by at most 30%; a quarter of the inputs are different
+``"leverage"``        a model trained on n - 1 examples         with real deletions: as for exclusion; without: its
+                                                                error, with half of what it adds to the training loss
+                                                                (all of it where a gate closes), is at most 40% of it;
+                                                                two of its forms differ by at most 30%; nothing was
+                                                                augmented; a quarter of the inputs are different
 ``"first_order"``     this model                                exclusion is valid and differs by at most 10%, and
                                                                 the standard error is at most 7% of the risk
 ``"k_fold"`` and      a model trained on the examples kept      no training diverged, and at most 5% of the held-out
@@ -61,6 +63,8 @@ FIRST_CONTROLS = 16
 """Number of real deletions that check exclusion at first."""
 FEWEST_CONTROLS = 8
 """Smallest number of them that may be asked for."""
+MOST_LEVERAGE_CONTROLS = 32
+"""Largest number of them for leverage, which trains them one after another where it has to."""
 ENOUGH_OF_ERROR = 0.3
 """Share of the standard error up to which the part of the controls does not ask for more of them."""
 ENOUGH_OF_RISK = 0.05
@@ -86,8 +90,9 @@ LARGEST_CORRECTION = 0.6
 """Largest share of the risk by leverage that is a correction of the training loss, for single predictions."""
 LARGEST_LEVERAGE_GAP = 0.3
 """Largest difference between leverage along the run and by its end, as a share of the risk."""
-LEVERAGE_ERROR = 0.5
-"""Standard error of the correction by leverage, as a share of it, apart from sampling: two reach the training loss."""
+LEVERAGE_ERROR, GATED_LEVERAGE_ERROR = 0.5, 1.0
+"""Standard error of the correction by leverage, as a share of it, apart from sampling: two reach the training loss. The
+second is for a gate that opens and closes, which may let more of a missing example through than leverage follows."""
 LARGEST_CONTRADICTION = 2.5
 """Standard errors by which another estimate may differ from the held-back risk of the same weights."""
 LAST_WEIGHTS = "the weights at the last step"
@@ -266,8 +271,8 @@ def _against_folds(found: Found, checks: FoldChecks) -> str:
     return ""
 
 
-def judge_exclusion(found: Found, checked: Checked) -> RiskEstimate:
-    """The verdict on exclusion, by real deletions of some of the examples."""
+def judge_controlled(found: Found, checked: Checked) -> RiskEstimate:
+    """The verdict on predictions whose mean is corrected by real deletions of some of the examples."""
     reason = _too_few(found) or _unchecked(found, checked)
     reason = reason or _not_finite(found, "the losses without an example are not finite", checked.error)
     size = max(abs(found.value), math.ulp(0))
@@ -306,18 +311,24 @@ def enough_controls(value: float, error: float, uncertain: float) -> bool:
     return uncertain <= max(ENOUGH_OF_ERROR * error, ENOUGH_OF_RISK * abs(value))
 
 
-def judge_leverage(found: Found, at_end: float, half: float, distinct: int) -> RiskEstimate:
-    """The verdict on leverage.
+def judge_leverage(
+    found: Found, at_end: float, half: float, distinct: int, *, gated: bool = False, unfollowed: str = ""
+) -> RiskEstimate:
+    """The verdict on leverage without real deletions.
 
     Args:
         found: The risk with the absence of an example followed along the run, and its sampling error.
         at_end: The risk by the leverages of the last moment alone.
         half: The risk from half of the examples used, where these are not all; otherwise the same.
         distinct: Number of different inputs among the training examples.
+        gated: Whether a gate opens and closes for single weights.
+        unfollowed: What else of the run leverage does not follow, and what to do.
     """
     correction, size = found.value - found.training_loss, max(abs(found.value), math.ulp(0))
     reason = _too_few(found) or _not_finite(found, "the losses without an example are not finite", at_end, half)
-    found = replace(found, error=math.hypot(found.error, LEVERAGE_ERROR * correction, found.value - half))
+    of_correction = (GATED_LEVERAGE_ERROR if gated else LEVERAGE_ERROR) * correction
+    found = replace(found, error=math.hypot(found.error, of_correction, found.value - half))
+    reason = reason or unfollowed
     reason = reason or _repetitions(distinct, found.of)
     share = f"{100 * max(correction / size, 0.0):.0f}% of it is a correction of the training loss"
     if not reason and not found.error <= LARGEST_LEVERAGE_ERROR * size:

@@ -35,6 +35,7 @@ from poprisk.risk import (
     RiskMeter,
     audit,
     choose_moments,
+    controls_work,
     exact_obstacle,
     has_changing_buffers,
     leverage_work,
@@ -286,7 +287,8 @@ class _Work:
 
     def _no_leverage(self) -> list[str]:
         try:
-            fits = _READINGS * leverage_work(self.run) / _PER_SECOND <= self.budget
+            work = _READINGS * leverage_work(self.run) + controls_work(self.run)
+            fits = work / _PER_SECOND <= self.budget
         except (RunError, RuntimeError):
             fits = False
         return [] if fits else ["leverage"]

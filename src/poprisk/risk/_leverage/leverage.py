@@ -10,12 +10,23 @@ from torch import Tensor
 
 from poprisk._core.autodiff import resolve_loss
 from poprisk.errors import RunError
+from poprisk.risk._controls import Control, controlled_risk
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._error import corrected_risk_error, example_losses_of, unseen_mistake
 from poprisk.risk._exclusion import choose_examples, excluded_together
 from poprisk.risk._leverage.absence import Absence
+from poprisk.risk._leverage.pace import gate_closes
 from poprisk.risk._leverage.tangents import Tangent, Tangents
-from poprisk.risk._verdict import FEWEST_EXAMPLES, Found, RiskEstimate, judge_leverage, trained_on
+from poprisk.risk._verdict import (
+    FEWEST_EXAMPLES,
+    Checked,
+    Found,
+    RiskEstimate,
+    enough_controls,
+    judge_controlled,
+    judge_leverage,
+    trained_on,
+)
 from poprisk.runs import Run
 
 MOST_ROWS = 1000
@@ -47,11 +58,22 @@ class Leverage:
     first_loss: float
     """Loss at the first step."""
     cost: float
+    """Number of outputs, and of trainings of the controls."""
+    gated: bool = False
+    """Whether the optimizer's gate opens and closes, which leverage follows in part."""
+    augmented: bool = False
+    """Whether the inputs were augmented, which leverage does not follow."""
+    obstacle: str = ""
+    """Why no deletion could be trained."""
+    control: Control | None = None
+    """Real deletions of some of the examples; None if there are none."""
 
     @property
     def risk(self) -> RiskEstimate:
         """The mean training loss, corrected by what the examples lose without themselves."""
         n, m = len(self.training_losses), len(self.examples)
+        if self.control is not None:
+            return self._checked(self.control)[0]
         training = self.training_losses.mean().item()
         value = training + (self.losses - self.own_losses).mean().item()
         at_end = training + (self.end_losses - self.own_losses).mean().item()
@@ -60,7 +82,32 @@ class Leverage:
         error = corrected_risk_error(self.training_losses, self.own_losses, self.losses, self.mistake)
         error *= math.sqrt(n / self.distinct)
         about = ("leverage", trained_on(n - 1, n), training, self.cost, min(m, self.distinct), n, (), self.first_loss)
-        return judge_leverage(Found(value, error, *about), at_end, half, self.distinct)
+        return judge_leverage(
+            Found(value, error, *about), at_end, half, self.distinct, gated=self.gated, unfollowed=self._unfollowed
+        )
+
+    @property
+    def _unfollowed(self) -> str:
+        if not self.augmented:
+            return ""
+        why = self.obstacle or "use controls=16, or retrain_budget=10"
+        return f"leverage does not follow augmented inputs, and no deletion was trained to check it: {why}"
+
+    def enough(self) -> bool:
+        """Whether more controls would not make the risk much more certain."""
+        return self.control is not None and self._checked(self.control)[1]
+
+    def _checked(self, control: Control) -> tuple[RiskEstimate, bool]:
+        """The risk with the mean of the predictions corrected by real deletions."""
+        n, m, training = len(self.training_losses), len(self.examples), self.training_losses.mean().item()
+        losses = self.training_losses, self.own_losses, self.losses
+        value, error, uncertain, _ = controlled_risk(*losses, control, self.mistake)
+        copies = math.sqrt(n / self.distinct)
+        change = value - training - (losses[2] - losses[1]).mean().item()
+        checked = Checked(len(control.rows), change, uncertain * copies, 0.0, self.distinct)
+        about = ("leverage", trained_on(n - 1, n), training, self.cost, min(m, self.distinct), n, control.notes)
+        found = Found(value, copies * math.hypot(error, uncertain), *about, self.first_loss)
+        return judge_controlled(found, checked), enough_controls(value, error, uncertain)
 
 
 def leverage(
@@ -76,14 +123,11 @@ def leverage(
         seed: Seed for the random draw.
 
     Raises:
-        RunError: the run has no steps or was augmented, its problem is not known, or it has more than 100 outputs for
-            each example.
+        RunError: the run has no steps, its problem is not known, or it has more than 100 outputs for each example.
         DataError: an example that does not exist, or a loss without derivatives.
     """
     if not run.num_steps:
         raise RunError("the run has no steps: record at least one")
-    if run.augmented:
-        raise RunError("leverage does not follow augmented inputs: use retrain_budget=10")
     trained, groups = _trained(run), duplicate_groups(run.problem.inputs)
     chosen, together = _choose(run, trained, excluded_together(groups), examples, seed)
     tangents = Tangents(run, chosen, seed)
@@ -104,7 +148,7 @@ def leverage(
 
 
 def leverage_work(run: Run) -> float:
-    """Number of multiplications for one step of a run."""
+    """Number of multiplications for one step of a run, without controls."""
     most, width = _most_examples(run)
     rows = min(most, run.num_examples) * width
     return 4.0 * _MOMENTS * rows * (rows**2 + run.num_weights)
@@ -168,6 +212,8 @@ def _reading(
         distinct=distinct,
         first_loss=float(run.losses[0]),
         cost=float(moment.outputs.numel()),
+        gated=gate_closes(run),
+        augmented=run.augmented,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from poprisk.errors import MissingExtraError
 from poprisk_lab.figure_style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SKY, STYLE
 from poprisk_lab.paper.risk_honesty.judging import is_wrong, truth_of
+from poprisk_lab.paper.risk_honesty.numbers import shown_split
 
 try:
     import matplotlib
@@ -30,7 +31,7 @@ _WIDEST = 30.0
 
 def draw(saved: Saved) -> Figure:
     """Estimated over true risk against the true risk: by the run alone, and with ten trainings."""
-    settings = saved["result"]["report"]["settings"]
+    settings = shown_split(saved)[1]["settings"]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 4.6), layout="constrained")
         one, trained = figure.subplots(1, 2, sharey=True, sharex=True)

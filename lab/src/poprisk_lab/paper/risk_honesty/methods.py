@@ -22,8 +22,8 @@ from poprisk_lab.paper.risk_honesty.task import Setting, Truth, final_module
 Answer = RiskEstimate | Truth | float | dict[str, Any]
 BUDGET = 10
 """Number of trainings allowed where trainings are allowed."""
-JUDGED = ("exclusion", "first_order", "leverage", "held_back", "k_fold", "auto", "auto10")
-"""Methods that say whether they are valid."""
+JUDGED = ("exclusion", "first_order", "leverage", "leverage_alone", "held_back", "k_fold", "auto", "auto10")
+"""Methods that say whether they are valid; "leverage_alone" is leverage without real deletions."""
 _ARGUMENTS = signature(_exclusion.exclusion)
 STOPPING = "stopping"
 """Name of the line with what rules for stopping looked at; it is no estimate."""
@@ -55,6 +55,8 @@ def available() -> dict[str, Method]:
         Method(STOPPING, _stopping, is_watched),
         Method("takeuchi", _takeuchi, lambda setting: setting.loss in ("squared", "cross_entropy") and _small(setting)),
     ]
+    if "leverage" in known:
+        made.insert(0, Method("leverage_alone", lambda _, run: population_risk(run, "leverage", controls=0)))
     for name in JUDGED:
         if name in known and name not in ("auto", "k_fold"):
             call = _first_order_risk if name == "first_order" else _named(name)
@@ -121,19 +123,32 @@ def _once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[...
 
 def _known(road: _risk.Road, stored: Mapping[str, Mapping[str, Any]]) -> Callable[[_risk.Question], RiskEstimate]:
     """The stored answer of a method where its own call would give it; else the estimate is made."""
-    row, usual = stored.get(road.method), "kept" if road.method == "held_back" else "last"
-    if row is None or row.get("by") != road.method:
-        return road.estimate
-    value, error, loss = (
-        math.nan if row.get(k) is None else row[k] for k in ("value", "standard_error", "training_loss")
-    )
-    about = {"target": row["target"], "method": row["by"], "training_loss": loss}
-    found = RiskEstimate(value, error, row["valid"], row["reason"], **about)
-    return lambda question: found if question.weights == usual else road.estimate(question)
+    usual = "kept" if road.method == "held_back" else "last"
+
+    def answer(question: _risk.Question) -> RiskEstimate:
+        row = stored.get(_alone(road, question))
+        if row is None or row.get("by") != road.method or question.weights != usual:
+            return road.estimate(question)
+        numbers = (row.get(k) for k in ("value", "standard_error", "training_loss"))
+        value, error, loss = (math.nan if x is None else x for x in numbers)
+        about = {"target": row["target"], "method": row["by"], "training_loss": loss}
+        return RiskEstimate(value, error, row["valid"], row["reason"], **about)
+
+    return answer
+
+
+def _alone(road: _risk.Road, question: _risk.Question) -> str:
+    """The name of the row with this answer."""
+    alone = road.method == "leverage" and _risk.leverage_controls(question) == 0
+    return "leverage_alone" if alone else road.method
 
 
 def _question_key(road: _risk.Road) -> Callable[[_risk.Question], Any]:
-    return lambda question: (id(question.run), question.weights, question.retrain_budget if road.trainings else 0)
+    def key(question: _risk.Question) -> Any:
+        budget = question.retrain_budget if road.trainings else 0
+        return id(question.run), question.weights, budget, question.controls, _alone(road, question)
+
+    return key
 
 
 def _exclusion_key(*arguments: Any, **options: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from poprisk._core.store import load_result
 from poprisk_lab.pages.wording import short
+from poprisk_lab.paper.risk_honesty.design import Split
 from poprisk_lab.paper.risk_honesty.design import settings as designed
 from poprisk_lab.paper.risk_honesty.judging import KIND, by_factor, judge, truth_of
 from poprisk_lab.paper.risk_honesty.methods import JUDGED
@@ -16,6 +17,7 @@ NAMES = {
     "exclusion": "exclusion",
     "first_order": "first order, the paper's L_pop",
     "leverage": "leverage",
+    "leverage_alone": "leverage, `controls=0`",
     "held_back": "held-back block",
     "k_fold": "10-fold (10 trainings)",
     "auto": '`method="auto"`, no budget',
@@ -100,14 +102,15 @@ def commits(by_method: Mapping[str, Mapping[str, int]]) -> str:
 
 def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
     """What the results part of ``page.md.jinja`` asks for."""
-    report = saved["result"]["report"]
+    split, report = shown_split(saved)
     summary, settings = report["summary"], report["settings"]
     methods = summary["methods"]
     return {
+        "fresh": split == "report",
         "settings": summary["settings"],
-        "tuned_on": len(designed("tune")),
-        "designed": len(designed("report")),
-        "missing": missing(settings),
+        "tuned_on": len(designed("tune")) + len(designed("seen")),
+        "designed": len(designed(split)),
+        "missing": missing(settings, split),
         "commits": commits(report["commits"]),
         "rows": [_row(NAMES[name], methods[name]) for name in NAMES if name in JUDGED and name in methods],
         "others": [_other(NAMES[name], methods[name]) for name in NAMES if name not in JUDGED and name in methods],
@@ -117,7 +120,7 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
         "factors": factor_rows(settings),
         "auto": methods["auto"],
         "auto10": methods["auto10"],
-        "exclusion": methods["exclusion"],
+        "ways": ways(settings),
         "stopping": "; ".join(
             f"{name}: {100 * found['mean']:.0f}% (median {100 * found['median']:.0f}%)"
             for name, found in summary["stopping"].items()
@@ -126,11 +129,27 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def missing(settings: Sequence[Mapping[str, Any]]) -> str:
+def shown_split(saved: Mapping[str, Any]) -> tuple[Split, Mapping[str, Any]]:
+    """The split that the page and the figure show, with its settings: "report", if it has been run."""
+    split: Split = "report" if "report" in saved["result"] else "seen"
+    return split, saved["result"][split]
+
+
+def missing(settings: Sequence[Mapping[str, Any]], split: Split) -> str:
     """How many settings of the design have no answers yet, by model; empty if all have."""
     there = {setting["name"] for setting in settings}
-    lacking = Counter(MODELS[s.model] for s in designed("report") if s.name not in there)
+    lacking = Counter(MODELS[s.model] for s in designed(split) if s.name not in there)
     return ", ".join(f"{count} with {model}" for model, count in lacking.items())
+
+
+def ways(settings: Sequence[Mapping[str, Any]]) -> str:
+    """Which methods the valid answers of the automatic choice are from, without a budget of trainings."""
+    found = Counter()
+    for answer in (s["answers"]["auto"] for s in settings):
+        if answer["valid"]:
+            checked = answer["by"] == "leverage" and "real deletions" in answer["reason"]
+            found[f"{NAMES[answer['by']]}{' with real deletions' if checked else ''}"] += 1
+    return ", ".join(f"{count} from {way}" for way, count in found.most_common())
 
 
 def share(count: int, of: int, interval: Sequence[float] | None = None) -> str:
@@ -200,5 +219,5 @@ def wrong_answers(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         if wrong:
             answers = [(name, setting["answers"][name]) for name in wrong]
             told = "; ".join(f"{name} {_told(a)} (truth {short(truth_of(setting, a)[0])})" for name, a in answers)
-            lines.append(f"{setting['name'].removeprefix('report ')}: {told}")
+            lines.append(f"{setting['name'].partition(' ')[2]}: {told}")
     return lines

@@ -1,6 +1,7 @@
 """The data of the honesty study: teachers that give any number of fresh examples, and scikit-learn's data sets.
 
-The two splits of the study have no teacher and no real example in common.
+No two splits of the study have a teacher in common. The first two have no real example in common, either; the third has
+tasks of its own on the same tables: other targets.
 """
 
 import math
@@ -20,10 +21,18 @@ REAL = {
     "wine": ("classes", 3, (13,)),
     "iris": ("classes", 3, (4,)),
     "diabetes": ("regression", 1, (10,)),
+    "parity": ("classes", 2, (64,)),
+    "pairs": ("classes", 5, (64,)),
+    "severity": ("classes", 2, (10,)),
+    "alcohol": ("regression", 1, (12,)),
+    "petals": ("regression", 1, (3,)),
+    "concavity": ("regression", 1, (10,)),
 }
-"""Kind of target, number of outputs and shape of an input of each real data set."""
+"""Kind of target, number of outputs and shape of an input of each task on real data."""
 HALVED = ("digits", "cancer")
-"""Data sets that both splits use, each its own half of the rows."""
+"""Data sets of which a split uses one half of the rows."""
+IMAGES = ("digits", "parity", "pairs")
+"""Tasks whose inputs are images of 8 × 8 pixels."""
 PLACES, SIGNALS = 8, 4
 
 
@@ -40,7 +49,7 @@ class Request:
             "contaminated" (a tenth of the examples with five times the noise).
         imbalance: Frequency of the most frequent class relative to the rarest; 1 for the source's own frequencies.
         seed: Seed for the teacher and the examples.
-        half: Which half of a real data set to use, where it is halved.
+        half: Which half of the rows of a real data set to use, where it is halved.
     """
 
     source: str
@@ -81,15 +90,34 @@ def available(source: str) -> int:
 def _table(name: str) -> tuple[Tensor, Tensor]:
     from sklearn import datasets
 
-    load = {"cancer": datasets.load_breast_cancer}.get(name) or getattr(datasets, f"load_{name}")
-    inputs, targets = load(return_X_y=True)
-    x = torch.as_tensor(inputs, dtype=torch.float64)
-    x = x / 16 if name == "digits" else (x - x.mean(0)) / x.std(0)
-    y = torch.as_tensor(targets)
+    inputs, targets = getattr(datasets, f"load_{_TABLES.get(name, name)}")(return_X_y=True)
+    x, y = _TASKS.get(name, lambda x, y: (x, y))(torch.as_tensor(inputs, dtype=torch.float64), torch.as_tensor(targets))
+    x = x / 16 if name in IMAGES else (x - x.mean(0)) / x.std(0)
     if REAL[name][0] == "regression":
         y = ((y - y.mean()) / y.std()).reshape(-1, 1)
     order = torch.randperm(len(x), generator=Generator().manual_seed(1))
     return x[order], y[order]
+
+
+_TABLES = {
+    "cancer": "breast_cancer",
+    "concavity": "breast_cancer",
+    "parity": "digits",
+    "pairs": "digits",
+    "severity": "diabetes",
+    "alcohol": "wine",
+    "petals": "iris",
+}
+"""The table of a task in scikit-learn, where it has another name."""
+_TASKS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "parity": lambda x, y: (x, y % 2),
+    "pairs": lambda x, y: (x, y // 2),
+    "severity": lambda x, y: (x, (y > y.median()).long()),
+    "alcohol": lambda x, y: (x[:, 1:], x[:, 0]),
+    "petals": lambda x, y: (x[:, :3], x[:, 3]),
+    "concavity": lambda x, y: (x[:, :10], x[:, 27]),
+}
+"""Inputs and targets of a task from those of its table."""
 
 
 def _real(request: Request, train: int, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -191,6 +219,25 @@ def _sparse(x: Tensor, request: Request, generator: Generator) -> Tensor:
     return x[:, chosen] @ W @ V / 2
 
 
+def _prototypes(x: Tensor, request: Request, generator: Generator) -> Tensor:
+    """About the value of the nearest of a few points."""
+    W, V = _weights(request, x.shape[1], 10, generator)
+    points = W.T * math.sqrt(x.shape[1])
+    return 1.5 * (-4 * torch.cdist(x, points).square() / x.shape[1]).softmax(1) @ (V - V.mean(0))
+
+
+def _steps(x: Tensor, request: Request, generator: Generator) -> Tensor:
+    """Constant between thresholds along a few directions."""
+    W, V = _weights(request, x.shape[1], 7, generator)
+    return (x @ W - 0.2).sign() @ V / 2
+
+
+def _cubic(x: Tensor, request: Request, generator: Generator) -> Tensor:
+    W, V = _weights(request, x.shape[1], 4, generator)
+    z = x @ W
+    return (z + z.clamp(-2, 2) ** 3 / 3) @ V / 2
+
+
 TEACHERS: dict[str, Callable[[Tensor, Request, Generator], Tensor]] = {
     "tanh": _tanh,
     "linear": _linear,
@@ -198,5 +245,8 @@ TEACHERS: dict[str, Callable[[Tensor, Request, Generator], Tensor]] = {
     "relu": _relu,
     "products": _products,
     "sparse": _sparse,
+    "prototypes": _prototypes,
+    "steps": _steps,
+    "cubic": _cubic,
 }
 """What the targets are of the inputs: a regression's first output, or the class with the largest one."""

@@ -46,7 +46,7 @@ class Setting:
 
     Attributes:
         name: Name, unique in the study.
-        split: "tune" or "report".
+        split: "tune", "seen" or "report".
         model: A key of :data:`~poprisk_lab.paper.risk_honesty.networks.MAKERS`.
         width: Units or channels of the model.
         loss: "squared", "cross_entropy", "logistic", "absolute" or "huber".
@@ -119,7 +119,7 @@ class Setting:
 
     @cached_property
     def _data(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        half = 0 if self.split == "tune" else 1
+        half = 0 if self.split == "tune" else 1  # "report" has no data set that is halved
         request = sources.Request(
             self.source, self.classes, self.shape, self.noise, self.tails, self.imbalance, self.seed, half
         )
