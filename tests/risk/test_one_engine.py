@@ -187,6 +187,21 @@ def test_one_population_risk_on_the_command_line_in_the_report_and_in_python(hol
         assert told["summary"][2].startswith(f"The same at the last step: {str(last).partition(' (')[0]} (valid), for ")
 
 
+@pytest.mark.parametrize(("n", "lr"), [(300, 0.01), (40, 0.1)])  # by leverage alone, and with real deletions
+def test_leverage_is_the_same_everywhere(n, lr):
+    given = noisy("cross_entropy", n=n)
+    model = lambda: nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2))  # noqa: E731
+    problem = Problem(model, "cross_entropy", given.inputs, given.targets)
+    run = train(problem, partial(torch.optim.AdamW, lr=lr), STEPS, batch_size=20, progress=False)
+    found = population_risk(run)
+    assert found.method == "leverage"
+    assert ("real deletions" in found.reason) == (n == 40)
+    same(found, RiskMeter().read(run, [3, STEPS]).readings[-1].risk)
+    alone = RiskMeter("leverage").read(run, [STEPS]).readings[-1].risk
+    same(alone, analyze(run, progress=False).risk)  # where exclusion is not tried, either
+    assert (alone.value, alone.standard_error, alone.target) == (found.value, found.standard_error, found.target)
+
+
 def test_batch_statistics_with_held_back_examples_have_a_risk():
     """Exclusion is not possible for them; the held-back risk is shown instead of nothing."""
     given = noisy("cross_entropy", n=80)

@@ -298,12 +298,13 @@ class _Work:
         run, examples = self.run, MOST_EXAMPLES
         while examples > _FEWEST_RISK_EXAMPLES and self._risk_seconds(examples) > self.budget:
             examples //= 2
+        enough = examples >= min(MOST_EXAMPLES, run.num_examples)  # as many as without a budget
         obstacle, needed = exact_obstacle(run), self._risk_seconds(examples)
         missing = None if obstacle is None else f"this run cannot be analyzed exactly: {obstacle}"
         missing = missing or (self._too_expensive(needed) if needed > self.budget else None)
         meter = RiskMeter(
             retrain_budget=self.retrain,
-            examples=min(examples, run.num_examples),
+            examples=None if enough else examples,
             without=(*(["exclusion"] if missing else []), *self._no_leverage()),
         )
         steps = choose_moments(run, _READINGS) if has_changing_buffers(run) else _READINGS
@@ -311,7 +312,7 @@ class _Work:
             readings = meter.read(run, steps).readings
         except RunError as error:
             raise RunError(missing or str(error)) from None
-        if missing or examples >= min(MOST_EXAMPLES, run.num_examples):
+        if missing or enough:
             return readings
         note = f"{examples} examples used for the budget of {self.budget:g} s, by default {MOST_EXAMPLES}"
         return [replace(r, risk=replace(r.risk, reason=f"{r.risk.reason}; {note}")) for r in readings]
