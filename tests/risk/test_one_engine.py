@@ -140,6 +140,7 @@ def test_too_few_examples_have_one_verdict():
 
 def test_a_diverged_training_has_one_verdict():
     given = noisy()
+    assert isinstance(given.inputs, torch.Tensor)
     x = given.inputs.clone()
     x[3] *= 1e3
     problem = Problem(nn.Linear, "squared", x, given.targets, arguments={"in_features": 3, "out_features": 1})
@@ -166,6 +167,7 @@ def test_one_population_risk_on_the_command_line_in_the_report_and_in_python(hol
     found, last = population_risk(run), population_risk(run, weights="last")
     analysis = analyze(run, budget=0.3, progress=False)
     assert analysis.risk is not None
+    assert analysis.readings is not None
     same(found, analysis.risk)
     same(last, analysis.readings[-1].risk, RiskMeter().read(run).readings[-1].risk)
     with pytest.raises(SystemExit, match="0"):
@@ -182,6 +184,7 @@ def test_one_population_risk_on_the_command_line_in_the_report_and_in_python(hol
     assert f"{size} (valid), for {found.target}" in page
     if hold_back:
         assert found.method == "held_back"
+        assert run.kept is not None
         assert (run.kept.risk.value, run.kept.risk.standard_error) == (found.value, found.standard_error)
         assert f"label noise is {size}, corrected" in page
         assert told["summary"][2].startswith(f"The same at the last step: {str(last).partition(' (')[0]} (valid), for ")
@@ -209,6 +212,8 @@ def test_batch_statistics_with_held_back_examples_have_a_risk():
     problem = Problem(model, "cross_entropy", given.inputs, given.targets)
     run = train(problem, OPTIMIZERS["adamw"], STEPS, batch_size=10, hold_back=0.25, progress=False)
     analysis = analyze(run, progress=False)
+    assert analysis.risk is not None
+    assert analysis.memorization is not None
     assert analysis.risk.valid
     same(population_risk(run), analysis.risk)
     same(population_risk(run, weights="last"), analysis.last_risk)

@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("honesty")
 
 
-def answer(value=1.0, error=0.1, valid=True, **more):
+def answer(value: float | None = 1.0, error: float | None = 0.1, valid=True, **more):
     return {"value": value, "standard_error": error, "valid": valid, "reason": "", **more}
 
 
