@@ -65,7 +65,7 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     """The folders come first: begun last, they would keep one core waiting for the other."""
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     items.sort(key=lambda item: (not item.nodeid.startswith(tuple(SHARING)), item.path.name != EVERYTHING))  # stable
 
