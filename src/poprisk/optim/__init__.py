@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from poprisk.optim._held_block import HeldBlock
     from poprisk.optim._held_curve import Metric, Moment, calibrated, held_error
     from poprisk.optim._hold_back import hold_back
-    from poprisk.optim._keep_best import KeepBest, KeptRisk
+    from poprisk.optim._keep_best import KeepBest
+    from poprisk.optim._kept_risk import KeptRisk
     from poprisk.optim._kept_weights import witness_kept
+    from poprisk.optim._last_features import LastFeatures
     from poprisk.optim._projector_descent import PopulationProjectorDescent
     from poprisk.optim._tail_average import TailAverage
 
@@ -83,12 +85,13 @@ _LAZY = {
     "PopulationProjectorDescent": "poprisk.optim._projector_descent",
     "RankVariance": "poprisk.optim._estimators.ranks",
     "KeepBest": "poprisk.optim._keep_best",
-    "KeptRisk": "poprisk.optim._keep_best",
+    "KeptRisk": "poprisk.optim._kept_risk",
     "TailAverage": "poprisk.optim._tail_average",
     "hold_back": "poprisk.optim._hold_back",
     # For the rooms above: not public, and not in __all__.
     "ExampleLosses": "poprisk.optim._example_losses",
     "HeldBlock": "poprisk.optim._held_block",
+    "LastFeatures": "poprisk.optim._last_features",
     "Loss": "poprisk.optim._example_losses",
     "Metric": "poprisk.optim._held_curve",
     "Moment": "poprisk.optim._held_curve",

@@ -1,7 +1,7 @@
 """Measuring a model on held-back examples: batches without a data loader, losses example by example."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +15,7 @@ from poprisk.optim._evaluation import evaluating
 from poprisk.optim._example_losses import ExampleLosses, Loss, field, has_classes
 from poprisk.optim._held_curve import Metric, calibrated
 from poprisk.optim._hold_back import check_examples, common_length
+from poprisk.optim._last_features import LastFeatures
 
 _UNITS = 16
 """Batches that the block is cut into where only the mean loss of a batch is known: their spread gives the error."""
@@ -61,6 +62,7 @@ class HeldBlock:
                 "KeepBest needs the loss of outputs and targets: torch.nn.functional.cross_entropy"
             )
         self._held: Any = held
+        self._loss = loss
         self._metric, self._collate = metric, collate or _collated
         self._losses, self._by_loss = ExampleLosses(loss), False
         nested = self._is_arrays and isinstance(self._held[0], tuple)
@@ -68,6 +70,10 @@ class HeldBlock:
         self.count = common_length(parts) if self._is_arrays else len(parts)
         if not self.count:
             raise DataError("the held-back block is empty: hold at least one example back")
+
+    def like(self, data: Any) -> "HeldBlock":
+        """Other examples of the same form."""
+        return HeldBlock(data, self._loss, self._metric, self._collate)
 
     @property
     def by_batch(self) -> bool:
@@ -113,12 +119,7 @@ class HeldBlock:
     ) -> list[tuple[Tensor, ...]]:
         """What is measured, batch by batch; ``mistaken``: as if the second most likely class were the label."""
         found = []
-        dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-        for start in range(0, self.count, batch_size):
-            inputs, targets = self._batch(start, min(start + batch_size, self.count))
-            inputs, targets = _placed(inputs, device, dtype), _placed_targets(targets, device)
-            outputs = model(**_accepted(model, inputs)) if isinstance(inputs, Mapping) else model(*inputs)
-            logits = outputs if isinstance(outputs, Tensor) else field(outputs, "logits")
+        for outputs, logits, targets in self._outputs(model, batch_size, device):
             if isinstance(targets, Tensor) and targets.dtype == torch.float64 and isinstance(logits, Tensor):
                 targets = targets.to(logits.dtype)
             if mistaken:
@@ -131,6 +132,30 @@ class HeldBlock:
             if self.by_batch and batch_size > max(1, self.count // _UNITS):
                 break
         return found
+
+    def features(self, model: nn.Module, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What the last linear layer receives for each example, the outputs, and the targets, all on the CPU.
+
+        Raises:
+            DataError: the outputs are no tensor with a row for each example.
+        """
+        with evaluating(model) as device, LastFeatures(model) as features:
+            found = []
+            for _, logits, targets in self._outputs(model, batch_size, device):
+                if not isinstance(logits, Tensor) or logits.shape[:1] != targets.shape[:1]:
+                    raise DataError("features need a model that returns a tensor with one row for each example")
+                found.append([x.detach().cpu() for x in (features.take(logits), logits.float(), targets)])
+        points, logits, targets = (torch.cat(column) for column in zip(*found, strict=True))
+        return points, logits, targets
+
+    def _outputs(self, model: nn.Module, batch_size: int, device: torch.device) -> Iterator[tuple[Any, Any, Any]]:
+        """Outputs, logits and targets, batch by batch."""
+        dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+        for start in range(0, self.count, batch_size):
+            inputs, targets = self._batch(start, min(start + batch_size, self.count))
+            inputs, targets = _placed(inputs, device, dtype), _placed_targets(targets, device)
+            outputs = model(**_accepted(model, inputs)) if isinstance(inputs, Mapping) else model(*inputs)
+            yield outputs, outputs if isinstance(outputs, Tensor) else field(outputs, "logits"), targets
 
     def _batch(self, start: int, stop: int) -> tuple[Any, Any]:
         if self._is_arrays:

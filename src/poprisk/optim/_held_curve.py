@@ -16,7 +16,7 @@ _COLDEST, _HOTTEST, _HALVINGS = -6.0, 6.0, 24
 _LATER = 0.25
 """Standard errors of the paired difference by which the loss of a later moment may be above the least one."""
 _RESAMPLES = 400
-_FEWEST = 10
+FEWEST_HELD = 10
 """Held-back examples below which their spread says too little."""
 _NEAR = 1.01
 """Standard errors of the least error rate within which other moments are compared by their loss. Where no example is
@@ -123,7 +123,7 @@ class HeldCurve:
         losses = torch.stack([each.losses for each in self.moments]).double()
         scores = torch.stack([each.scores for each in self.moments]).double()
         plain, count = float(best.losses.double().mean()), losses.shape[1]
-        if count < _FEWEST:
+        if count < FEWEST_HELD:
             return plain, math.nan, plain
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(count, (_RESAMPLES, count), generator=generator)

@@ -3,7 +3,6 @@ r"""KeepBest: measure the averaged weights on a held-back block while training g
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,15 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from poprisk._core.estimate import Estimate
 from poprisk.errors import HyperparameterError, StateDictError
 from poprisk.optim._example_losses import Loss
 from poprisk.optim._held_block import HeldBlock, Measurable
 from poprisk.optim._held_curve import HeldCurve, Metric, Moment, held_error
+from poprisk.optim._kept_risk import KeptRisk, accuracy_of, risk_at
 from poprisk.optim._kept_weights import KeptWeights, Snapshots, witness_of
 from poprisk.optim._measurement_budget import MeasurementBudget
 from poprisk.optim._model_tensors import ForwardHook, check_followed, check_keys, shortened, unwrapped
 from poprisk.optim._tail_average import TailAverage, recompute_batch_norm
-
-
-@dataclass(frozen=True, eq=False)
-class KeptRisk(Estimate):
-    """The risk of the weights that :class:`KeepBest` kept, on new data as noisy as the training data."""
-
-    step: int = 0
-    """The number of steps after which they were kept. A training on all examples, the held-back ones included, stops
-    after as many."""
-    tail: float | None = None
-    """The share of the steps that they are a mean of; None for the weights themselves."""
-    accuracy: float = math.nan
-    """Share of the held-back examples that they get right; NaN where targets are not classes."""
-    measured: int = 0
-    """Number of moments that were compared."""
 
 
 class KeepBest:
@@ -156,6 +140,31 @@ class KeepBest:
                 if self.curve.add(Moment(self.steps, tail, *found)):
                     self._kept.keep({"step": self.steps, "tail": tail})
 
+    @property
+    def risks(self) -> list[KeptRisk]:
+        """The risk of the weights at every moment that was measured, in order.
+
+        Each of them is unbiased for the weights of its own moment. For the moment that was chosen because it did best,
+        :meth:`finish` returns the risk that accounts for the choice.
+        """
+        return [risk_at(each, self._budget.work) for each in self.curve.moments]
+
+    def features(self, data: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+        """What the last linear layer receives, the outputs, and the targets, by the weights that were kept.
+
+        Args:
+            data: Examples in the form of the held-back ones, without augmentation; None: the held-back ones.
+
+        Raises:
+            HyperparameterError: the training is not finished, or nothing was held back in a form that can be evaluated.
+        """
+        if self._risk is None or not isinstance(self._block, HeldBlock):
+            raise HyperparameterError("features need held-back examples, and the weights that finish() keeps: call it")
+        block, (kind, dtype) = self._block if data is None else self._block.like(data), self._autocast or ("cpu", None)
+        precision = nullcontext() if self._autocast is None else torch.autocast(kind, dtype)
+        with precision:
+            return block.features(self._model, self._batch_size or 1024)
+
     def count_examples(self, number: int) -> None:
         """Say that the coming step trains on this number of further examples.
 
@@ -207,7 +216,7 @@ class KeepBest:
         count = len(self.curve.moments)
         moments = f"step {best.step} of {self.steps}, chosen among {count} measurement{'s' if count > 1 else ''}"
         facts = {"step": best.step, "tail": best.tail, "measured": count, "cost": count * self._budget.work}
-        facts["accuracy"] = _accuracy(best)
+        facts["accuracy"] = accuracy_of(best)
         if getattr(self._block, "by_batch", False):
             moments += f"; the model tells only the mean loss of a batch, so {len(best.losses)} batches were compared"
         if left := self._budget.left_over:
@@ -374,8 +383,3 @@ class KeepBest:
 
 def _several_processes() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _accuracy(best: Moment) -> float:
-    """Share of examples without an error, where scores are errors (0 or 1)."""
-    return float(1 - best.scores.double().mean()) if best.counts_errors else math.nan

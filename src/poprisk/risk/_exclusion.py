@@ -338,7 +338,11 @@ def _control(
 def _farthest(unrolled: LinearizedRun, found: ExcludedOutputs) -> float:
     """Twice what the outputs of the examples have moved in training, and twice as far as they are apart."""
     inputs = take_examples(unrolled.inputs, found.examples.to(unrolled.device))
-    first = unrolled.model.batch_outputs(unrolled.weights(unrolled.start), inputs).reshape(found.outputs.shape)
+    first = (
+        unrolled.model_at(unrolled.start)
+        .batch_outputs(unrolled.weights(unrolled.start), inputs)
+        .reshape(found.outputs.shape)
+    )
     learned = (found.outputs - first).norm(dim=1).max() + (found.outputs - found.outputs.mean(0)).norm(dim=1).max()
     return 2 * float(learned)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from poprisk.errors import HyperparameterError, RunError
+from poprisk.optim import LastFeatures
 from poprisk.runs import MODULE_BUFFER, Run
 
 _EARLY, _RATIO = 8, 1.6
@@ -80,20 +81,33 @@ def first_features(run: Run, batch_size: int = 1024) -> Float[Tensor, "n feature
     """What the last linear layer receives for each example before the first step; None where there is no such layer."""
     network = Network(run, batch_size)
     network.go_to(0)
-    seen: list[Tensor] = []
-    layers = [layer for layer in network.module.modules() if isinstance(layer, nn.Linear)]
-    handles = [layer.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in layers]
     pieces: list[Tensor] = []
-    with torch.no_grad():
+    with torch.no_grad(), LastFeatures(network.module) as features:
         for rows in network.batches:
             network.forward(rows)
-            if not seen or seen[-1].dim() != 2 or len(seen[-1]) != len(rows):
-                break
-            pieces.append(seen[-1].float().cpu())
-            seen.clear()
-    for handle in handles:
-        handle.remove()
-    return torch.cat(pieces) if len(pieces) == len(network.batches) else None
+            if not features.are_rows(len(rows)):
+                return None
+            pieces.append(features.take().cpu())
+    return torch.cat(pieces)
+
+
+def kept_features(run: Run, batch_size: int = 1024) -> tuple[Float[Tensor, "n features"], Tensor]:
+    """What the last linear layer receives for each example, and the outputs, by the weights that were kept.
+
+    Raises:
+        RunError: no weights were kept, the held-back examples are not those of the run, or its problem is not known.
+    """
+    kept = run.kept
+    if kept is None or not len(kept.held):
+        raise RunError("the run has no held-back examples: train with hold_back=0.05, or use another method")
+    network = Network(run, batch_size)
+    network.module.load_state_dict(kept.weights)
+    points, outputs = [], []
+    with torch.no_grad(), LastFeatures(network.module) as features:
+        for rows in network.batches:
+            outputs.append(network.forward(rows).cpu())
+            points.append(features.take(outputs[-1]).cpu())
+    return torch.cat(points), torch.cat(outputs)
 
 
 def has_changing_buffers(run: Run) -> bool:

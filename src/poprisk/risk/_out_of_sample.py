@@ -2,23 +2,25 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk.errors import DataError, HyperparameterError, RunError
-from poprisk.risk._classes import class_view
+from poprisk.optim import KeepBest
+from poprisk.risk._classes import ClassView, class_view
 from poprisk.risk._exclusion import exclusion
+from poprisk.risk._features import left_out_probabilities
 from poprisk.risk._k_fold import k_fold, most_folds
 from poprisk.risk._leverage.leverage import leverage_of_all
 from poprisk.risk._leverage.pace import gate_closes
-from poprisk.risk._moments import Network
+from poprisk.risk._moments import Network, kept_features
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate, judge_single
 from poprisk.runs import Run, as_run
 
-OutOfSampleMethod = Literal["auto", "exclusion", "leverage", "k_fold"]
+OutOfSampleMethod = Literal["auto", "exclusion", "features", "leverage", "k_fold"]
 
 MOST_EXCLUDED = 2000
 """Number of examples up to which each of them is excluded."""
@@ -36,7 +38,7 @@ class OutOfSample:
     reason: str
     """Why the probabilities are not valid, or what a reader of valid ones should know."""
     cost: float
-    """As in :class:`~poprisk.risk.RiskEstimate`."""
+    """As in :class:`~poprisk.risk.RiskEstimate`; 0 for features, which take one pass over the examples."""
 
     def __str__(self) -> str:
         n, classes = self.probabilities.shape
@@ -51,7 +53,12 @@ class OutOfSample:
 
 
 def out_of_sample_probabilities(
-    run: Run | str | Path, method: OutOfSampleMethod = "auto", retrain_budget: int = 0, *, seed: int = 0
+    run: Run | KeepBest | str | Path,
+    method: OutOfSampleMethod = "auto",
+    retrain_budget: int = 0,
+    *,
+    data: Any = None,
+    seed: int = 0,
 ) -> OutOfSample:
     """Class probabilities of every training example, as if the example had not been trained on.
 
@@ -59,17 +66,21 @@ def out_of_sample_probabilities(
     its own examples it is too sure of the labels it has seen.
 
     Args:
-        run: A recorded run with its problem, whose targets are classes, or the path of its directory.
-        method: "exclusion" follows the run without each example, linearized; "leverage" follows the outputs alone, for
-            any network; "k_fold" trains again without each fold. "auto" returns the first that is valid, K-fold only
-            where the budget allows it; if none is, it returns K-fold, or else the first
-            of them, marked as not valid.
+        run: A recorded run with its problem, whose targets are classes, or the path of its directory. Or, for a
+            training that was not recorded, its :class:`~poprisk.KeepBest` after ``finish()``, together with ``data``.
+        method: "exclusion" follows the run without each example, linearized. "features" is for any size, and for
+            networks trained with augmentation or batch statistics: with held-back examples, it leaves each example out
+            of a regression on the last features of the kept weights. "leverage" follows the outputs alone, for any
+            network; "k_fold" trains again without each fold. "auto" returns the first that is valid, K-fold only where
+            the budget allows it; if none is, it returns K-fold, or else the first of them, marked as not valid.
         retrain_budget: Number of trainings allowed; 0 trains nothing.
+        data: With a ``KeepBest``, the examples that were trained on, in the form of the held-back ones and without
+            augmentation: the first part of what :func:`~poprisk.hold_back` returned.
         seed: Seed for the folds.
 
     Returns:
         Probabilities, labels, and the verdict of the population risk that the same outputs give; those of exclusion
-        must agree with real deletions without a correction.
+        must agree with real deletions without a correction, those of features with the held-back examples.
 
     Raises:
         DataError: the targets are not one class per example.
@@ -87,8 +98,17 @@ def out_of_sample_probabilities(
     ('exclusion', True, torch.Size([60, 2]))
     """
     _check(method, retrain_budget)
+    if isinstance(run, KeepBest):
+        return _of_keeper(run, method, data)
+    if data is not None:
+        raise HyperparameterError("data is for a KeepBest; a recorded run knows its examples: leave data out")
     run = as_run(run)
-    ways = {"exclusion": _by_exclusion, "leverage": _by_leverage, "k_fold": _by_folds}
+    ways = {
+        "exclusion": _by_exclusion,
+        "features": _by_features,
+        "leverage": _by_leverage,
+        "k_fold": _by_folds,
+    }
     found: list[OutOfSample] = []
     obstacles: list[RunError] = []
     for name, way in ways.items():
@@ -114,6 +134,36 @@ def _by_exclusion(run: Run, seed: int, budget: int) -> OutOfSample:
     return probabilities_of(run, found.excluded_outputs, found.predictions)
 
 
+def _by_features(run: Run, seed: int, budget: int) -> OutOfSample:
+    points, outputs = kept_features(run)
+    view = _classes(run, outputs)
+    held = torch.zeros(run.num_examples, dtype=torch.bool)
+    held[run.kept.held if run.kept is not None else []] = True
+    found = left_out_probabilities(points[~held], view.labels[~held], points[held], view.labels[held], view.num_classes)
+    p = torch.empty(run.num_examples, view.num_classes)
+    p[~held], p[held] = found.trained, found.held
+    return OutOfSample(p, view.labels, "features", found.valid, found.reason, 0.0)
+
+
+def _of_keeper(keeper: KeepBest, method: str, data: Any) -> OutOfSample:
+    if method not in ("auto", "features") or data is None:
+        raise HyperparameterError(
+            "a KeepBest gives probabilities by their features, from the examples that were trained on: "
+            f"out_of_sample_probabilities(keeper, data=(inputs, labels)), got method={method!r} and data={data!r:.40}"
+        )
+    held_points, _, held_labels = keeper.features()
+    points, outputs, labels = keeper.features(data)
+    classes = outputs[0].numel()
+    for y in (labels, held_labels):
+        if y.dim() != 1 or y.is_floating_point() or not 0 <= int(y.min()) <= int(y.max()) < max(classes, 2):
+            raise DataError(
+                "out-of-sample probabilities need one class label per example, got targets of "
+                f"{y.dtype} {list(y.shape)} for {classes} outputs"
+            )
+    found = left_out_probabilities(points, labels, held_points, held_labels, max(classes, 2))
+    return OutOfSample(found.trained, labels, "features", found.valid, found.reason, 0.0)
+
+
 def _by_leverage(run: Run, seed: int, budget: int) -> OutOfSample:
     found = leverage_of_all(run, seed=seed)
     network = Network(run, 1024)
@@ -135,12 +185,7 @@ def probabilities_of(run: Run, outputs: Float[Tensor, "n *out"], risk: RiskEstim
         DataError: the targets are not one class per example.
     """
     outputs = outputs.detach().cpu()
-    view = class_view(run.problem, outputs)
-    if view is None:
-        raise DataError(
-            "out-of-sample probabilities need one class label per example, got targets of "
-            f"{run.problem.targets.dtype} {list(run.problem.targets.shape)} under loss={run.problem.loss!r}"
-        )
+    view = _classes(run, outputs)
     finite = outputs.reshape(len(outputs), -1).isfinite().all(1)
     p = view.probabilities(view.scores(outputs))
     p = torch.where(finite[:, None], p, 1 / view.num_classes)
@@ -148,6 +193,16 @@ def probabilities_of(run: Run, outputs: Float[Tensor, "n *out"], risk: RiskEstim
     if not bool(finite.all()):
         valid, reason = False, f"the outputs of {int((~finite).sum())} examples are not finite; {risk.reason}"
     return OutOfSample(p, view.labels, risk.method, valid, reason, risk.cost)
+
+
+def _classes(run: Run, outputs: Tensor) -> ClassView:
+    view = class_view(run.problem, outputs)
+    if view is None:
+        raise DataError(
+            "out-of-sample probabilities need one class label per example, got targets of "
+            f"{run.problem.targets.dtype} {list(run.problem.targets.shape)} under loss={run.problem.loss!r}"
+        )
+    return view
 
 
 def _check(method: str, budget: int) -> None:

@@ -281,10 +281,12 @@ def _noted(estimate: RiskEstimate, obstacles: list[tuple[Road, RunError]]) -> Ri
 
 def _whole(unrolled: Unrolled) -> Unrolled:
     """Refuse a run that is differentiated only in part."""
-    if unrolled.start != 0 or unrolled.gate == "frozen":
+    restricted = unrolled.num_weights != unrolled.run.num_weights
+    if unrolled.start != 0 or unrolled.gate == "frozen" or restricted:
+        what = "some of its parameters" if restricted else f"gate={unrolled.gate!r}"
         raise RunError(
             f"population risk needs the whole run with its gate differentiated, got start={unrolled.start} and "
-            f"gate={unrolled.gate!r}: pass the run itself, or Unrolled(run, stop=…)"
+            f"{what}: pass the run itself, or Unrolled(run, stop=…)"
         )
     return unrolled
 

@@ -28,6 +28,7 @@ from poprisk.optim import (
     sgd_step,
 )
 from poprisk.runs import _checkpoint as checkpoint
+from poprisk.runs._layout import Layout
 from poprisk.runs._rule_parts import Options, Past, Piece, distinct, options_by_step, past_of, pieces_of
 from poprisk.runs._run import Run
 from poprisk.runs._segment import SegmentReader
@@ -68,8 +69,8 @@ class FlatRule(ABC):
     _saved: ClassVar[dict[str, str]]
     """The optimizer's name for each state vector."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._layout = run, run.layout
+    def __init__(self, run: Run, layout: Layout) -> None:
+        self._run, self._layout = run, layout
         self._options = options_by_step(run)
         every_option = distinct(self._options)
         self.state_names = self._names_of(every_option)
@@ -321,11 +322,12 @@ class _PopulationRule(FlatRule):
         return hyper, PopulationState(state[0], state[1], s, *_counts(begun, hyper), scale=scale)
 
 
-def flat_rule(run: Run) -> FlatRule:
+def flat_rule(run: Run, layout: Layout | None = None) -> FlatRule:
     """The optimizer of a run as a pure function of flat vectors.
 
     Args:
         run: A run of SGD, Adam, AdamW or PopRiskAdamW, whose weights have one dtype, float32 or float64.
+        layout: Part of the run's layout, for the rule of some of its parameters alone.
 
     Returns:
         The rule. With the recorded gradients it gives the recorded weights, up to rounding.
@@ -349,7 +351,7 @@ def flat_rule(run: Run) -> FlatRule:
         "torch.optim.AdamW": _AdamRule,
         "poprisk.PopRiskAdamW": _PopulationRule,
     }
-    return rules[run.manifest["optimizer"]["name"]](run)
+    return rules[run.manifest["optimizer"]["name"]](run, run.layout if layout is None else layout)
 
 
 def _with_gate(gate: Tensor, w: Tensor, g: Tensor, after: PopulationState, hyper: Hyper) -> Tensor:

@@ -1,12 +1,12 @@
 """The position of each parameter in the flat weight vector, and its parameter group in the optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -57,6 +57,17 @@ class Layout:
             return float(values[0])
         per_parameter = torch.tensor([values[g] for g in self.groups], dtype=self.dtype)
         return per_parameter.repeat_interleave(torch.tensor(self.sizes))
+
+    def indices(self, names: Collection[str]) -> Int[Tensor, "k"]:
+        """Positions of the weights of these parameters in the flat vector."""
+        pieces = torch.arange(self.size).split(self.sizes)
+        return torch.cat([piece for name, piece in zip(self.names, pieces, strict=True) if name in names])
+
+    def part(self, names: Collection[str]) -> "Layout":
+        """The layout of these parameters alone, in the same order."""
+        kept = [i for i, name in enumerate(self.names) if name in names]
+        rows = (self.names, self.shapes, self.dtypes, self.groups)
+        return Layout(*(tuple(row[i] for i in kept) for row in rows))  # type: ignore[arg-type]
 
     def as_json(self) -> dict[str, Any]:
         """The layout as a JSON value."""

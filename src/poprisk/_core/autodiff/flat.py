@@ -1,6 +1,7 @@
 r"""A module as functions of one flat weight vector: outputs, losses, gradients and Jacobians, example by example."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class FlatModel(BatchProducts):
         self.loss = resolve_loss(loss)
         self.chunk_size = chunk_size
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._constants: dict[str, Tensor] = {}
         if not self.parameters:
             raise DataError(
                 "the module has no trainable parameter: call requires_grad_(True) on those to differentiate by"
@@ -78,6 +80,17 @@ class FlatModel(BatchProducts):
         tensor([[[1., 3.]]])
         """
         return cls(FunctionModule(function, weights), loss, chunk_size=chunk_size)
+
+    def with_constants(self, values: Mapping[str, Tensor]) -> "FlatModel":
+        """The same model with these values of frozen parameters, in place of the module's own."""
+        made = copy.copy(self)
+        made._constants = dict(values)
+        return made
+
+    def with_loss(self, loss: str | ExampleLoss) -> "FlatModel":
+        """The same model with another loss."""
+        made = FlatModel(self.module, loss, chunk_size=self.chunk_size)
+        return made.with_constants(self._constants)
 
     @property
     def size(self) -> int:
@@ -152,7 +165,7 @@ class FlatModel(BatchProducts):
     def _call(self, w: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         # A forward that writes its buffers writes these copies, made here to belong to the transform around it.
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        out = functional_call(self.module, (self.unflatten(w), buffers), batch)
+        out = functional_call(self.module, (self.unflatten(w), self._constants, buffers), batch)
         n = batch[0].shape[0]
         if not isinstance(out, Tensor) or out.shape[:1] != (n,):
             got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__

@@ -110,7 +110,7 @@ class ExclusionSweep:
     def outputs_at(self, k: int) -> ExcludedOutputs:
         """Every example's outputs with and without it, at the weights before step k."""
         dW, unrolled = self.at(k), self.unrolled
-        w, forward = unrolled.weights(k), unrolled.model._forward()
+        w, forward = unrolled.weights(k), unrolled.model_at(k)._forward()
         x = take_examples(unrolled.inputs, self.examples)
         several, parts = isinstance(x, tuple), x if isinstance(x, tuple) else (x,)
 

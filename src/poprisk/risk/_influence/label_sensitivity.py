@@ -47,14 +47,14 @@ def _sensitivities(
     unrolled: Unrolled, chosen: Int[Tensor, "m"], groups: Int[Tensor, "n"], responses: Tensor | None = None
 ) -> Float[Tensor, "m p c"]:
     """The sum of H_ij over the examples j of i's group, each times its response [p, c]."""
-    p, w = unrolled.num_outputs, unrolled.last_weights
+    p, w, model = unrolled.num_outputs, unrolled.last_weights, unrolled.last_model
     # Every query passes each step with the outputs of its whole batch.
     by_batch = 4 * len(unrolled.run.batch(unrolled.start)) * p * unrolled.dtype.itemsize
     width = max(1, min(unrolled.columns_at_a_time(), unrolled.memory // 2 // by_batch))
     blocks = []
     for rows in slices(len(chosen), max(1, width // p)):
         own = chosen[rows]
-        queries = unrolled.model.output_jacobian(w, take_examples(unrolled.inputs, own)).flatten(0, 1)  # [m p, d]
+        queries = model.output_jacobian(w, take_examples(unrolled.inputs, own)).flatten(0, 1)  # [m p, d]
         owners = own.repeat_interleave(p)
         parts = [
             _own_labels(unrolled, queries[part], owners[part], groups, responses) for part in slices(len(owners), width)
@@ -70,7 +70,7 @@ def corrected_displacement(
 
     Examples of a group have equal inputs and outputs, so that Δ is the sum of H_ij (r_j + Λ_j Δ) over it.
     """
-    model, w = unrolled.model, unrolled.last_weights
+    model, w = unrolled.last_model, unrolled.last_weights
     out = torch.isin(groups, groups[examples]).nonzero().squeeze(1)
     x, y = take_examples(unrolled.inputs, out.to(unrolled.device)), unrolled.targets[out]
     outputs = model.batch_outputs(w, x)

@@ -13,11 +13,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from poprisk._core.autodiff import EXACT_DTYPES, slices, take_examples
+from poprisk._core.autodiff import EXACT_DTYPES, FlatModel, slices, take_examples
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._influence.batch_derivatives import BatchDerivatives
 from poprisk.risk._influence.linear_stack import batch_derivatives, linear_layers
+from poprisk.risk._influence.parameter_choice import Parameters, choose_parameters
 from poprisk.risk._influence.step_jacobian import GateMode, StepJacobian, clip_direction, rule_jacobian
 from poprisk.runs import FlatRule, Run, check_first_steps, flat_rule
 
@@ -29,6 +30,8 @@ _FEWEST_ROWS = 8
 _BLOCK_BYTES = 2**29
 # A GPU has room for larger blocks, and needs long operations.
 _GPU_BYTES = 2**30
+_PASSES = 4
+"""How often the numbers of a forward pass may be held at a time, at most; where memory is granted, once is assumed."""
 
 _MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardswish, *_MAX_POOLS)
@@ -47,6 +50,7 @@ class LinearizedRun:
         stop: int | None = None,
         memory: int = 2**31,
         graphs: bool | None = None,
+        parameters: Parameters | None = None,
     ) -> None:
         _check_run(run, dtype, gate)
         stop = run.num_steps if stop is None else stop
@@ -57,9 +61,14 @@ class LinearizedRun:
         """Whether the gate is differentiated, or held at its recorded values."""
         self.dtype = run.layout.dtype if dtype is None else dtype
         self.device = run.problem.device
-        self.model = run.model(self.dtype)
-        self.rule = flat_rule(run)
+        self.model = whole = run.model(self.dtype)
         self.inputs, self.targets = run.problem.batch(dtype=self.dtype)
+        self.parameters = run.layout.names
+        """Names of the parameters that are differentiated; the others are held at their recorded values."""
+        self._chosen: Int[Tensor, "d"] | None = None
+        if parameters is not None:
+            self._restrict(parameters)
+        self.rule = flat_rule(run, run.layout.part(self.parameters))
         self._layers = linear_layers(self.model, self.inputs)
         manifest = run.manifest
         self._linear_rule = manifest["optimizer"]["name"] == "torch.optim.SGD"
@@ -67,7 +76,7 @@ class LinearizedRun:
         """The norm to which ``train`` clipped gradients; if known, the clipping factor is differentiated."""
         self._states = OptimizerStates(self.rule, self.weights, lambda k: self.batch(k).gradient, stop, memory // 2)
         self._check_separable()
-        check_first_steps(run, self.model)
+        check_first_steps(run, whole)
 
     @property
     def num_examples(self) -> int:
@@ -76,8 +85,8 @@ class LinearizedRun:
 
     @property
     def num_weights(self) -> int:
-        """Number of weights, d."""
-        return self.run.num_weights
+        """Number of weights that are differentiated, d."""
+        return self.model.size
 
     @cached_property
     def output_shape(self) -> tuple[int, ...]:
@@ -98,12 +107,16 @@ class LinearizedRun:
     def _activation_bytes(self) -> int:
         """Approximate memory of one direction in the forward and backward pass of a batch."""
         held = self.model._probe(self.weights(self.start), self.inputs).held
-        return 4 * held * len(self.run.batch(self.start)) * self.dtype.itemsize
+        return _PASSES * held * len(self.run.batch(self.start)) * self.dtype.itemsize
 
     @property
     def note(self) -> str:
         """What is held fixed instead of differentiated; empty if nothing is."""
         notes = []
+        if self._chosen is not None:
+            notes.append(
+                f"all weights but those of {len(self.parameters)} parameters are held at their recorded values"
+            )
         if self.gate == "frozen":
             notes.append("the gate is held at its recorded values")
         if self.clip_norm is None and any(self._factor(k) != 1 for k in range(self.start, self.stop)):
@@ -120,14 +133,20 @@ class LinearizedRun:
         """
         return tuple(sorted({type(m).__name__ for m in self.model.module.modules() if isinstance(m, _KINKED)}))
 
+    @property
+    def last_model(self) -> FlatModel:
+        """The model at the last step: what is not differentiated has its values of that moment."""
+        return self.model_at(self.stop)
+
     @cached_property
     def last_weights(self) -> Float[Tensor, "d"]:
         """Weights after the last step, w_T."""
         return self.weights(self.stop)
 
     def weights(self, k: int) -> Float[Tensor, "d"]:
-        """The recorded weights before step k."""
-        return self.run.weights(k).to(self.device, self.dtype)
+        """The recorded weights before step k that are differentiated."""
+        w = self.run.weights(k)
+        return (w if self._chosen is None else w[self._chosen]).to(self.device, self.dtype)
 
     def batch(self, k: int) -> BatchDerivatives:
         """The derivatives of the batch of step k at the recorded weights."""
@@ -135,13 +154,17 @@ class LinearizedRun:
         examples = recorded.batch(k).to(self.device)
         shares = recorded.selection(k).to(self.device, self.dtype) / self.num_examples
         x, y = take_examples(self.inputs, examples), self.targets[examples]
+        self.model = self.model_at(k)  # which also knows the derivatives that the one before it could form
         return batch_derivatives(self.model, self._layers, self.weights(k), x, y, shares)
 
     def step(self, k: int) -> StepJacobian:
         """Step k, linearized."""
         batch = self.batch(k)
         clips = self.clip_norm is not None and self._factor(k) != 1
-        clip = clip_direction(batch.gradient, self.clip_norm) if clips and self.clip_norm is not None else None
+        clip = None
+        if clips and self.clip_norm is not None:  # of the whole gradient, as torch clips it
+            whole = None if self._chosen is None else self.clip_norm - 1e-6 * self._factor(k)
+            clip = clip_direction(batch.gradient, self.clip_norm, whole)
         # SGD's step is linear: its derivative does not depend on the momentum.
         state = self.rule.initial(batch.w) if self._linear_rule else self._states.before(k)
         rule = rule_jacobian(self.rule, k, batch.w, batch.gradient, state, gate=self.gate)
@@ -163,8 +186,30 @@ class LinearizedRun:
         on_gpu = self.device.type == "cuda"
         if self._layers is None:  # automatic differentiation holds the activations of every direction
             room = 8 * _GPU_BYTES if on_gpu else _BLOCK_BYTES
-            return slices(rows, max(1, room // (8 * per_row + self._activation_bytes)))
+            allowed = self.memory // 2 // (8 * per_row + self._activation_bytes // _PASSES) if on_gpu else 1
+            return slices(rows, max(1, allowed, room // (8 * per_row + self._activation_bytes)))
         return slices(rows, max(_FEWEST_ROWS, (_GPU_BYTES if on_gpu else _CACHE_BYTES) // per_row))
+
+    def _restrict(self, parameters: Parameters) -> None:
+        """Differentiate by these parameters alone."""
+        module, layout = self.model.module, self.run.layout
+        example = take_examples(self.inputs, slice(0, 1))
+        self.parameters = choose_parameters(module, layout.names, parameters, example)
+        if self.parameters == layout.names:
+            return
+        for name, p in module.named_parameters():
+            p.requires_grad_(name in self.parameters)
+        self.model = FlatModel(module, self.model.loss)
+        self._chosen = layout.indices(self.parameters)
+
+    def model_at(self, k: int) -> FlatModel:
+        """The model whose frozen parameters have their values before step k."""
+        if self._chosen is None:
+            return self.model
+        layout = self.run.layout
+        pieces = zip(layout.names, layout.split(self.run.weights(k)), strict=True)
+        others = {name: x.to(self.device, self.dtype) for name, x in pieces if name not in self.parameters}
+        return self.model.with_constants(others)
 
     def _factor(self, k: int) -> float:
         factor, scale = self.run.recorded(k).factor(k)

@@ -18,16 +18,20 @@ from poprisk._core.estimate import Estimate
 from poprisk._core.linalg import LinearOperator, from_functions, hutchinson_diagonal, xdiag
 from poprisk.errors import DataError
 from poprisk.risk._influence.linearized_run import LinearizedRun
+from poprisk.risk._influence.parameter_choice import Parameters
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.runs import Run
 
 
-def influence_matrix(run: Run | Unrolled, *, loss: str | ExampleLoss | None = None) -> Float[Tensor, "n n"]:
+def influence_matrix(
+    run: Run | Unrolled, *, loss: str | ExampleLoss | None = None, parameters: Parameters | None = None
+) -> Float[Tensor, "n n"]:
     r""":math:`\mathsf J_\Psi`, exactly: one adjoint query for each training example (Thm. ``self_influence_backward``).
 
     Args:
         run: The recorded run, or an :class:`Unrolled` of it.
         loss: Ψ, the loss that is evaluated; default: the loss that was trained.
+        parameters: Differentiate by these parameters of the model alone, see :class:`Unrolled`; default: all.
 
     Returns:
         Entry (i, j): the change of example i's loss predicted for the removal of example j.
@@ -44,12 +48,17 @@ def influence_matrix(run: Run | Unrolled, *, loss: str | ExampleLoss | None = No
     >>> influence_matrix(run).round(decimals=3)[2]  # without the 3 its loss grows: the mean falls from 1 to 0
     tensor([-0.6670, -0.6670,  1.3330])
     """
-    unrolled = as_unrolled(run)
+    unrolled = as_unrolled(run, parameters=parameters)
     return influence_on(unrolled, unrolled.inputs, unrolled.targets, loss=loss)
 
 
 def influence_on(
-    run: Run | Unrolled, inputs: Inputs, targets: Tensor, *, loss: str | ExampleLoss | None = None
+    run: Run | Unrolled,
+    inputs: Inputs,
+    targets: Tensor,
+    *,
+    loss: str | ExampleLoss | None = None,
+    parameters: Parameters | None = None,
 ) -> Float[Tensor, "m n"]:
     """The change of each query's loss predicted for the removal of each training example.
 
@@ -61,12 +70,15 @@ def influence_on(
         inputs: Inputs of m queries.
         targets: Targets of the queries.
         loss: Ψ; default: the loss that was trained.
+        parameters: Differentiate by these parameters of the model alone, with all others at their recorded values:
+            ``"last_layer"``, ``"lora"``, or names of parameters or modules, or patterns. Less work, and an answer to
+            another question: what the removal does through these parameters. Default: all that were trained.
 
     Raises:
         RunError: the run allows no exact analysis.
         DataError: a query's gradient is not finite, or inputs and targets differ in number.
     """
-    unrolled = as_unrolled(run)
+    unrolled = as_unrolled(run, parameters=parameters)
     inputs, targets = _queries(unrolled, inputs, targets)
     model, w = evaluation_model(unrolled, loss), unrolled.last_weights
     parts = []
@@ -78,24 +90,27 @@ def influence_on(
     return torch.cat(parts)
 
 
-def influence_operator(run: Run | Unrolled, *, loss: str | ExampleLoss | None = None) -> LinearOperator:
+def influence_operator(
+    run: Run | Unrolled, *, loss: str | ExampleLoss | None = None, parameters: Parameters | None = None
+) -> LinearOperator:
     """The influence matrix by its products: k columns cost k forward directions, its transpose k adjoint queries.
 
     Args:
         run: The recorded run, or an :class:`Unrolled` of it.
         loss: Ψ; default: the loss that was trained.
+        parameters: Differentiate by these parameters of the model alone, see :class:`Unrolled`; default: all.
     """
-    unrolled = as_unrolled(run)
+    unrolled = as_unrolled(run, parameters=parameters)
     model, w, n = evaluation_model(unrolled, loss), unrolled.last_weights, unrolled.num_examples
     slopes = model.output_gradient(w, unrolled.inputs, unrolled.targets)
     _check_finite(slopes)
 
     def product(X: Tensor) -> Tensor:
-        moved = unrolled.model.jvp(w, unrolled.inputs, unrolled.forward(weights=X)).reshape(*slopes.shape, -1)
+        moved = model.jvp(w, unrolled.inputs, unrolled.forward(weights=X)).reshape(*slopes.shape, -1)
         return -(slopes[:, :, None] * moved).sum(1)
 
     def adjoint_product(Y: Tensor) -> Tensor:
-        covectors = unrolled.model.vjp(w, unrolled.inputs, (slopes[:, :, None] * Y[:, None, :]).flatten(0, 1))
+        covectors = model.vjp(w, unrolled.inputs, (slopes[:, :, None] * Y[:, None, :]).flatten(0, 1))
         found = unrolled.adjoint(covectors).weights
         assert found is not None
         return -found.T.contiguous()
@@ -107,6 +122,7 @@ def self_influence(
     run: Run | Unrolled,
     *,
     loss: str | ExampleLoss | None = None,
+    parameters: Parameters | None = None,
     products: int | None = None,
     method: str = "xdiag",
     seed: int = 0,
@@ -116,6 +132,7 @@ def self_influence(
     Args:
         run: The recorded run, or an :class:`Unrolled` of it.
         loss: Ψ; default: the loss that was trained.
+        parameters: Differentiate by these parameters of the model alone, see :class:`Unrolled`; default: all.
         products: Number of products with the matrix to estimate it from; default: the exact diagonal, from n products.
         method: The estimator, ``"xdiag"`` or ``"hutchinson"``.
         seed: Seed for the probes.
@@ -123,7 +140,7 @@ def self_influence(
     Returns:
         One value per example, with its standard error; the cost is in directions through the run.
     """
-    unrolled = as_unrolled(run)
+    unrolled = as_unrolled(run, parameters=parameters)
     if products is None:
         J = influence_matrix(unrolled, loss=loss)
         return exact_estimate(J.diagonal().clone(), unrolled)
@@ -142,7 +159,8 @@ def exact_estimate(value: Tensor | float, unrolled: Unrolled) -> Estimate:
 
 def evaluation_model(unrolled: LinearizedRun, loss: str | ExampleLoss | None) -> FlatModel:
     """The network with the loss to evaluate."""
-    return unrolled.model if loss is None else FlatModel(unrolled.model.module, loss)
+    model = unrolled.last_model
+    return model if loss is None else model.with_loss(loss)
 
 
 def cast_inputs(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -17,6 +17,7 @@ from poprisk._core.autodiff import Inputs, slices
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._influence.batch_derivatives import one_float_input
 from poprisk.risk._influence.linearized_run import LinearizedRun
+from poprisk.risk._influence.parameter_choice import Parameters
 from poprisk.risk._influence.replayed_steps import ReplayedSteps, Work
 from poprisk.risk._influence.step_jacobian import StepJacobian
 from poprisk.risk._retraining.members import Members
@@ -68,10 +69,12 @@ class Unrolled(LinearizedRun):
         gate: "differentiated", or "frozen" to hold the population gate at its recorded values.
         start: First step that sees the change.
         stop: The last weights are those before this step; default: the run's end.
-        memory: Limit in bytes for optimizer states and directions; beyond it, states are computed again and directions
-            processed in turns.
+        memory: Limit in bytes for optimizer states and directions, and on a GPU for the activations of directions; beyond
+            it, states are computed again and directions processed in turns.
         graphs: Whether to capture the work on steps of the same form as a CUDA graph and replay it, for stacks of
             linear layers and element-wise rules; default: on a GPU.
+        parameters: Differentiate by these parameters alone, with all others at their recorded values: ``"last_layer"``,
+            ``"lora"``, or names of parameters or modules, or patterns such as ``"*.attention.*"``. Default: all.
 
     Raises:
         RunError: the run allows no exact analysis, was augmented, has an optimizer or precision that is not supported,
@@ -284,9 +287,15 @@ class _Gathered:
         return Adjoint(**self._sums, initial=first if "initial" in self._wrt else None)
 
 
-def as_unrolled(run: "Run | Unrolled", dtype: torch.dtype | None = None) -> Unrolled:
+def as_unrolled(
+    run: "Run | Unrolled", dtype: torch.dtype | None = None, parameters: Parameters | None = None
+) -> Unrolled:
     """The run, made differentiable if it is not yet."""
-    return run if isinstance(run, Unrolled) else Unrolled(run, dtype=dtype)
+    if not isinstance(run, Unrolled):
+        return Unrolled(run, dtype=dtype, parameters=parameters)
+    if parameters is not None:
+        raise HyperparameterError("choose the parameters where the run is unrolled: Unrolled(run, parameters=…)")
+    return run
 
 
 def _source(step: StepJacobian, kinds: dict[str, Tensor]) -> Tensor | None:
