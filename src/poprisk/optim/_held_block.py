@@ -63,7 +63,8 @@ class HeldBlock:
             )
         self._held: Any = held
         self._loss = loss
-        self._metric, self._collate = metric, collate or _collated
+        self._metric: Metric | None = metric
+        self._collate = collate or _collated
         self._losses, self._by_loss = ExampleLosses(loss), False
         nested = self._is_arrays and isinstance(self._held[0], tuple)
         parts = (*self._held[0], *self._held[1:]) if nested else self._held
@@ -119,7 +120,8 @@ class HeldBlock:
     ) -> list[tuple[Tensor, ...]]:
         """What is measured, batch by batch; ``mistaken``: as if the second most likely class were the label."""
         found = []
-        for outputs, logits, targets in self._outputs(model, batch_size, device):
+        for outputs, logits, given in self._outputs(model, batch_size, device):
+            targets = given
             if isinstance(targets, Tensor) and targets.dtype == torch.float64 and isinstance(logits, Tensor):
                 targets = targets.to(logits.dtype)
             if mistaken:

@@ -1,15 +1,16 @@
 r"""Out-of-sample class probabilities from the features of the weights that were kept, checked on held-back examples.
 
-No further training is needed. A ridge regression on the one-hot labels, from what the last layer of the network receives,
-has its leave-one-out predictions in closed form,
+No further training is needed. A ridge regression on the one-hot labels, from what the last layer of the network
+receives, has its leave-one-out predictions in closed form,
 
 .. math:: f_{-i}(x_i) = y_i - \frac{y_i - f(x_i)}{1 - h_i}
 
 with the leverages h. The features themselves have been trained with the labels, so that these predictions still favour
 each example's own label. Two things of the regression are therefore chosen by the first half of the held-back examples,
 which nothing was trained on: the ridge, the largest one whose loss is within a standard error of the least, and a
-constant that is taken off the score of every example's own label. The second half decides whether examples that were
-left out are predicted like examples that were never seen: the same loss, and as often their own label.
+constant that is taken off the score of every example's own label, as small as the error of that loss allows. The second
+half decides whether examples that were left out are predicted like examples that were never seen: the same loss, and as
+often their own label.
 """
 
 import math
@@ -77,7 +78,8 @@ def left_out_probabilities(
             best = found[-1]
     assert best is not None
     scores, held_scores, scale, losses = next(each for each in reversed(found) if _close(each[3], best[3]))
-    constant = _constant(scores, labels, scale, float(losses.mean()))
+    spread = losses.std().item() / math.sqrt(len(losses))
+    constant = _constant(scores, labels, scale, losses.mean().item() - spread)
     taken = scores - constant * F.one_hot(labels, classes)
     trained, held = (scale * taken).softmax(1), (scale * held_scores).softmax(1)
     before = _losses((scale * scores).softmax(1), labels).mean().item()

@@ -1,7 +1,7 @@
 """Weights of a Llama in blocks of few bits, as GGUF has them, and the language model they stand for.
 
-One safetensors file has the blocks of every tensor as bytes, [rows, bytes], under the names of Hugging Face, and says in its
-notes which kind each is and what the sizes of the model are.
+One safetensors file has the blocks of every tensor as bytes, [rows, bytes], under the names of Hugging Face; its notes
+say which kind each is and what the sizes of the model are.
 """
 
 import json
@@ -59,9 +59,9 @@ def language_model(path: str | Path | None) -> nn.Module:
 
     if path is None:
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**_TINY, use_cache=False, attn_implementation="eager"))
+        return LlamaForCausalLM(LlamaConfig(**{**_TINY, **_PLAIN}))
     config, weights = load_blocks(path)
-    model = LlamaForCausalLM(LlamaConfig(**config, use_cache=False, attn_implementation="eager"))
+    model = LlamaForCausalLM(LlamaConfig(**{**config, **_PLAIN}))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise DataError(f"{path} does not hold this model: missing {missing[:3]}, unexpected {unexpected[:3]}")
@@ -69,7 +69,8 @@ def language_model(path: str | Path | None) -> nn.Module:
     return model
 
 
-_TINY = {
+_PLAIN: dict[str, Any] = {"use_cache": False, "attn_implementation": "eager"}
+_TINY: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,

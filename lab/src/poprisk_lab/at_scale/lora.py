@@ -56,7 +56,9 @@ class PairModel(nn.Module):
         from peft import get_peft_model
 
         torch.manual_seed(config.seed)
-        adapters = Adapters(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets), lora_dropout=0)
+        adapters = Adapters(
+            r=config.rank, lora_alpha=int(config.alpha), target_modules=list(config.targets), lora_dropout=0
+        )
         self.network: Any = get_peft_model(make(), adapters)  # type: ignore[arg-type]
         self.beta = config.beta
 
@@ -152,7 +154,8 @@ def study(data: Path | None, config: LoraConfig, save: Callable[[dict[str, Any]]
     blocks = None if data is None else data / "blocks.safetensors"
     model = PairModel(partial(language_model, blocks), config).to(device)
     inputs = examples_of(preferences.train, model, device)
-    queries = tuple(x[: config.queries] for x in examples_of(preferences.evaluation, model, device))
+    tokens, mask, ratios = examples_of(preferences.evaluation, model, device)
+    queries = (tokens[: config.queries], mask[: config.queries], ratios[: config.queries])
     steps = config.epochs * (len(inputs[0]) // config.batch)
     problem = Problem(model, "logistic", inputs, torch.ones(len(inputs[0]), 1, device=device))
     result: dict[str, Any] = {

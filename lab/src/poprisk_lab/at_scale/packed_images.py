@@ -19,7 +19,7 @@ def pack_images(images: Images) -> bytes:
     red, green, blue = np.moveaxis(images.astype(np.int16), -1, 0)
     left = []
     for plane in (green, red - green, blue - green):
-        west, north, corner = np.zeros((3, *plane.shape), np.int16)
+        west, north, corner = (np.zeros_like(plane) for _ in range(3))
         west[:, :, 1:], north[:, 1:], corner[:, 1:, 1:] = plane[:, :, :-1], plane[:, :-1], plane[:, :-1, :-1]
         west[:, 1:, 0] = corner[:, 1:, 0] = plane[:, :-1, 0]
         north[:, 0, 1:] = corner[:, 0, 1:] = plane[:, 0, :-1]

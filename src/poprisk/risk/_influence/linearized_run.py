@@ -119,8 +119,10 @@ class LinearizedRun:
             )
         if self.gate == "frozen":
             notes.append("the gate is held at its recorded values")
-        if self.clip_norm is None and any(self._factor(k) != 1 for k in range(self.start, self.stop)):
-            notes.append("recorded gradient factors are held fixed, because no clip_norm was recorded")
+        held = self.clip_norm is None or self._chosen is not None
+        if held and any(self._factor(k) != 1 for k in range(self.start, self.stop)):
+            why = "no clip_norm was recorded" if self.clip_norm is None else "they depend on the whole gradient"
+            notes.append(f"recorded gradient factors are held fixed, because {why}")
         return "; ".join(notes)
 
     @cached_property
@@ -160,11 +162,8 @@ class LinearizedRun:
     def step(self, k: int) -> StepJacobian:
         """Step k, linearized."""
         batch = self.batch(k)
-        clips = self.clip_norm is not None and self._factor(k) != 1
-        clip = None
-        if clips and self.clip_norm is not None:  # of the whole gradient, as torch clips it
-            whole = None if self._chosen is None else self.clip_norm - 1e-6 * self._factor(k)
-            clip = clip_direction(batch.gradient, self.clip_norm, whole)
+        clips = self.clip_norm is not None and self._chosen is None and self._factor(k) != 1
+        clip = clip_direction(batch.gradient, self.clip_norm) if clips and self.clip_norm is not None else None
         # SGD's step is linear: its derivative does not depend on the momentum.
         state = self.rule.initial(batch.w) if self._linear_rule else self._states.before(k)
         rule = rule_jacobian(self.rule, k, batch.w, batch.gradient, state, gate=self.gate)

@@ -69,8 +69,8 @@ class Unrolled(LinearizedRun):
         gate: "differentiated", or "frozen" to hold the population gate at its recorded values.
         start: First step that sees the change.
         stop: The last weights are those before this step; default: the run's end.
-        memory: Limit in bytes for optimizer states and directions, and on a GPU for the activations of directions; beyond
-            it, states are computed again and directions processed in turns.
+        memory: Limit in bytes for optimizer states and directions, and on a GPU for the activations of directions;
+            beyond it, states are computed again and directions processed in turns.
         graphs: Whether to capture the work on steps of the same form as a CUDA graph and replay it, for stacks of
             linear layers and element-wise rules; default: on a GPU.
         parameters: Differentiate by these parameters alone, with all others at their recorded values: ``"last_layer"``,

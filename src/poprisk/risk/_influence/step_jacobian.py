@@ -71,21 +71,16 @@ class StepJacobian:
         return dg if self.clip is None else torch.addr(dg, dg @ self.clip, self.clip, alpha=-1)
 
 
-def clip_direction(g: Float[Tensor, "d"], limit: float, norm: float | None = None) -> Float[Tensor, "d"] | None:
+def clip_direction(g: Float[Tensor, "d"], limit: float) -> Float[Tensor, "d"] | None:
     r"""The c of :class:`StepJacobian` for the gradient g after clipping to a norm.
 
     With :math:`g = \hat g\, c_{max} / (\|\hat g\| + 10^{-6})`, the change of the factor removes the part
     :math:`g \langle g, \dot g \rangle / (c_{max} \|g\|)` from :math:`\dot g`.
 
-    Args:
-        g: The gradient after clipping, or a part of it.
-        limit: The norm it was clipped to.
-        norm: Norm of the whole gradient after clipping, where g is a part.
-
     >>> clip_direction(torch.tensor([0.0, 2.0]), 2.0)
     tensor([0., 1.])
     """
-    norm = float(g.norm()) if norm is None else norm
+    norm = float(g.norm())
     return g / (limit * norm) ** 0.5 if norm > 0 else None
 
 
