@@ -10,6 +10,8 @@ import argparse
 import json
 import multiprocessing
 import platform
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -343,7 +345,7 @@ def study(folder: Path | None, output: Path, names: list[str], config: CifarConf
 
     save(names[0], judged_run(arrays, replace(config, labels=names[0]), device))
     step = result["runs"][names[0]]["bare_step"]
-    path = output.parent / "cifar_arrays.npz"
+    path = Path(tempfile.mkdtemp()) / "arrays.npz"
     np.savez(path, allow_pickle=False, **arrays)
     tasks = [("fold", replace(config, labels=names[0], fold=i)) for i in range(FOLDS)]
     for name in names[1:]:
@@ -366,7 +368,7 @@ def study(folder: Path | None, output: Path, names: list[str], config: CifarConf
                     _say(began, f"{name}: {judged}")
             result["wall_seconds"] = time.perf_counter() - began
             (output / "cifar.json").write_text(json.dumps(result, indent=1))
-    path.unlink()
+    shutil.rmtree(path.parent)
     return result
 
 
