@@ -120,9 +120,11 @@ def timed(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
 
 def influence_of(run: Run, queries: tuple[Tensor, Tensor, Tensor], targets: Tensor, notes: dict[str, Any]) -> Tensor:
     """Influence on every query; with less memory where the card has not enough."""
+    unrolled = Unrolled(run, parameters="lora")
     for power in (38, 37, 36, 31):
+        unrolled.memory = 2**power
         try:
-            found = influence_on(Unrolled(run, parameters="lora", memory=2**power), queries, targets).cpu()
+            found = influence_on(unrolled, queries, targets).cpu()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             continue

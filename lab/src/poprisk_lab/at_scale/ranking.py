@@ -1,7 +1,7 @@
 """Influence through some of the parameters beside all of them: who ranks real removals best?
 
-``python -m poprisk_lab.at_scale.ranking OUTPUT`` trains two small networks on digits, and each of them again without random
-sets of examples: about two minutes on two cores. What is compared was written down before, in RULE.md.
+``python -m poprisk_lab.at_scale.ranking OUTPUT`` trains two small networks on digits, and each of them again without
+random sets of examples: about two minutes on two cores. What is compared was written down before, in RULE.md.
 """
 
 import argparse
