@@ -11,7 +11,6 @@ from poprisk._core.autodiff import FlatModel
 from poprisk.runs import Run
 from poprisk_lab.paper.risk_honesty.baselines import evidence_criterion, gradient_disparity
 from poprisk_lab.paper.risk_honesty.task import Setting
-from poprisk_lab.recipes.label_wave import chosen_epoch
 
 MOMENTS = 12
 """Number of moments of a run, evenly spaced."""
@@ -74,10 +73,16 @@ RULES: dict[str, Callable[[Watched], int | None]] = {
     "no stopping": lambda seen: len(seen["truth"]) - 1,
     "evidence criterion": lambda seen: _first(e > 0 for e in seen["evidence"]),
     "gradient disparity": lambda seen: _first(b > a for a, b in pairwise(seen["disparity"])),
-    "Label Wave": lambda seen: chosen_epoch(seen["changed"]) if seen["changed"] else None,
+    "Label Wave": lambda seen: _label_wave(seen["changed"]) if seen["changed"] else None,
     "a held-out fifth": lambda seen: min(range(len(seen["held_out"])), key=seen["held_out"].__getitem__),
 }
 """The index of the moment at which each rule stops; -1 for the end, None where it is not defined."""
+
+
+def _label_wave(changed: Sequence[float]) -> int:
+    from poprisk_lab.recipes.label_wave import chosen_epoch  # which needs more packages than the settings do
+
+    return chosen_epoch(changed)
 
 
 def _first(signs: Any) -> int:
