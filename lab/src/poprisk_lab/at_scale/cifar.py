@@ -31,6 +31,7 @@ from poprisk_lab.data.cifar import cifar10, human_labels
 from poprisk_lab.recipes.cifar_run import augmented, residual_network
 
 FOLDS = 5
+_DIRECTIONS = 96
 _MEAN, _SPREAD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 Arrays = dict[str, np.ndarray]
 
@@ -224,7 +225,19 @@ def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> tup
             "margins along the run": {"area under margin": round(auc(seen["sum"].cpu()[kept], wrong), 5)},
         },
     }
-    return result, {"kept": kept.numpy(), "probabilities": found.probabilities.numpy().astype(np.float16)}
+    stored = {"kept": kept, "held": held, "probabilities": found.probabilities, "seen": plain.cpu(), "last": last.cpu()}
+    stored["features"], stored["held_features"] = _leading(
+        keeper.features((images, kept_labels))[0], keeper.features()[0]
+    )
+    halved = {name: x.half() if x.is_floating_point() else x for name, x in stored.items()}
+    return result, {name: x.numpy() for name, x in halved.items()}
+
+
+def _leading(points: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    """The leading directions of the features, which are stored for later questions."""
+    mean = points.mean(0)
+    vectors = torch.linalg.eigh((points - mean).T @ (points - mean))[1][:, -_DIRECTIONS:]
+    return (points - mean) @ vectors, (held - mean) @ vectors
 
 
 def _plain(risk: KeptRisk) -> dict[str, Any]:
