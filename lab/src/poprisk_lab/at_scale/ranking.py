@@ -49,10 +49,13 @@ class Adapted(nn.Module):
 
     def __init__(self, pretrained: nn.Sequential, rank: int) -> None:
         super().__init__()
-        self.first, self.second = pretrained[0], pretrained[2]
+        first, second = pretrained[0], pretrained[2]
+        assert isinstance(first, nn.Linear)
+        assert isinstance(second, nn.Linear)
+        self.first, self.second = first, second
         for p in (*self.first.parameters(), *self.second.parameters()):
             p.requires_grad_(False)
-        widths = [(layer.in_features, layer.out_features) for layer in (self.first, self.second)]  # type: ignore[misc]
+        widths = [(layer.in_features, layer.out_features) for layer in (first, second)]
         self.lora_A = nn.ModuleList(nn.Linear(i, rank, bias=False) for i, _ in widths)
         self.lora_B = nn.ModuleList(nn.Linear(rank, o, bias=False) for _, o in widths)
         for layer in self.lora_B:
@@ -73,9 +76,9 @@ def network() -> nn.Sequential:
 
 def digits(seed: int, config: RankingConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Training examples with some wrong labels, queries, and examples to pretrain with, which know four classes."""
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(seed))
-    x, y = torch.from_numpy(found.data).float()[order] / 8 - 1, torch.from_numpy(found.target).long()[order]
+    data, target = load_digits(return_X_y=True)
+    order = torch.randperm(len(target), generator=torch.Generator().manual_seed(seed))
+    x, y = torch.from_numpy(data).float()[order] / 8 - 1, torch.from_numpy(target).long()[order]
     n, q = config.examples, config.queries
     generator = torch.Generator().manual_seed(seed + 1)
     given, wrong = y[:n].clone(), torch.rand(n, generator=generator) < config.wrong
