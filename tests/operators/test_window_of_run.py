@@ -95,20 +95,18 @@ def jitter(inputs, generator):
     return inputs + 0.1 * torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype)
 
 
-def test_runs_without_an_exact_analysis_are_refused():
+def test_a_model_that_the_steps_did_not_see_is_refused():
     inputs, targets = draw("mlp", 6), torch.ones(6, 1, dtype=torch.float64)
     options = {"arguments": {"in_features": 4, "out_features": 1, "dtype": torch.float64}}
     augmented = train(
         Problem(nn.Linear, "squared", inputs, targets, augment=jitter, **options), ADAM, 2, progress=False
     )
-    for make in (Window.of_run, lambda run: Window(run, run.problem.model(), inputs, targets)):
-        with pytest.raises(RunError, match=r"inputs were augmented.*record a run without augmentation"):
-            make(augmented)
+    with pytest.raises(RunError, match=r"inputs were augmented.*Window.of_run analyzes its evaluation form"):
+        Window(augmented, augmented.problem.model(), inputs, targets)
     random = train(Problem(make_dropout, "squared", inputs, targets), ADAM, 2, progress=False)
     assert random.obstacles
-    for make in (Window.of_run, lambda run: Window(run, random.problem.model(), inputs, targets)):
-        with pytest.raises(RunError, match="no exact analysis of this run is possible"):
-            make(random)
+    with pytest.raises(RunError, match="no exact analysis of this run is possible"):
+        Window(random, random.problem.model(), inputs, targets)
 
 
 def make_dropout():

@@ -160,7 +160,7 @@ def _project(H: Float[Tensor, "N k"], basis: Float[Tensor, "p q"]) -> Float[Tens
 
 
 def _swept(window: StretchedWindow, H: Float[Tensor, "N c"], *, source: bool) -> _Sweep:
-    gramian = torch.zeros(H.shape[1], H.shape[1], dtype=torch.float64)
+    gramian = torch.zeros(H.shape[1], H.shape[1], dtype=torch.float64, device=H.device)
 
     def add(j: int, F: Block, rows: Block) -> None:
         gramian.add_((F.T @ (window.effective_preconditioners[j][:, None] * F)).double())

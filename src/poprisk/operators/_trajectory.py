@@ -45,8 +45,8 @@ def check_run(trajectory: Trajectory, targets: Tensor, stop: int | None = None) 
         raise RunError(f"no exact analysis of this run is possible: {obstacles[0]}")
     if getattr(trajectory, "augmented", False):
         raise RunError(
-            "the run's inputs were augmented, so no step saw the training examples as they are: record a run without "
-            "augmentation, or one over a data set that holds the augmented examples"
+            "the run's inputs were augmented, so no step saw the training examples as they are: Window.of_run analyzes "
+            "its evaluation form; or record a run over a data set that holds the augmented examples"
         )
     count = getattr(trajectory, "num_examples", len(targets))
     if count != len(targets):

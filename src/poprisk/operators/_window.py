@@ -26,6 +26,7 @@ from poprisk.errors import DataError, HyperparameterError, PopRiskError
 from poprisk.operators._coupling import anchored_coupling_of_jacobians
 from poprisk.operators._cumulative import CumulativeError, LiftedStep, cumulative_error
 from poprisk.operators._dense import Operators, Sources
+from poprisk.operators._evaluation import evaluation_of
 from poprisk.operators._step_maps import Block, DenseStep, MatrixFreeStep, StepMaps
 from poprisk.operators._sweeps import forward_sweep
 from poprisk.operators._swept_operators import SweptOperators
@@ -76,6 +77,9 @@ class Window(SweptOperators):
         >>> torch.allclose(ops.predicted_train, ops.train_displacement)
         True
     """
+
+    note: str = ""
+    """What the network is analyzed as, if not as the steps saw it; see :meth:`of_run`."""
 
     def __init__(
         self,
@@ -154,15 +158,15 @@ class Window(SweptOperators):
         >>> Window.of_run(run, start=1).train_transfer.shape
         (2, 2)
         """
-        check_run(run, run.problem.targets, stop)
-        model = run.model(dtype)
-        check_first_steps(run, model, stop)
+        found = evaluation_of(run, dtype, start=start, stop=stop)
+        if not found.note:
+            check_first_steps(run, found.model, stop)
         inputs, targets = run.problem.batch(dtype=dtype)
         if test_inputs is None and run.problem.test is not None:
             test_inputs = run.problem.test[0]
-        return cls(
-            run,
-            model,
+        window = cls(
+            found.trajectory,
+            found.model,
             inputs,
             targets,
             test_inputs=None if test_inputs is None else _cast(test_inputs, dtype, targets.device),
@@ -170,6 +174,8 @@ class Window(SweptOperators):
             stop=stop,
             **options,
         )
+        window.note = found.note
+        return window
 
     def with_nodes(self, nodes: int) -> "Window":
         """The same window with this number of nodes for the training Jacobians; everything else is shared.

@@ -16,6 +16,7 @@ from poprisk._core.autodiff.loss_derivatives import loss_hessians
 from poprisk._core.autodiff.losses import ExampleLoss, resolve_loss, scalar_loss
 from poprisk._core.autodiff.precision import exact_kernels
 from poprisk._core.autodiff.products import BatchProducts, Inputs, take_examples
+from poprisk._core.autodiff.recurrent import is_recurrent, plain_operations
 from poprisk.errors import DataError
 
 __all__ = ["FlatModel", "Inputs", "take_examples"]
@@ -55,6 +56,7 @@ class FlatModel(BatchProducts):
         self.module = module
         self.loss = resolve_loss(loss)
         self.chunk_size = chunk_size
+        self._recurrent = is_recurrent(module)
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._constants: dict[str, Tensor] = {}
         if not self.parameters:
@@ -165,7 +167,8 @@ class FlatModel(BatchProducts):
     def _call(self, w: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         # A forward that writes its buffers writes these copies, made here to belong to the transform around it.
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        out = functional_call(self.module, (self.unflatten(w), self._constants, buffers), batch)
+        with plain_operations(self._recurrent):
+            out = functional_call(self.module, (self.unflatten(w), self._constants, buffers), batch)
         n = batch[0].shape[0]
         if not isinstance(out, Tensor) or out.shape[:1] != (n,):
             got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__

@@ -205,14 +205,14 @@ class _Work:
         found.risk = found.risk or found.last_risk
         found.memorization = self._part("memorization", _free, lambda: memorization(found.curves, found.last_risk))
         found.gates = self._part("gates", self._gate_seconds, lambda: gate_curve(run))
-        found.window = self._exact(
+        found.window = self._part(
             "operators",
             lambda: window_seconds(run, self.budget),
             lambda: window_facts(run, self.clean, found.table, self.budget),
         )
         if found.window is not None and found.window.dense is not None and found.table is not None:
             found.table = found.table.with_groups(found.window.dense.groups)
-        found.kernel = self._exact("kernel", _free, lambda: kernel_curve(run, self.budget))
+        found.kernel = self._part("kernel", _free, lambda: kernel_curve(run, self.budget))
         found.neighbours = self._exact(
             "neighbours", lambda: self._risk_seconds(SUSPECTS), lambda: neighbours(run, found.table)
         )

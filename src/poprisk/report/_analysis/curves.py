@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from poprisk._core.autodiff import resolve_loss, take_examples
 from poprisk.errors import DataError
-from poprisk.operators import kernel_drift
+from poprisk.operators import evaluation_model, kernel_drift
 from poprisk.optim import KeptRisk
+from poprisk.report._analysis.readings import forward_cost
 from poprisk.risk import (
     AuditTable,
     Network,
@@ -211,10 +212,12 @@ def memorization(curves: LossCurves | None, risk: RiskEstimate | None) -> Memori
 
 def kernel_curve(run: Run, budget: float) -> KernelCurve:
     """Drift of the tangent kernel of the first training examples along the run."""
-    model = run.model()
-    inputs, _ = run.problem.batch(torch.arange(min(run.num_examples, _KERNEL_SIDE)))
+    model = evaluation_model(run)
+    inputs, _ = run.problem.batch(torch.arange(min(run.num_examples, _KERNEL_SIDE)), dtype=model.weights.dtype)
     p = model.outputs(run.weights(0).to(model.weights), take_examples(inputs, slice(0, 1))).numel()
-    n = max(1, min(run.num_examples, _KERNEL_SIDE // p, int((budget * 1e9 / (30 * p * run.num_weights)) ** 0.5)))
+    one, fixed = forward_cost(run, model)
+    work = 30 * p * run.num_weights * (1 + fixed / one)
+    n = max(1, min(run.num_examples, _KERNEL_SIDE // p, int((budget * 1e9 / work) ** 0.5)))
     steps = [0, *choose_moments(run, _KERNEL_MOMENTS)]
     weights = (run.weights(k).to(model.weights) for k in steps)
     found = kernel_drift(model, weights, take_examples(inputs, slice(0, n)))

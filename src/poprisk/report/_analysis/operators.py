@@ -14,12 +14,15 @@ from poprisk.errors import DataError
 from poprisk.operators import (
     Coupling,
     DriftDiffusion,
+    Evaluation,
     Operators,
     Sampling,
     Window,
     dissipation_channels,
     drift_diffusion,
     error_cells,
+    evaluation_model,
+    evaluation_of,
 )
 from poprisk.report._analysis.readings import ALLOWANCE, Readings, plan_readings, readings
 from poprisk.risk import AuditTable, cast_inputs
@@ -109,6 +112,8 @@ class WindowFacts:
     notes: tuple[str, ...]
     dense: "DenseFacts | None" = None
     """What needs the operators as matrices; None for larger runs."""
+    form: str = ""
+    """In which form the network was analyzed, if not as the steps saw it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,17 +175,19 @@ def window_facts(
     pair = None
     if test is not None and queries is not None:
         pair = cast_inputs(queries, torch.float32), (test[1] if clean is None else clean.test.to(test[1]))[:QUERIES]
-    found = readings(run, plan, None if clean is None else clean.train, pair, table)
+    evaluation = evaluation_of(run, torch.float32, start=plan.start)
+    found = readings(run, plan, evaluation, None if clean is None else clean.train, pair, table)
     dense = _dense_facts(run, queries, clean) if _dense_seconds(run) <= budget else None
     return WindowFacts(
         outputs=run.num_examples * _outputs(run),
         queries=0 if test is None else min(QUERIES, len(test[1])),
         readings=found,
-        drift=None if queries is None else _drift(run, queries, plan.start),
+        drift=None if queries is None else drift_curve(run, evaluation, queries, plan.start),
         predicted=found.predicted,
         displacement=found.measured,
         notes=() if test is not None else (NO_TEST,),
         dense=dense,
+        form=evaluation.note,
     )
 
 
@@ -215,8 +222,8 @@ def _dense_facts(run: Run, queries: Inputs | None, clean: CleanTargets | None) -
 
 
 def _outputs(run: Run) -> int:
-    model = run.model()
-    first, _ = run.problem.batch(torch.arange(1))
+    model = evaluation_model(run)
+    first, _ = run.problem.batch(torch.arange(1), dtype=model.weights.dtype)
     return model.outputs(model.weights, first).numel()
 
 
@@ -229,14 +236,14 @@ def _groups(ops: Operators, window: Window) -> tuple[ExampleGroups, int, float]:
     return example_groups(directions, r, p, gradient=ops.output_gradient), r, shares[r - 1].item()
 
 
-def _drift(run: Run, queries: Inputs, start: int) -> DriftCurve | None:
+def drift_curve(run: Run, evaluation: Evaluation, queries: Inputs, start: int) -> DriftCurve | None:
     """Use the first sampling scheme that is consistent with the recorded batches; None if none is."""
-    model, (inputs, targets) = run.model(torch.float32), run.problem.batch(dtype=torch.float32)
+    inputs, targets = run.problem.batch(dtype=torch.float32)
     given = cast_inputs(queries, torch.float32)
     for sampling in ("epochs", *(s for s in get_args(Sampling) if s != "epochs")):
         options = {"sampling": sampling, "start": start, "sample": SAMPLE}
         try:
-            found = drift_diffusion(run, model, inputs, targets, given, **options)  # type: ignore[arg-type]
+            found = drift_diffusion(evaluation.trajectory, evaluation.model, inputs, targets, given, **options)  # type: ignore[arg-type]
         except DataError:
             continue
         steps = list(range(start + 1, run.num_steps + 1))

@@ -8,18 +8,32 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from poprisk._core.autodiff import Inputs, take_examples
+from poprisk._core.autodiff import FlatModel, Inputs, take_examples
 from poprisk.errors import DataError
-from poprisk.operators import PROBES, REPEATED, ProbedOperators, RunPath, loss_terms, loss_weights, probe_operators
+from poprisk.operators import (
+    PROBES,
+    REPEATED,
+    Evaluation,
+    ProbedOperators,
+    RunPath,
+    evaluation_model,
+    loss_terms,
+    loss_weights,
+    probe_operators,
+)
 from poprisk.risk import AuditTable
 from poprisk.runs import Run
 
 ALLOWANCE = 5
 """The readings fill four sections, and may take so many times the budget of one."""
 FEWEST_STEPS = 20
-_PER_SECOND, _PER_WEIGHT, _PER_STEP = 8e10, 8e-9, 2e-2
-_MEMORY = 3 * 2**30
+# Multiplications per second, seconds per weight and column, and per step: of a CPU core, and of a GPU.
+_SPEEDS = {"cpu": (8e10, 8e-9, 2e-2), "cuda": (1e13, 1e-11, 1e-1)}
+_OF_CONVOLUTIONS = 0.25
+"""Share of that speed which convolutions reach."""
+_MEMORY = {"cpu": 3 * 2**30, "cuda": 16 * 2**30}
 _LABELS, _CLEAN, _NOISE, _SOURCE = "all labels", "clean labels", "label noise", "weight decay and momentum"
+_REST = "weight decay, momentum, and what the evaluation form leaves out"
 
 
 @dataclass(frozen=True)
@@ -67,36 +81,66 @@ def plan_readings(run: Run, budget: float) -> Plan:
     Raises:
         RunError: The run's problem is not available.
     """
-    allowed, T = ALLOWANCE * budget, run.num_steps
-    first, _ = run.problem.batch(torch.arange(1))
-    model, n, b, d = run.model(), run.num_examples, len(run.batch(0)), run.num_weights
-    with FlopCounterMode(display=False) as counter:
-        model.batch_outputs(model.weights, first)
-    flops = max(counter.get_total_flops(), 2 * d)
-    columns, again = PROBES + 6, REPEATED + 4  # with the source, and the averages that are formed
-
-    def per_step(stretch: int) -> float:
-        fine, coarse = (b * (1 + (length > 1)) + n / length for length in (stretch, 2 * stretch))
-        products = 2 * flops * (columns * fine + again * coarse) / _PER_SECOND
-        return products + _PER_WEIGHT * d * (columns + again) + _PER_STEP
-
-    longest = max(1, min(round(n / b), T))
-    lengths = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < longest] + [longest]
-    stretch = next((k for k in lengths if T * per_step(k) <= allowed), longest)
-    seconds = per_step(stretch)
-    count = min(T, int(allowed / seconds), _MEMORY // (8 * d))
+    allowed, T, d = ALLOWANCE * budget, run.num_steps, run.num_weights
+    lengths = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < longest_stretch(run)] + [longest_stretch(run)]
+    each = step_seconds(run, lengths)
+    stretch, seconds = next(((k, s) for k, s in zip(lengths, each, strict=True) if T * s <= allowed), (lengths[-1], each[-1]))
+    memory = _MEMORY.get(run.problem.device.type, _MEMORY["cpu"])
+    count = min(T, int(allowed / seconds), memory // (8 * d))
     count = max(count, min(T, FEWEST_STEPS))
     return Plan(T - count, stretch, count * seconds, T * seconds)
 
 
+def longest_stretch(run: Run) -> int:
+    """An epoch, or the whole run if that is shorter."""
+    return max(1, min(round(run.num_examples / len(run.batch(0))), run.num_steps))
+
+
+def step_seconds(run: Run, lengths: list[int]) -> list[float]:
+    """Estimated seconds for each step of the readings, by the length of the stretches."""
+    device = run.problem.device.type
+    speed, per_weight, overhead = _SPEEDS.get(device, _SPEEDS["cpu"])
+    model, n, b, d = evaluation_model(run), run.num_examples, len(run.batch(0)), run.num_weights
+    flops, fixed = forward_cost(run, model)
+    columns, again = PROBES + 6, REPEATED + 4  # with the source, and the averages that are formed
+    found = []
+    for stretch in lengths:
+        products = 0.0
+        for count, length in ((columns, stretch), (again, 2 * stretch)):
+            calls, rows = 1 + (length > 1), n / length
+            blocks = calls + rows / (model.chunk_size or n)
+            products += count * (flops * (b * calls + rows) + fixed * blocks)
+        found.append(2 * products / speed + per_weight * d * (columns + again) + overhead)
+    return found
+
+
+def forward_cost(run: Run, model: FlatModel) -> tuple[float, float]:
+    """Multiplications of a forward pass, as many as take its time: of one example, and of the call whatever its size."""
+    counts = []
+    for k in (1, 2):
+        inputs, _ = run.problem.batch(torch.zeros(k, dtype=torch.long), dtype=model.weights.dtype)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.module(*inputs) if isinstance(inputs, tuple) else model.module(inputs)
+        by_name = counter.get_flop_counts()["Global"]
+        counts.append(sum(c / (_OF_CONVOLUTIONS if "conv" in str(name) else 1) for name, c in by_name.items()))
+    one, two = counts
+    return max(two - one, 2 * run.num_weights), max(2 * one - two, 0)
+
+
 def readings(
-    run: Run, plan: Plan, clean: Tensor | None, test: tuple[Inputs, Tensor] | None, table: AuditTable | None
+    run: Run,
+    plan: Plan,
+    evaluation: Evaluation,
+    clean: Tensor | None,
+    test: tuple[Inputs, Tensor] | None,
+    table: AuditTable | None,
 ) -> Readings:
     """Follow the labels through the planned steps.
 
     Args:
         run: The run.
         plan: From :func:`plan_readings`.
+        evaluation: What is analyzed of its steps, in single precision.
         clean: Targets without noise, if they are known.
         test: Test inputs and their targets, as they are to be compared with the outputs.
         table: The audit, whose suggestions stand in for clean targets that are not known.
@@ -104,9 +148,9 @@ def readings(
     Raises:
         RunError: The run cannot be analyzed exactly.
     """
-    model, (inputs, targets) = run.model(torch.float32), run.problem.batch(dtype=torch.float32)
+    model, (inputs, targets) = evaluation.model, run.problem.batch(dtype=torch.float32)
     queries = None if test is None else test[0]
-    path = RunPath.read(run, model, inputs, targets, queries, start=plan.start)
+    path = RunPath.read(evaluation.trajectory, model, inputs, targets, queries, start=plan.start)
     known, wanted = _clean_targets(targets, clean, table)
     parts, wrong = _parts(path, run, wanted)
     found = probe_operators(path, torch.stack(list(parts.values()), dim=1), plan.stretch)
@@ -118,7 +162,7 @@ def readings(
     }
     terms = losses = predicted = measured = None
     if test is not None:
-        terms, losses, predicted, measured = _test_side(path, found, list(parts), test[1])
+        terms, losses, predicted, measured = _test_side(path, found, list(parts), test[1], _REST if evaluation.note else _SOURCE)
     return Readings(
         start=plan.start,
         stop=run.num_steps,
@@ -148,7 +192,7 @@ def _clean_targets(targets: Tensor, clean: Tensor | None, table: AuditTable | No
 
 def _parts(path: RunPath, run: Run, wanted: Tensor | None) -> tuple[dict[str, Float[Tensor, "N"]], int]:
     """The output gradient, split into that of the clean labels and that of the noise; held-back examples have none."""
-    trained = torch.ones(len(path.targets), dtype=torch.bool)
+    trained = torch.ones(len(path.targets), dtype=torch.bool, device=path.targets.device)
     if run.kept is not None:
         trained[run.kept.held] = False
     only = lambda g: (g.reshape(len(trained), -1) * trained[:, None].to(g)).reshape(-1)  # noqa: E731
@@ -163,14 +207,14 @@ def _parts(path: RunPath, run: Run, wanted: Tensor | None) -> tuple[dict[str, Fl
 
 
 def _test_side(
-    path: RunPath, found: ProbedOperators, names: list[str], targets: Tensor
+    path: RunPath, found: ProbedOperators, names: list[str], targets: Tensor, source: str
 ) -> tuple[dict[str, list[float]], list[float], list[float], list[float]]:
     before, after = path.test_outputs(0).double(), path.test_outputs(-1).double()
     shape = path.model.batch_outputs(path.weights[0], take_examples(_present(path), slice(0, 1))).shape[1:]
     ends = before.reshape(-1, *shape), after.reshape(-1, *shape)
     targets = targets.double() if targets.is_floating_point() else targets
     weights = loss_weights(path.model.loss, ends[0], ends[1], targets)
-    moved = {name: -found.test[:, j] for j, name in enumerate(names)} | {_SOURCE: found.source}
+    moved = {name: -found.test[:, j] for j, name in enumerate(names)} | {source: found.source}
     change = {name: found.test_change[:, j] for j, name in enumerate(names)}
     errors = loss_terms(weights, change)
     terms = {name: [v, abs(errors.get(name, 0.0))] for name, v in loss_terms(weights, moved).items()}

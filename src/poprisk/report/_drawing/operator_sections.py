@@ -35,7 +35,7 @@ def spectrum_section(found: Analysis) -> Section:
         lines.append(Line(name, steps, values, j, errors, j, points=len(steps) <= 60))
     axis = Axis("% not worked off", zero=True)
     charts = [line_chart(lines, _STEP, axis, "Share of the labels' gradient that training has not reached")]
-    notes = [_how(seen), *window.notes]
+    notes = [_how(seen), *window.notes, *_form(window)]
     if window.dense is not None:
         charts += _spectra(window)
         notes.append(_counts(window))
@@ -134,7 +134,7 @@ def cells_section(found: Analysis) -> Section:
     meaning = (
         "The bar of the label noise is what wrong labels cost on new data; that of the clean labels, what was learned."
     )
-    return Section("cells", title, lead, (chart,), notes=(_how(seen) + how,), meaning=meaning if seen.known else "")
+    return Section("cells", title, lead, (chart,), notes=(_how(seen) + how, *_form(window)), meaning=meaning if seen.known else "")
 
 
 def _error_cells(window: WindowFacts, title: str) -> Section:
@@ -183,7 +183,7 @@ def drift_section(found: Analysis) -> Section:
         "Where diffusion grows like drift, chance in the batches moved the test outputs as much as the data did: a "
         "larger batch or averaged weights would help."
     )
-    return Section("drift", title, lead, (chart,), notes=(how, closure), meaning=meaning)
+    return Section("drift", title, lead, (chart,), notes=(how, closure, *_form(window)), meaning=meaning)
 
 
 def displacement_section(found: Analysis) -> Section:
@@ -208,7 +208,7 @@ def displacement_section(found: Analysis) -> Section:
         "Points on the line mean that the operators explain how every test output moved, so that the sections above "
         "can be trusted."
     )
-    return Section("displacement", title, lead, (chart,), meaning=meaning)
+    return Section("displacement", title, lead, (chart,), notes=_form(window), meaning=meaning)
 
 
 def _how(seen: Readings) -> str:
@@ -221,6 +221,11 @@ def _how(seen: Readings) -> str:
     if not seen.start:
         return told
     return f"{told}; for the whole run: poprisk report RUN --budget {_whole(seen.budget_for_all)}"
+
+
+def _form(window: WindowFacts) -> tuple[str, ...]:
+    """What the network was analyzed as, if not as the steps saw it."""
+    return (window.form,) if window.form else ()
 
 
 def _begin(seen: Readings) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.curves import HeldBackCurve
+from poprisk.report._analysis.gates import has_gate
 from poprisk.report._drawing.advice import gap_words
 from poprisk.report._drawing.first_screen import facts_of
 from poprisk.report._drawing.operator_sections import (
@@ -37,7 +38,7 @@ def sections(found: Analysis) -> list[Section]:
         cells_section(found),
         drift_section(found),
         displacement_section(found),
-        gate_section(found),
+        *([gate_section(found)] if found.gates is not None or has_gate(found.run) else []),
         kernel_section(found),
     ]
     made = [replace(s, meaning=s.meaning or _MEANINGS.get(s.key, "")) for s in made]
