@@ -6,8 +6,8 @@ the test loss and the test displacement, and one for drift and diffusion. A pilo
 takes, so that the readings keep to ``--seconds``; if the whole run does not fit, they are of its last steps, and the
 result says how long all of it would take.
 
-    python lab/benchmarks/operator_sections.py --data data --device cuda --output lab/results/operator_sections_cuda.json
-    python lab/benchmarks/operator_sections.py --tiny --output FILE     # random images, on the CPU, half a minute
+    python lab/benchmarks/operator_sections.py --data FOLDER --device cuda --output FILE
+    python lab/benchmarks/operator_sections.py --tiny --output FILE     # random images, on the CPU
 """
 
 import argparse
@@ -142,7 +142,6 @@ def measure(task: Task, folder: Path | None, device: str) -> dict[str, Any]:
 
     length = min(_PILOT, longest_stretch(run))
     pilot = Plan(run.num_steps - length, length, 0.0, 0.0)
-    clock.timed("first call", lambda: read(pilot))
     clock.timed("pilot", lambda: read(pilot))
     slower = clock.figures["pilot"]["seconds"] / (length * step_seconds(run, [length])[0])
     plan = plan_readings(run, task.seconds / ALLOWANCE / slower)

@@ -83,8 +83,9 @@ def run_of(make, augment=None, rule="adamw", batch=4, steps=6, n=N, dtype=None):
     return train(problem, RULES[rule], steps, batch_size=batch, dtype=dtype, progress=False)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "rule"), [*((case, "adamw") for case in CASES), *(("batch normalization", rule) for rule in RULES)]
+)
 def test_the_evaluation_form_carries_the_run(case, rule):
     make, augment, told = CASES[case]
     run = run_of(make, augment, rule)
@@ -121,14 +122,17 @@ def test_more_examples_than_the_fixed_ones(monkeypatch):
     assert_close(both, alone)
     w, v = window.model.weights, torch.randn_like(window.model.weights)
     steps = (window.model.batch_outputs(w + s * 1e-6 * v, window.inputs) for s in (1, -1))
-    assert_close(window.model.jvp(w, window.inputs, v), (next(steps) - next(steps)).reshape(-1) / 2e-6, rtol=1e-6, atol=1e-8)
+    assert_close(
+        window.model.jvp(w, window.inputs, v), (next(steps) - next(steps)).reshape(-1) / 2e-6, rtol=1e-6, atol=1e-8
+    )
 
 
 def test_stretches_of_an_evaluated_run_carry_it():
     run = run_of(normalized, batch=3, steps=8)
     found = evaluation_of(run, start=2)
     inputs, targets = run.problem.batch(dtype=torch.float64)
-    path = RunPath.read(found.trajectory, found.model, inputs, targets, run.problem.test[0].double(), start=2)
+    test = torch.randn(3, 4, dtype=torch.float64)
+    path = RunPath.read(found.trajectory, found.model, inputs, targets, test, start=2)
     swept = StretchedWindow(path, 3).forward(path.output_gradient[:, None], source=True)
     moved = (path.test_outputs(-1) - path.test_outputs(0)).reshape(-1)
     assert_close(-swept.test.sum(1), moved, rtol=1e-9, atol=1e-12)
@@ -144,8 +148,10 @@ def test_kernels_of_the_evaluation_form():
 
 
 def test_what_has_no_evaluation_form_is_refused():
-    norm = nn.InstanceNorm1d(2, track_running_stats=True)
-    make = lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), norm, nn.Flatten(), nn.Linear(4, 3))  # noqa: E731
+    def make():
+        norm = nn.InstanceNorm1d(2, track_running_stats=True)
+        return nn.Sequential(nn.Unflatten(1, (2, 2)), norm, nn.Flatten(), nn.Linear(4, 3))
+
     with pytest.raises(RunError, match=r"InstanceNorm1d '1' has no evaluation form.*use track_running_stats=False"):
         Window.of_run(run_of(make))
 
@@ -188,7 +194,7 @@ RECURRENT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:LSTM with projections")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_networks(name):
     torch.manual_seed(0)
@@ -204,7 +210,7 @@ def test_recurrent_networks(name):
     assert_close(model.vjp(w, x, J @ v), J.T @ J @ v)
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:LSTM with projections")
 @pytest.mark.parametrize("make", [RECURRENT["GRU"], RECURRENT["LSTMCell"], adapted])
 def test_windows_of_recurrent_and_adapted_networks_are_exact(make):
     run = run_of(make, dtype=torch.float64)

@@ -9,7 +9,7 @@ then the gradient of this function, and a source: whatever else the recorded ste
    f_k = J_S(w_k)^\top S_k\, g_k \ \text{of the evaluation form}, \quad v_k = \beta v_{k-1} + \kappa f_k
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,7 +65,9 @@ class EvaluatedRun:
     def buffer(self, k: int) -> Float[Tensor, "d"]:
         """The momentum carried into the first step."""
         if k != self.start:
-            raise DataError(f"the steps were read from step {self.start} on, so their momentum is known there, not at {k}")
+            raise DataError(
+                f"the steps were read from step {self.start} on, so their momentum is known there, not at {k}"
+            )
         return self.momentum
 
     def step(self, k: int) -> AffineStep:
@@ -105,8 +107,9 @@ def evaluation_of(
     start, stop = window_limits(run, start, stop)
     seen, share = _evaluated(run, model, start, stop)
     text = (
-        f"The network is analyzed in its evaluation form: {', '.join(changes)}. What the steps did beyond the gradients "
-        f"of this form is counted with weight decay and momentum; it is {100 * share:.0f}% of the size of the steps."
+        f"The network is analyzed in its evaluation form: {', '.join(changes)}. What the steps did beyond the "
+        f"gradients of this form is counted with weight decay and momentum; it is {100 * share:.0f}% of the size of "
+        "the steps."
     )
     return Evaluation(seen, model, text, share)
 
@@ -129,7 +132,10 @@ def evaluation_model(run: Run, dtype: torch.dtype | None = None) -> FlatModel:
     if not _changes(run):
         return run.model(dtype)
     module = run.module(dtype)
-    norms = {part: _FixedStatistics(part) for part in module.modules() if _mixes(part)}
+    norms: dict[nn.Module, _FixedStatistics] = {}
+    for part in module.modules():
+        if isinstance(part, _BatchNorm) and _mixes(part):
+            norms[part] = _FixedStatistics(part)
     module.eval()
     if not norms:
         return FlatModel(module, run.problem.loss)
@@ -155,7 +161,9 @@ def _changes(run: Run) -> list[str]:
             )
     if any(_mixes(part) for part in module.modules()):
         count = min(REFERENCE, run.num_examples)
-        changes.append(f"batch normalization has the statistics of {count} fixed training examples at each step's weights")
+        changes.append(
+            f"batch normalization has the statistics of {count} fixed training examples at each step's weights"
+        )
     if any("at random" in text for text in manifest["obstacles"] if "inputs" not in text):
         changes.append("dropout is off")
     if run.augmented:
@@ -246,7 +254,7 @@ class _WithReference(nn.Module):
                 norm.shows = False
 
 
-def _replace(module: nn.Module, norms: dict[nn.Module, _FixedStatistics]) -> None:
+def _replace(module: nn.Module, norms: Mapping[nn.Module, _FixedStatistics]) -> None:
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if child in norms:

@@ -1,4 +1,4 @@
-"""Recurrent layers in plain operations: ``vmap`` and forward mode cannot take PyTorch's own, which are one operation."""
+"""Recurrent layers in plain operations, since ``vmap`` and forward mode cannot take PyTorch's own, single ones."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

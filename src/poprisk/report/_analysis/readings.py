@@ -84,7 +84,9 @@ def plan_readings(run: Run, budget: float) -> Plan:
     allowed, T, d = ALLOWANCE * budget, run.num_steps, run.num_weights
     lengths = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < longest_stretch(run)] + [longest_stretch(run)]
     each = step_seconds(run, lengths)
-    stretch, seconds = next(((k, s) for k, s in zip(lengths, each, strict=True) if T * s <= allowed), (lengths[-1], each[-1]))
+    stretch, seconds = next(
+        ((k, s) for k, s in zip(lengths, each, strict=True) if T * s <= allowed), (lengths[-1], each[-1])
+    )
     memory = _MEMORY.get(run.problem.device.type, _MEMORY["cpu"])
     count = min(T, int(allowed / seconds), memory // (8 * d))
     count = max(count, min(T, FEWEST_STEPS))
@@ -115,7 +117,7 @@ def step_seconds(run: Run, lengths: list[int]) -> list[float]:
 
 
 def forward_cost(run: Run, model: FlatModel) -> tuple[float, float]:
-    """Multiplications of a forward pass, as many as take its time: of one example, and of the call whatever its size."""
+    """Multiplications of a forward pass, as many as take its time: for one example, and for the call itself."""
     counts = []
     for k in (1, 2):
         inputs, _ = run.problem.batch(torch.zeros(k, dtype=torch.long), dtype=model.weights.dtype)
@@ -162,7 +164,9 @@ def readings(
     }
     terms = losses = predicted = measured = None
     if test is not None:
-        terms, losses, predicted, measured = _test_side(path, found, list(parts), test[1], _REST if evaluation.note else _SOURCE)
+        terms, losses, predicted, measured = _test_side(
+            path, found, list(parts), test[1], _REST if evaluation.note else _SOURCE
+        )
     return Readings(
         start=plan.start,
         stop=run.num_steps,

@@ -134,7 +134,9 @@ def cells_section(found: Analysis) -> Section:
     meaning = (
         "The bar of the label noise is what wrong labels cost on new data; that of the clean labels, what was learned."
     )
-    return Section("cells", title, lead, (chart,), notes=(_how(seen) + how, *_form(window)), meaning=meaning if seen.known else "")
+    return Section(
+        "cells", title, lead, (chart,), notes=(_how(seen) + how, *_form(window)), meaning=meaning if seen.known else ""
+    )
 
 
 def _error_cells(window: WindowFacts, title: str) -> Section:
