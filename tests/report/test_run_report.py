@@ -310,19 +310,24 @@ def test_a_run_without_its_problem_still_has_its_losses(tmp_path):
     assert page.count("--problem package.module:function") >= 5
 
 
-def test_a_network_with_batch_statistics_says_why_not():
+def test_a_network_with_batch_statistics_is_analyzed_in_its_evaluation_form():
     x, y = torch.randn(24, 3), torch.arange(24) % 2
     make = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))  # noqa: E731
     run = train(Problem(make, "cross_entropy", x, y, test=(x, y)), PopRiskAdamW, 6, batch_size=8, progress=False)
     found = analyze(run)
     assert found.table is not None
     assert found.risk.method == "leverage"
-    for part in ("operators", "kernel", "neighbours"):
-        assert "this run cannot be analyzed exactly" in found.left_out[part]
+    assert set(found.left_out) == {"neighbours"}
+    assert "this run cannot be analyzed exactly" in found.left_out["neighbours"]
+    said = found.window.form
+    assert "batch normalization has the statistics of 24 fixed training examples" in said
+    assert found.window.predicted == pytest.approx(found.window.displacement, abs=1e-4)
     assert "batch statistics were recorded at checkpoints only" in found.curves.notes[0]
     assert found.curves.test[-1] == pytest.approx(found.curves.train[-1], rel=1e-6)  # the same examples
     assert not any("has no test set" in why for why in found.left_out.values())
-    assert report_page(found).count("Not available:") >= 3
+    page = html.unescape(report_page(found))
+    assert page.count(said) == 4
+    assert "Not on this page" not in page
 
 
 def test_command_writes_one_file(folder, capsys, tmp_path):
