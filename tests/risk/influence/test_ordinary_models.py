@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from poprisk import PopRiskAdamW
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk._core.autodiff.ways import JacobianWay
-from poprisk.errors import BackendWarning, DataError, RunError
+from poprisk.errors import BackendWarning, DataError
 from poprisk.optim import Gate
 from poprisk.risk._exclusion import exclusion
 from poprisk.risk._influence.batch_derivatives import GeneralBatch
@@ -108,15 +108,25 @@ def test_activations_in_place_are_those_that_are_not():
     assert population_risk(runs[1]).value == pytest.approx(population_risk(runs[0]).value, rel=1e-10)
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
-def test_what_cannot_be_batched_is_named(kind):
-    run = record(partial(Recurrent, kind), "cross_entropy", numbers(N, 2, 4), labels())
-    for work in (partial(population_risk, method="exclusion"), influence_matrix):
-        with pytest.raises(RunError, match=f"{kind.__name__} 'recurrent'.*nn.Linear"):
-            work(run)
-    assert population_risk(run).method == "leverage"
-    again = retrain(run, Members(torch.ones(2, N)))  # whole batches of one member: nothing there is in the way
-    torch.testing.assert_close(again.weights, run.weights(run.num_steps).expand(2, -1))
+class WrittenOut(Recurrent):
+    """The same with the equations of a GRU."""
+
+    def forward(self, x):
+        layer, h = self.recurrent, x.new_zeros(len(x), 3)
+        for k in range(x.shape[1]):
+            given = (x[:, k] @ layer.weight_ih_l0.T + layer.bias_ih_l0).chunk(3, 1)
+            kept = (h @ layer.weight_hh_l0.T + layer.bias_hh_l0).chunk(3, 1)
+            r, z = (given[0] + kept[0]).sigmoid(), (given[1] + kept[1]).sigmoid()
+            h = (1 - z) * (given[2] + r * kept[2]).tanh() + z * h
+        return self.head(h)
+
+
+def test_recurrent_layers_are_followed_like_their_equations():
+    layer, equations = (record(make, "cross_entropy", numbers(N, 2, 4), labels()) for make in (Recurrent, WrittenOut))
+    torch.testing.assert_close(layer.weights(layer.num_steps), equations.weights(layer.num_steps))
+    torch.testing.assert_close(influence_matrix(layer), influence_matrix(equations), rtol=1e-6, atol=1e-9)
+    again = retrain(layer, Members(torch.ones(2, N)))
+    torch.testing.assert_close(again.weights, layer.weights(layer.num_steps).expand(2, -1))
 
 
 def test_linear_layers_over_places_are_no_stack():

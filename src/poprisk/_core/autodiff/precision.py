@@ -66,7 +66,7 @@ def exact_kernels(module: nn.Module | None = None) -> Iterator[None]:
 
     Raises:
         DataError: the forward or the loss draws at random inside ``vmap``.
-        RunError: it uses an operation that ``vmap`` cannot batch, as GRU and LSTM do.
+        RunError: it uses an operation that ``vmap`` cannot batch, such as a custom function without one.
 
     >>> with exact_kernels():
     ...     torch.func.vmap(torch.sin)(torch.zeros(2))
