@@ -1,4 +1,6 @@
 """A window from a run alone: what it takes from the problem, what it refuses, when it is dense."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOptionalIterable=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 from functools import partial
 
