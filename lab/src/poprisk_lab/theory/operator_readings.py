@@ -3,7 +3,7 @@
 Each setting trains on 200 digits, 40% of them with wrong labels, and reads the run as the report does: in stretches, in
 single precision, with sampled mean gradients. The reference follows the same columns through every single step in
 double precision (:class:`poprisk.operators.Window`, whose products are those of the dense operators). How errors are
-computed was settled on the seeds 0 and 1; the seeds 2 and 3 are reported.
+computed was settled on the seeds 0 and 1, and a least error after a look at 2 and 3; the seeds 4 and 5 are reported.
 
     python -m poprisk_lab.theory.operator_readings --output lab/results/operator_readings.json
 """
@@ -44,7 +44,7 @@ class ReadingsConfig:
     stretch: int = 5
     sample: int = 32
     settings: tuple[tuple[str, str, int], ...] = tuple(
-        (activation, optimizer, seed) for seed in (2, 3) for activation in ("Tanh", "ReLU") for optimizer in _OPTIMIZERS
+        (activation, optimizer, seed) for seed in (4, 5) for activation in ("Tanh", "ReLU") for optimizer in _OPTIMIZERS
     )
 
 
