@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     note("end")
     parts = {
         before[0]: {"seconds": round(after[1] - before[1], 2), "processor_seconds": round(after[2] - before[2], 2)}
-        for before, after in zip(marks[1:-1], marks[2:], strict=True)
+        for before, after in pairwise(marks[1:])
     }
     return {
         "steps": run.num_steps,
