@@ -2,23 +2,37 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Literal
 
+from poprisk._core.store import open_store
 from poprisk.errors import HyperparameterError, JobError, MissingExtraError
 
 Place = Literal["in-process", "threads", "processes"]
 _CURRENT: ContextVar[Any] = ContextVar("poprisk_cluster", default=None)
+_STORE: ContextVar[Any] = ContextVar("poprisk_store", default=None)
+COMPUTING = threading.Lock()
+"""One thread of a process computes at a time, since torch's forward mode is global, while others store results."""
 
 
 @contextmanager
 def cluster(
-    client: Any = "processes", *, workers: int | None = None, memory_limit: int | str = "auto", gpus: int = 0
+    client: Any = "processes",
+    *,
+    workers: int | None = None,
+    memory_limit: int | str = "auto",
+    gpus: int = 0,
+    store: Any = None,
 ) -> Iterator[Any]:
     """Run the tasks of kernels, operators and retrainings on a Dask cluster within a block.
+
+    Jobs (:mod:`poprisk.jobs`) run there, and so do trainings: :func:`poprisk.risk.k_fold`, the folds and real deletions
+    of :func:`poprisk.population_risk`, :func:`poprisk.risk.retrain`. Each task computes with one thread (jobs: with
+    those of their plan), and the numbers are the same, bit by bit, for any number of workers on machines of one kind.
 
     Args:
         client: A ``distributed.Client``, or what to start here and close at the end of the block: ``"processes"`` (a
@@ -26,6 +40,8 @@ def cluster(
         workers: Number of processes or threads to start; default: the number of cores, or of ``gpus``.
         memory_limit: Memory of each process in bytes, or in Dask's notation; default: an equal share of the machine's.
         gpus: Number of GPUs of this machine; each of the processes gets one of them.
+        store: Where finished trainings are kept, so that the same call continues after an interruption: a directory or
+            an address that fsspec knows (``s3://…``), which all workers see. Jobs have a store of their own.
 
     Yields:
         What ``run_tasks`` runs on; for processes, the client, whose ``dashboard_link`` shows Dask's dashboard.
@@ -49,14 +65,20 @@ def cluster(
             raise HyperparameterError(
                 f"client must be a distributed.Client, 'processes', 'threads' or 'in-process', got {client!r}"
             )
-        token = _CURRENT.set(pool)
-        stack.callback(_CURRENT.reset, token)
+        opened = None if store is None else open_store(store)
+        for variable, value in ((_CURRENT, pool), (_STORE, opened)):
+            stack.callback(variable.reset, variable.set(value))
         yield pool
 
 
 def current_cluster() -> Any:
     """What the enclosing ``with poprisk.cluster(…)`` runs tasks on; None outside of one."""
     return _CURRENT.get()
+
+
+def current_store() -> Any:
+    """Where the enclosing ``with poprisk.cluster(…, store=…)`` keeps trainings; None for nowhere."""
+    return _STORE.get()
 
 
 def is_remote(pool: Any) -> bool:

@@ -1,6 +1,5 @@
 """Does the jobs of a store as tasks: each stores its tile itself, and a tile that is stored is not computed again."""
 
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poprisk._core.cluster import cluster, current_cluster, is_remote, run_tasks, worker_memory
+from poprisk._core.cluster import COMPUTING, cluster, current_cluster, is_remote, run_tasks, worker_memory
 from poprisk._core.progress import Progress
 from poprisk._core.store import Cell, TiledArray, directory_of, load_all, locked, open_store
 from poprisk.errors import DeviceError, JobError
@@ -17,8 +16,6 @@ from poprisk.jobs._kinds import KINDS, Computation
 from poprisk.operators import numerics_here, pinned
 from poprisk.runs import Problem, Run, ShippedRun
 
-# One thread of a process computes at a time, since torch's forward mode is global, while others store their tiles.
-_COMPUTING = threading.Lock()
 _OPENED: dict[str, Computation] = {}
 
 
@@ -57,7 +54,7 @@ class Work:
             raise DeviceError("the jobs were planned for device 'cuda', but this worker has no GPU: plan with 'cpu'")
         if here not in self.numerics:
             raise JobError(f"this worker has {here}, the others {self.numerics}: repeat the call with tolerate")
-        with _COMPUTING, pinned(content["threads"]):
+        with COMPUTING, pinned(content["threads"]):
             key = f"{self.group.store} {self.group.path} {self.group.digest(tiles=True)}"
             if key not in _OPENED:
                 _OPENED.clear()  # one at a time: each holds a model and its examples

@@ -137,6 +137,15 @@ class TiledArray:
             values[self.region((cell[1], cell[0]))] = block.T.contiguous().numpy()
         values[self.region(cell)] = block.contiguous().numpy()
 
+    def exists(self) -> bool:
+        """Whether there is a group of that name."""
+        return _has(self.store, self.path)
+
+    def remove(self) -> None:
+        """Delete the group, its own metadata first."""
+        _wait(self.store.delete(f"{self.path}/{_META}"))
+        _wait(self.store.delete_dir(self.path))
+
     def annotate(self, **about: Any) -> None:
         """Add to the attributes in the store."""
         raw = read_metadata(self.store, self.path)
@@ -154,7 +163,7 @@ class TiledArray:
 
     def _read(self, array: Any, region: Any) -> Tensor:
         try:
-            return torch.from_numpy(array[region])
+            return torch.from_numpy(np.asarray(array[region]))
         except Exception as error:  # whatever damaged bytes lead to
             raise DataError(
                 f"{self.name!r} in {self.store} is damaged ({error}): run the jobs again with verify"
@@ -326,7 +335,7 @@ def _create(planned: TiledArray, arrays: Mapping[str, Any]) -> None:
         zarr.create_group(staged, path=path, attributes={_OURS: ours})
     for name, given in {**arrays, VALUES: _tiles(where["shape"], where["tile"], where["dtype"])}.items():
         known = given.cpu().numpy() if isinstance(given, Tensor) else None
-        layout: Any = given if known is None else {"shape": known.shape, "dtype": known.dtype, "chunks": known.shape}
+        layout: Any = given if known is None else _whole(known)
         array = zarr.create_array(
             *(staged,),
             name=f"{planned.path}/{name}",
@@ -343,6 +352,10 @@ def _create(planned: TiledArray, arrays: Mapping[str, Any]) -> None:
         if key != _META or not _has(planned.store, ""):
             content = _get(staged, key)
             _set(planned.store, key, _sealed(json.loads(content)) if key.endswith(_META) else content)
+
+
+def _whole(known: Any) -> dict[str, Any]:
+    return {"shape": known.shape, "dtype": known.dtype, "chunks": tuple(max(1, n) for n in known.shape)}
 
 
 def _tiles(shape: list[int], tile: list[int], dtype: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 
 from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, probe, resolve_loss, slices
+from poprisk._core.cluster import current_cluster, is_remote
 from poprisk._core.progress import training_progress
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.risk._retraining.members import (
@@ -27,11 +28,13 @@ from poprisk.risk._retraining.members import (
     parts,
     recorded_factor,
 )
+from poprisk.risk._retraining.on_cluster import members_of_a_task, train_on_cluster
 from poprisk.risk._retraining.one_by_one import module_outputs, train_one_by_one
 from poprisk.runs import MODULE_BUFFER, FlatRule, Problem, Run, SegmentReader, flat_rule, step_generator
 
 _CACHED_BYTES = 2**23
 """Size of a stacked vector beyond which a CPU is slower per member, because it no longer fits in the cache."""
+_IN_MEMORY = "trained in this process, since a cluster cannot open a run that is only in memory: call run.save first"
 _SMALL_WORK = 1e12
 """Number of multiplications up to which no progress is shown."""
 
@@ -63,6 +66,9 @@ def retrain(
     Modules that mix the examples of a batch or draw at random (BatchNorm, Dropout), and those without the derivatives
     that stacking takes (GRU, custom autograd functions), are trained one member after the other, by
     :mod:`poprisk.risk._retraining.one_by_one`; ``notes`` says why.
+
+    Within ``with poprisk.cluster(…)`` the members are trained as tasks of that cluster, a few at a time, which equal
+    each other bit by bit for any number of workers.
 
     Args:
         run: A recorded run with its problem.
@@ -97,14 +103,42 @@ def retrain(
     last = run.num_steps if stop is None else stop
     _resumed(run, members, keep, last, resume)
     held, why = (0, "to keep each of them") if folder is not None else _stackable(run, dtype)
+    dtype = dtype or run.layout.dtype
     if resume is not None and resume.members:
         why = why or "as before"
     if not why and check and resume is None and run.is_dense and run.num_steps:
-        why = _not_repeated(run, dtype or run.layout.dtype)
+        why = _not_repeated(run, dtype)
+    how = {"keep": list(keep), "last": last, "dtype": dtype, "memory": memory, "folder": folder}
+    how |= {"held": held, "why": why}
+    where = current_cluster()
+    if where is None or (is_remote(where) and run.path is None):
+        found = _train(run, members, resume=resume, check=check, progress=progress, **how)
+        return found if where is None else replace(found, notes=(*found.notes, _IN_MEMORY))
+    batch = len(run.batch(0)) if run.num_steps else 1
+    each = 1 if why else members_of_a_task(run, members.count, run.problem.device.type, batch)
+    return train_on_cluster(run, members, resume, _train, how, each=each, check=check, progress=progress)
+
+
+def _train(
+    run: Run,
+    members: Members,
+    *,
+    keep: Sequence[int],
+    last: int,
+    resume: Retrained | None,
+    dtype: torch.dtype,
+    memory: int,
+    progress: bool | None,
+    check: bool,
+    folder: str | Path | None,
+    held: int,
+    why: str | None,
+) -> Retrained:
+    """Train here: one after another, where there is a reason for it."""
     if why:
         how = {"resume": resume, "dtype": dtype, "progress": progress, "check": check, "folder": folder}
         return train_one_by_one(run, members, keep, last, **how, why=why)
-    return _stacked(run, members, keep, last, resume, dtype or run.layout.dtype, memory, progress, held)
+    return _stacked(run, members, keep, last, resume, dtype, memory, progress, held)
 
 
 def stacking_obstacle(run: Run, dtype: torch.dtype | None = None) -> str | None:
@@ -406,7 +440,7 @@ def _members_at_once(trainer: _Trainer, memory: int, held: int, batch: int) -> i
     vector = trainer.run.num_weights * trainer.dtype.itemsize
     vectors = 4 + 2 * len(trainer.rule.state_names)
     fits = max(1, memory // (vectors * vector + 3 * held * batch * trainer.dtype.itemsize))
-    return int(fits if trainer.device.type != "cpu" else min(fits, max(10, _CACHED_BYTES // vector)))
+    return int(fits if trainer.device.type != "cpu" else min(fits, max(2, _CACHED_BYTES // vector)))
 
 
 def _not_repeated(run: Run, dtype: torch.dtype) -> str:
