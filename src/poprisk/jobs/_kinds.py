@@ -1,59 +1,20 @@
 r"""What jobs compute: tiles of tangent kernels, columns of a window's operators, weights of retrained models."""
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
-from pydantic import Field
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from poprisk._core.autodiff import Inputs, take_examples
 from poprisk._core.linalg import probe_columns
-from poprisk._core.store import VALUES, Cell, TiledArray, check_schema
+from poprisk._core.store import VALUES, Cell, TiledArray
 from poprisk.errors import DataError, JobError
 from poprisk.operators import Method, Precision, Side, TileMaker, Window, aligned, check_supported
 from poprisk.risk import Members, cast, k_fold_members, moved, retrain
 from poprisk.runs import Run, check_first_steps, code_digest, problem_digest, run_digest
 
 NOTES, NOTES_BYTES, BUFFER = "notes", 4096, "buffer."
-
-
-Operator = Literal["propagator", "train_completion", "train_transfer", "test_transfer", "dissipation_gramian"]
-_Count = Annotated[int, Field(ge=0, le=2**48)]
-
-
-class _Common(TypedDict):
-    digest: str
-    code: str
-    threads: Annotated[int, Field(ge=1, le=2**16)]
-    device: Literal["cpu", "cuda"]
-
-
-class _Kernel(_Common):
-    rows: Literal["train", "test"]
-    dtype: Literal["float32", "float64"]
-    method: str
-    precision: str | None
-    preconditioner: str | float | None
-    weights: str
-
-
-class _Columns(_Common):
-    start: _Count
-    stop: _Count
-    operator: Operator
-    adjoint: bool
-    columns: str
-    seed: int
-    dtype: Literal["float32", "float64"]
-
-
-class _Folds(_Common):
-    folds: _Count
-    seed: int
-    renormalize: bool
 
 
 class Computation(Protocol):
@@ -71,7 +32,7 @@ class KernelTiles:
 
     def __init__(self, group: TiledArray, run: Run, device: torch.device) -> None:
         content = group.content
-        _check_planned(group, run, problem_digest, self.CODE, _Kernel)
+        _check_planned(group, run, problem_digest(run), self.CODE)
         dtype, precision = getattr(torch, content["dtype"]), content["precision"] and Precision(content["precision"])
         if precision and device.type == "cuda":
             check_supported(precision, device.type, torch.cuda.get_device_capability(device))
@@ -109,7 +70,7 @@ class OperatorColumns:
 
     def __init__(self, group: TiledArray, run: Run, device: torch.device) -> None:
         content = group.content
-        _check_planned(group, run, lambda r: run_digest(r, content["stop"]), self.CODE, _Columns)
+        _check_planned(group, run, run_digest(run, content["stop"]), self.CODE)
         steps = {"start": content["start"], "stop": content["stop"]}
         window = Window.of_run(run, **steps, dtype=getattr(torch, content["dtype"]), dense=False)
         operator = getattr(window, content["operator"])
@@ -130,7 +91,7 @@ class FoldMembers:
 
     def __init__(self, group: TiledArray, run: Run, device: torch.device) -> None:
         content = group.content
-        _check_planned(group, run, run_digest, self.CODE, _Folds)
+        _check_planned(group, run, run_digest(run), self.CODE)
         self._group, self._run = group, run
         self._members = k_fold_members(run, content["folds"], content["seed"], renormalize=content["renormalize"])
 
@@ -148,15 +109,12 @@ class FoldMembers:
 KINDS: dict[str, Any] = {"kernel": KernelTiles, "columns": OperatorColumns, "folds": FoldMembers}
 
 
-def _check_planned(
-    group: TiledArray, run: Run, digest: Callable[[Run], str], code: tuple[str, ...], schema: Any
-) -> None:
-    check_schema(schema, group.content, f"the content of {group.name!r} in {group.store}")
+def _check_planned(group: TiledArray, run: Run, digest: str, code: tuple[str, ...]) -> None:
     if code_digest(*code) != group.content["code"]:
         raise JobError(
             f"{group.name!r} was planned by another version of the code: use that one, or plan into a new store"
         )
-    if digest(run) != group.content["digest"]:
+    if digest != group.content["digest"]:
         raise JobError(f"{run.path} is not the run that {group.name!r} was planned with: plan into a new store")
 
 

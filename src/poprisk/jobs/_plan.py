@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from poprisk._core.linalg import probe_columns
 from poprisk._core.store import TiledArray, add_tiled, directory_of, fingerprint, open_store
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.jobs._engine import JobsDone, run_jobs
-from poprisk.jobs._kinds import BUFFER, KINDS, NOTES, NOTES_BYTES, Operator, examples_of
+from poprisk.jobs._kinds import BUFFER, KINDS, NOTES, NOTES_BYTES, examples_of
 from poprisk.operators import Diagonal, Method, Precision, TileMaker, Window, aligned, check_supported, plan_tiles
 from poprisk.risk import k_fold_members
 from poprisk.runs import Run, check_first_steps, code_digest, problem_digest, run_digest
 
-OPERATORS = get_args(Operator)
+OPERATORS = ("propagator", "train_completion", "train_transfer", "test_transfer", "dissipation_gramian")
 # Number of copies of a tile held while it is written, or read and transposed.
 _COPIES = 6
 

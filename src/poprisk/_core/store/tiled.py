@@ -234,7 +234,7 @@ def load_tiled(store: Any, name: str) -> TiledArray:
     path = TiledArray(store, name, "", {}, {}).path
     if not _has(store, path):
         raise DataError(f"{store} has no group called {name!r}; there are {[each.name for each in load_all(store)]}")
-    from poprisk._core.store.tiled_schema import GroupEntry
+    from poprisk._core.store.tiled_schema import CONTENTS, GroupEntry
 
     about = read_metadata(store, path)["attributes"][_OURS]
     if about.get("format_version") != _FORMAT:
@@ -246,6 +246,8 @@ def load_tiled(store: Any, name: str) -> TiledArray:
     if prod(map(ceil, (n / size for n, size in zip(shape, tile, strict=True)))) > _MOST_TILES:
         raise DataError(f"{name!r} says that it has more than {_MOST_TILES} tiles: do not use it")
     check_memory(8 * prod(tile), f"a tile of {name!r}")
+    if about["kind"] in CONTENTS:
+        check_schema(CONTENTS[about["kind"]], about["content"], f"the content of {name!r} in {store}")
     where = {**about["where"], "numerics": about.get("numerics", [])}
     return TiledArray(store, about["name"], about["kind"], about["content"], where)
 

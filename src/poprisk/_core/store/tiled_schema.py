@@ -56,3 +56,39 @@ class GroupEntry(TypedDict):
     content: dict[str, Any]
     where: _Where
     numerics: NotRequired[list[dict[str, Any]]]
+
+
+class _Common(TypedDict):
+    digest: str
+    code: str
+    threads: Annotated[int, Field(ge=1, le=2**16)]
+    device: Literal["cpu", "cuda"]
+
+
+class _Kernel(_Common):
+    rows: Literal["train", "test"]
+    dtype: Literal["float32", "float64"]
+    method: str
+    precision: str | None
+    preconditioner: str | float | None
+    weights: str
+
+
+class _Columns(_Common):
+    start: _Count
+    stop: _Count
+    operator: Literal["propagator", "train_completion", "train_transfer", "test_transfer", "dissipation_gramian"]
+    adjoint: bool
+    columns: str
+    seed: int
+    dtype: Literal["float32", "float64"]
+
+
+class _Folds(_Common):
+    folds: _Count
+    seed: int
+    renormalize: bool
+
+
+CONTENTS = {"kernel": _Kernel, "columns": _Columns, "folds": _Folds}
+"""By kind; settings of other kinds are not used to compute anything."""
