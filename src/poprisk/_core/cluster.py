@@ -136,10 +136,13 @@ def worker_memory(pool: Any) -> int | None:
 
 
 def _outcome(function: Callable[[Any, Any], Any], shared: Any, item: Any) -> Any:
+    before = _CURRENT.set(None)  # a task of this process does what it calls by itself
     try:
         return function(shared, item)
     except Exception as error:
         return error
+    finally:
+        _CURRENT.reset(before)
 
 
 def _same(shared: Any) -> Any:

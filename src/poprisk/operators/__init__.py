@@ -19,6 +19,7 @@ from poprisk.operators._kernels.products import kernel_operator
 from poprisk.operators._kernels.rounded_kernel import rounded_kernel
 from poprisk.operators._kernels.tangent import cross_kernel, kernel_tiles, train_kernel
 from poprisk.operators._kernels.timescales import Timescales, timescales
+from poprisk.operators._sharded import ShardedKernel
 from poprisk.operators._top_space import TopChannels, top_channels
 from poprisk.operators._window import Window
 
@@ -50,6 +51,7 @@ __all__ = [
     "KernelDrift",
     "Operators",
     "Precision",
+    "ShardedKernel",
     "Timescales",
     "TopChannels",
     "Window",

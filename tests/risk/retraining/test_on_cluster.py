@@ -36,8 +36,8 @@ def few(monkeypatch):
 
 
 def same(one, other):
-    for x, y in zip((one.weights, *one.kept.values(), *one.state), (other.weights, *other.kept.values(), *other.state)):
-        assert torch.equal(x, y)
+    found = [(each.weights, *each.kept.values(), *each.state) for each in (one, other)]
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
     assert (one.step, one.trainings) == (other.step, pytest.approx(other.trainings))
     assert list(one.kept) == list(other.kept)
     for k, found in one.buffers.items():
@@ -109,9 +109,14 @@ def test_any_number_of_processes_gives_the_bits_of_one(tmp_path, few):
     stacked, alone = recorded(tmp_path / "stacked"), recorded(tmp_path / "alone", norm=True)
 
     def everything():
-        risks = [population_risk(stacked, method, weights="last", retrain_budget=5) for method in ("k_fold", "exclusion")]
+        risks = [
+            population_risk(stacked, method, weights="last", retrain_budget=5) for method in ("k_fold", "exclusion")
+        ]
         folds = [k_fold(run, 5, progress=False) for run in (stacked, alone)]
-        return [*((each.value, each.standard_error) for each in risks), *((each.weights, each.losses) for each in folds)]
+        return [
+            *((each.value, each.standard_error) for each in risks),
+            *((each.weights, each.losses) for each in folds),
+        ]
 
     with cluster("in-process"):
         expected = everything()
@@ -128,5 +133,8 @@ def test_any_number_of_processes_gives_the_bits_of_one(tmp_path, few):
 @needs_zarr
 def test_what_cannot_be_stored_is_refused(tmp_path, few):
     run = recorded(tmp_path / "run")
-    with cluster("in-process", store=tmp_path / "store"), pytest.raises(ValueError, match="float32 or float64, got dtype"):
+    with (
+        cluster("in-process", store=tmp_path / "store"),
+        pytest.raises(ValueError, match="float32 or float64, got dtype"),
+    ):
         retrain(run, Members(torch.ones(1, 24)), dtype=torch.bfloat16, progress=False)
