@@ -13,7 +13,7 @@ def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, object] = {}
-    assert len(rest) == 5
+    assert len(rest) == 6
     for block in rest:
         exec(block, names)
     printed = capsys.readouterr().out

@@ -141,6 +141,36 @@ def test_matrices_of_earlier_versions_are_taken_over(tmp_path):
         convert_matrix(tmp_path / "missing.npy", tmp_path / "s", "wrong")
 
 
+def test_a_group_that_lost_its_metadata_is_planned_anew_without_old_tiles(tmp_path):
+    stored(tmp_path / "s", torch.ones(9, 9), seed=1)
+    for name in ("K/zarr.json", "K/values/zarr.json", "K/seed/zarr.json"):
+        there = tmp_path / "s" / name
+        kept = there.read_bytes()
+        there.unlink()
+        with pytest.raises(DataError, match=r"has no group called 'K'|there is no K/(values|seed)/zarr.json"):
+            open_matrix(tmp_path / "s", "K").to_dense() + load_tiled(open_store(tmp_path / "s"), "K").whole("seed")
+        there.write_bytes(kept)
+    assert bool((open_matrix(tmp_path / "s", "K").to_dense() == 1).all())
+    (tmp_path / "s" / "K" / "zarr.json").unlink()
+    group = stored(tmp_path / "s", 2 * torch.ones(9, 9), seed=2, cells=[(0, 0)])
+    assert group.done() == {(0, 0)}
+
+
+def test_folds_of_another_run_are_refused(tmp_path):
+    one, other = (
+        train(Problem.build(job_problems.blobs, n=10, test=3, seed=seed), torch.optim.SGD, 2, progress=False)
+        for seed in (0, 1)
+    )
+    plan = JobPlan(tmp_path / "s")
+    name = plan.k_fold(one, 3)
+    plan.run(client="in-process")
+    assert open_resampled(tmp_path / "s", name, run=one).trainings == 3
+    with pytest.raises(JobError, match="was planned with another run than"):
+        open_resampled(tmp_path / "s", name, run=other)
+    with pytest.raises(DataError, match="is already planned in .* with other settings"):
+        JobPlan(tmp_path / "s").k_fold(other, 3)
+
+
 NAMES = ["train kernel at step 1", "cross kernel at step 1", "train_transfer of steps 0 to 2", "3-fold, seed 0"]
 
 

@@ -12,7 +12,7 @@ from poprisk.errors import JobError, MixedNumericsWarning
 from poprisk.jobs._engine import shipped_run
 from poprisk.jobs._kinds import BUFFER, NOTES
 from poprisk.risk import Resampled, k_fold_of_weights
-from poprisk.runs import Problem, Run
+from poprisk.runs import Problem, Run, run_digest
 
 
 def open_matrix(store: Any, name: str, *, partial: bool = False, device: torch.device | str = "cpu") -> StoredMatrix:
@@ -57,6 +57,8 @@ def open_resampled(store: Any, name: str, *, run: Run | None = None, problem: Pr
     weights = torch.cat([group.tile(cell) for cell in _finished(group, False)])
     found = [json.loads(bytes(row.tolist())) for row in group.whole(NOTES)]
     opened, buffers = shipped_run(group, {} if run is None else {group.name: run}, problem).open(), None
+    if run_digest(opened) != group.content["digest"]:
+        raise JobError(f"{name!r} was planned with another run than {opened.path}: pass that one as run=")
     if found[0]["alone"]:
         stacked = {key: group.whole(f"{BUFFER}{key}") for key, _ in opened.module().named_buffers()}
         buffers = [{key: x[c] for key, x in stacked.items()} for c in range(len(weights))]

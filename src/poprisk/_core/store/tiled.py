@@ -325,7 +325,7 @@ def content_key(content: Any) -> str:
 
 
 def _create(planned: TiledArray, arrays: Mapping[str, Any]) -> None:
-    """Write the group's own metadata last: a group that is there is complete."""
+    """Write the group's own metadata last: a group that is there is complete, and has no tiles of an earlier one."""
     import zarr
     from zarr.codecs import Crc32cCodec
     from zarr.storage import MemoryStore
@@ -349,6 +349,7 @@ def _create(planned: TiledArray, arrays: Mapping[str, Any]) -> None:
         )
         if known is not None:
             array[...] = known
+    _wait(planned.store.delete_dir(planned.path))
     last = f"{planned.path}/{_META}"
     for key in [*(key for key in _keys(staged, "") if key not in (last, _META)), _META, last]:
         if key != _META or not _has(planned.store, ""):
