@@ -167,7 +167,7 @@ def test_folds_of_another_run_are_refused(tmp_path):
     assert open_resampled(tmp_path / "s", name, run=one).trainings == 3
     with pytest.raises(JobError, match="was planned with another run than"):
         open_resampled(tmp_path / "s", name, run=other)
-    with pytest.raises(DataError, match="is already planned in .* with other settings"):
+    with pytest.raises(DataError, match=r"is already planned in .* with other settings"):
         JobPlan(tmp_path / "s").k_fold(other, 3)
 
 
