@@ -8,7 +8,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import ceil, prod
@@ -77,16 +78,15 @@ class TiledArray:
 
     def done(self, *, verify: bool = False) -> set[Cell]:
         """Tiles that are stored, from one listing; with ``verify`` they are read, and damaged ones removed."""
-        prefix = f"{self.path}/{VALUES}/c/"
-        parts = [key.removeprefix(prefix).split("/") for key in _keys(self.store, prefix)]
-        stored = {(int(i), int(j)) for i, j in parts if i.isdigit() and j.isdigit()}
+        pairs = (name.split("/") for name in _stored(self.store, f"{self.path}/{VALUES}/c/"))
+        stored = {(int(i), int(j)) for i, j in pairs if i.isdigit() and j.isdigit()}
         for cell in list(stored) if verify else ():
             try:
                 self.tile(cell)
             except DataError:
                 _wait(self.store.delete(self._key(cell)))
                 stored.remove(cell)
-        return {(i, j) for i, j in stored if not self.where["symmetric"] or (j, i) in stored}
+        return {cell for cell in stored if cell[::-1] in stored} if self.where["symmetric"] else stored
 
     def has(self, cell: Cell) -> bool:
         """Whether a tile is stored."""
@@ -154,9 +154,11 @@ class TiledArray:
 
     def remove_leftovers(self) -> None:
         """Delete temporary files that killed processes left."""
-        for key in _keys(self.store, f"{self.path}/"):
-            if key.endswith(".partial"):
-                _wait(self.store.delete(key))
+        folder = directory_of(self.store)
+        for place, _, names in os.walk(folder / self.path) if folder else ():
+            for name in names:
+                if name.endswith(".partial"):
+                    Path(place, name).unlink(missing_ok=True)
 
     def _key(self, cell: Cell) -> str:
         return f"{self.path}/{VALUES}/c/{cell[0]}/{cell[1]}"
@@ -376,6 +378,16 @@ def _wait(awaitable: Any) -> Any:
     from zarr.core.sync import sync
 
     return sync(awaitable)
+
+
+def _stored(store: Any, prefix: str) -> Iterator[str]:
+    """Names of chunks, row by row: there may be millions, which pathlib would keep all."""
+    if (folder := directory_of(store)) is None:
+        yield from (key.removeprefix(prefix) for key in _keys(store, prefix))
+        return
+    for row in os.listdir(folder / prefix) if (folder / prefix).is_dir() else ():
+        with suppress(NotADirectoryError):
+            yield from (f"{row}/{column}" for column in os.listdir(folder / prefix / row))
 
 
 async def _listed(found: Any) -> list[str]:
