@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ class Borrowing(Network):
     """Uses a block's weights outside of its forward pass."""
 
     def forward(self, x):
-        weight = self.blocks[0][3].weight
+        block: Any = self.blocks[0]
+        weight = block[3].weight
         return super().forward(x) + (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).mean()
 
 
@@ -68,9 +70,8 @@ def main(rank: int, folder: Path) -> None:
     found = {"plain": K @ v, "half": ShardedKernel(model, x, preconditioner=0.5) @ v}
     M = [torch.full_like(p, 2.0 + i) for i, p in enumerate(K.parameters)]
     found["diagonal"] = ShardedKernel(model, x, preconditioner=M) @ v
-    found["local"] = torch.tensor(
-        [sum(g.to_local().numel() for g in K.adjoint(v)), sum(p.numel() for p in K.parameters)]
-    )
+    gradients: Any = K.adjoint(v)
+    found["local"] = torch.tensor([sum(g.to_local().numel() for g in gradients), sum(p.numel() for p in K.parameters)])
     found["left"] = torch.tensor([p.grad is not None for p in model.parameters()])
     model(x).sum().backward()  # training goes on
     found["trains"] = torch.tensor([p.grad is not None for p in model.parameters() if p.requires_grad])

@@ -123,7 +123,8 @@ class ShardedKernel:
         Jv = self.product(v)
         ours = torch.stack([(u.to(Jv) * Jv).double().sum(), (u.to(Jv) * Jv).double().square().sum()])
         all_reduce(ours)
-        theirs = sum((a * b).sum().full_tensor().double() for a, b in zip(self.adjoint(u.to(Jv)), v, strict=True))
+        sums: list[Any] = [(a * b).sum() for a, b in zip(self.adjoint(u.to(Jv)), v, strict=True)]
+        theirs = torch.stack([each.full_tensor().double() for each in sums]).sum()
         if not bool((ours[0] - theirs).abs() <= 1e-3 * (ours[1].sqrt() + theirs.abs())):
             raise RunError(
                 f"J and its adjoint disagree ({float(ours[0]):.6g} and {float(theirs):.6g}): the model draws at random "

@@ -88,7 +88,7 @@ def train_on_cluster(
     pieces = [(_some(members, part), _resumed(resume, part)) for part in parts]
     tasks = [(shared, (*items[i], *pieces[i], check and i == left[0])) for i in left]
     with Progress(f"{members.count} trainings", len(parts), start=len(parts) - len(left), shown=progress) as bar:
-        on_gpus = {"GPU": 1} if remote and device.type == "cuda" else None
+        on_gpus = {"GPU": 1.0} if remote and device.type == "cuda" else None
         for count, (place, result) in enumerate(run_tasks(Trainings.do, tasks, resources=on_gpus), 1):
             if isinstance(result, BaseException):
                 raise result
