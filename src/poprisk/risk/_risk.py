@@ -3,9 +3,9 @@ r"""Population risk from one run: which estimator to use, within which budget.
 ``"held_back"`` is measured on examples that no step trained on. ``"exclusion"`` follows the run without each of some
 examples, linearized; ``"first_order"`` is the paper's L_pop, the training loss plus tr(J C_n)/(n - 1). The first order
 fails at interpolation, where every derivative by an example's weight vanishes with its residual. Both are checked, and
-exclusion is corrected, by a few real deletions (``controls``). ``"leverage"`` trains nothing and follows the outputs
-alone, for any network, until much of the risk is memorization. ``"k_fold"`` takes K trainings, of a run that can be
-trained again with other example weights. :mod:`poprisk.risk._verdict` says when each of them is valid.
+exclusion is corrected, by a few real deletions (``controls``). ``"leverage"`` follows the outputs alone, for any
+network; where much of the risk is memorization, it takes real deletions, too. ``"k_fold"`` takes K trainings, of a run
+that can be trained again with other example weights. :mod:`poprisk.risk._verdict` says when each of them is valid.
 
 :data:`ROADS` lists the methods; "auto" tries them in this order.
 """
@@ -161,9 +161,11 @@ def population_risk(
             methods know only the last ones. ``target`` of the estimate names them.
         examples: Indices of the examples used by exclusion, leverage and first order, or a number of them to draw at
             random; default: all, up to 256 (for leverage up to 1000 outputs).
-        controls: Number of single deletions that are trained as a check of exclusion. Default: 16, and up to
-            half of the examples used, which costs a quarter of their exclusion, as long as that makes the risk more
-            certain. 0 trains nothing, and then exclusion and first order are not valid.
+        controls: Number of single deletions that are trained as a check of exclusion, or of leverage. Default: for
+            exclusion 16, and up to half of the examples used, which costs a quarter of their exclusion, as long as that
+            makes the risk more certain; for leverage, where it is not certain without them and no folds are allowed, 16
+            to 32, if that takes about half a minute at most. 0 trains nothing, and then exclusion and first order are
+            not valid.
         seed: Seed for the random draw and for the folds.
 
     Returns:

@@ -13,8 +13,9 @@ method                risk of                                   valid while
 ``"leverage"``        a model trained on n - 1 examples         with real deletions: as for exclusion; without: its
                                                                 error, with half of what it adds to the training loss
                                                                 (all of it where a gate closes), is at most 40% of it;
-                                                                two of its forms differ by at most 30%; nothing was
-                                                                augmented; a quarter of the inputs are different
+                                                                two of its forms differ by at most 30%; no inputs were
+                                                                augmented, and no gate is hard and literal; a quarter
+                                                                of the inputs are different
 ``"first_order"``     this model                                exclusion is valid and differs by at most 10%, and
                                                                 the standard error is at most 7% of the risk
 ``"k_fold"`` and      a model trained on the examples kept      no training diverged, and at most 5% of the held-out

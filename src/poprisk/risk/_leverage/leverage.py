@@ -15,7 +15,7 @@ from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._error import corrected_risk_error, example_losses_of, unseen_mistake
 from poprisk.risk._exclusion import choose_examples, excluded_together
 from poprisk.risk._leverage.absence import Absence
-from poprisk.risk._leverage.pace import gate_closes
+from poprisk.risk._leverage.pace import gate_closes, gate_shuts
 from poprisk.risk._leverage.tangents import Tangent, Tangents
 from poprisk.risk._verdict import (
     FEWEST_EXAMPLES,
@@ -32,6 +32,7 @@ from poprisk.runs import Run
 MOST_ROWS = 1000
 """Number of outputs, examples times outputs of each, whose kernel is used at a time."""
 _MOMENTS = 9
+_SHUT = "a gate that is hard and not normalized, which a missing example would open"
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Leverage:
     """Number of outputs, and of trainings of the controls."""
     gated: bool = False
     """Whether the optimizer's gate opens and closes, which leverage follows in part."""
-    augmented: bool = False
-    """Whether the inputs were augmented, which leverage does not follow."""
+    unfollowed: str = ""
+    """What else in the run leverage does not follow at all."""
     obstacle: str = ""
     """Why no deletion could be trained."""
     control: Control | None = None
@@ -83,15 +84,19 @@ class Leverage:
         error *= math.sqrt(n / self.distinct)
         about = ("leverage", trained_on(n - 1, n), training, self.cost, min(m, self.distinct), n, (), self.first_loss)
         return judge_leverage(
-            Found(value, error, *about), at_end, half, self.distinct, gated=self.gated, unfollowed=self._unfollowed
+            Found(value, error, *about),
+            at_end,
+            half,
+            self.distinct,
+            gated=self.gated,
+            unfollowed=self._without_deletions,
         )
 
     @property
-    def _unfollowed(self) -> str:
-        if not self.augmented:
-            return ""
-        why = self.obstacle or "use controls=16, or retrain_budget=10"
-        return f"leverage does not follow augmented inputs, and no deletion was trained to check it: {why}"
+    def _without_deletions(self) -> str:
+        """Why there is no verdict without real deletions; empty if there is one."""
+        what, why = self.unfollowed, self.obstacle or "use controls=16, or retrain_budget=10"
+        return f"leverage does not follow {what}, and no deletion was trained to check it: {why}" if what else ""
 
     def enough(self) -> bool:
         """Whether more controls would not make the risk much more certain."""
@@ -213,7 +218,7 @@ def _reading(
         first_loss=float(run.losses[0]),
         cost=float(moment.outputs.numel()),
         gated=gate_closes(run),
-        augmented=run.augmented,
+        unfollowed="augmented inputs" if run.augmented else _SHUT if gate_shuts(run) else "",
     )
 
 

@@ -52,6 +52,11 @@ def gate_closes(run: Run) -> bool:
     return any(g.get("gate") and (g["gate"] == "hard" or not g["normalize_gate"]) for g in run.options(0))
 
 
+def gate_shuts(run: Run) -> bool:
+    """Whether the run has a gate that leaves most weights where they are: one that is hard and literal."""
+    return any(g.get("gate") == "hard" and not g["normalize_gate"] for g in run.options(0))
+
+
 def _scale(step: AffineStep) -> PerWeight:
     """What a gradient that stays the same adds to the momentum that moves the weights."""
     return step.buffer_share * step.new_gradient / (1 - torch.as_tensor(step.momentum)) + step.direct_share
