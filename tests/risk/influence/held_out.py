@@ -1,6 +1,7 @@
 """A small run for the tests of resampling, and the same trainings one by one by the oracle."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from poprisk.runs._training import train
 
 N = 12
 MOMENTUM = partial(SGD, lr=0.2, momentum=0.9)
-EXACT = {"rtol": 1e-9, "atol": 1e-11}
+EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def make_mlp(inputs=4, width=6, outputs=3):
