@@ -16,16 +16,29 @@ def stdout() -> Console:
     return Console(file=sys.stdout)
 
 
+def printable(text: str) -> str:
+    r"""Text without characters that a terminal would obey; it may come from a file.
+
+    >>> printable("a\x1b[2Jb")
+    'a?[2Jb'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
 def show(lines: Iterable[RenderableType], found: Mapping[str, Any], as_json: bool) -> None:
     """Print the outcome: its lines or, with ``--json``, the object and nothing else."""
     if as_json:
         from poprisk.report import finite
 
-        typer.echo(json.dumps(finite(dict(found)), ensure_ascii=False, allow_nan=False))
+        text = json.dumps(finite(dict(found)), ensure_ascii=False, allow_nan=False)
+        typer.echo("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text))
         return
     console = stdout()
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=isinstance(line, str))
+        shown = printable(line) if isinstance(line, str) else line
+        if isinstance(shown, Text):
+            shown = Text(printable(shown.plain), style=shown.style)
+        console.print(shown, highlight=False, markup=False, emoji=False, soft_wrap=isinstance(line, str))
 
 
 def table(
@@ -59,5 +72,5 @@ def table(
         names = named and place == 0
         drawn.add_column(heading, justify="left" if names else "right", overflow="fold" if names else "ellipsis")
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
     yield drawn

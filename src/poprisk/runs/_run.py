@@ -291,6 +291,8 @@ class Run:
 
     def checkpoint(self, k: int) -> dict[str, Tensor]:
         """Weights and optimizer state before step k, which must be one of ``checkpoints``."""
+        if k not in self.checkpoints:
+            raise DataError(f"k must be one of the run's checkpoints, {self.checkpoints[:20]}, got {k}")
         return self._checkpoint(self.checkpoints.index(k))
 
     def verify(self) -> None:

@@ -179,16 +179,29 @@ def train_followed(
 
 @contextmanager
 def _termination() -> Iterator[Callable[[], bool]]:
-    """Whether the process was asked to end (SIGTERM), so that the training stops between steps, as after Ctrl-C."""
+    """Whether the process was asked to end (SIGTERM, Ctrl-C), so that the training stops between two steps.
+
+    A second Ctrl-C interrupts immediately. KeyboardInterrupt is raised in the end if nobody raised it before.
+    """
     asked: list[int] = []
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+
+    def ask(number: int, _: Any) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    usual: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    main = threading.current_thread() is threading.main_thread()
+    ours = [each for each, handler in usual.items() if main and signal.getsignal(each) is handler]
+    for each in ours:
+        signal.signal(each, ask)
     try:
         yield lambda: bool(asked)
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in ours:
+            signal.signal(each, usual[each])
+    if asked:
+        raise KeyboardInterrupt
 
 
 def _follow(held: HeldBack, recorder: Recorder, module: nn.Module, optimizer: Optimizer) -> None:

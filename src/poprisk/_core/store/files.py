@@ -86,7 +86,7 @@ def writable_directory(path: str | Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f".{secrets.token_hex(6)}.tmp"
         probe.touch(exist_ok=False)
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # the writer of a run removes what it takes for a dead one's
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(f"cannot write to the output directory {path}: {reason}; choose another one") from None

@@ -102,7 +102,10 @@ class TiledArray:
         check_schema(ArrayMetadata, raw, f"{name} of {self.name!r} in {self.store}")
         if name == VALUES and raw["shape"] != self.where["shape"]:
             raise DataError(f"{self.name!r} in {self.store} is damaged: its values have another shape than it says")
-        return zarr.open_array(self.store, path=f"{self.path}/{name}", mode="r+", zarr_format=3).with_config(_ALL)
+        try:
+            return zarr.open_array(self.store, path=f"{self.path}/{name}", mode="r+", zarr_format=3).with_config(_ALL)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise DataError(f"{name} of {self.name!r} in {self.store} is not valid: {_brief(error)}") from None
 
     def whole(self, name: str) -> Tensor:
         """One of the further arrays.
@@ -168,7 +171,7 @@ class TiledArray:
             return torch.from_numpy(np.asarray(array[region]))
         except Exception as error:  # whatever damaged bytes lead to
             raise DataError(
-                f"{self.name!r} in {self.store} is damaged ({error}): run the jobs again with verify"
+                f"{self.name!r} in {self.store} is damaged ({_brief(error)}): run the jobs again with verify"
             ) from None
 
 
@@ -372,6 +375,10 @@ def _tiles(shape: list[int], tile: list[int], dtype: str) -> dict[str, Any]:
 
 def _sealed(raw: dict[str, Any]) -> bytes:
     return json.dumps(raw | {"attributes": {_OURS: {**raw["attributes"][_OURS], _SEAL: content_key(raw)}}}).encode()
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _wait(awaitable: Any) -> Any:

@@ -199,6 +199,8 @@ def training_call(
     source = None if problem is None else problem["source"]
     if source is None or source["path"] is None or not isinstance(training, dict) or "batch_size" not in training:
         return ""  # a problem that cannot be rebuilt, or the user's own training loop
+    if not all(name.isidentifier() for name in source["arguments"]):
+        return ""  # made by hand: no code to be copied comes of it
     groups = run.options(0)
     if len(groups) != 1 or groups != run.options(run.num_steps) or "refit" in training:
         return ""  # a schedule, of which only the values are known
@@ -225,7 +227,7 @@ def training_call(
         "from functools import partial\n"
         + ("import torch\n" if "torch.float64" in extra else "")
         + f"from {module} import {short}\nfrom poprisk import {gate}Problem, train\n"
-        f'problem = Problem.build("{_path(run, source)}"{arguments})\n'
+        f"problem = Problem.build({_path(run, source)!r}{arguments})\n"
         f"train(problem, partial({short}{options}), {steps or run.num_steps}, batch_size={training['batch_size']}, "
         f'seed={manifest["seed"]}, path="{path}"{extra})'
     )
@@ -233,7 +235,7 @@ def training_call(
 
 def _path(run: Run, source: dict[str, Any]) -> str:
     """Path of the function that makes the problem; for a script, relative to the run's directory."""
-    if "folder" not in source:
+    if source.get("folder") is None:
         return source["path"]
     where = Path(os.path.normpath((run.path or Path()) / source["folder"]))
     return (where / source["path"]).as_posix()

@@ -86,7 +86,16 @@ function save(name, type, text) {
 function exportJson() {
   const file = {kind: "poprisk label decisions", version: 1, run: data.run, data: data.fingerprint,
     examples: data.examples, targets: data.kind, decisions: decided()};
-  save("decisions.json", "application/json", JSON.stringify(file, null, 1) + "\n");
+  const text = JSON.stringify(file, null, 1).slice(0, -2);  // without the last line, which the checksum comes before
+  save("decisions.json", "application/json", `${text},\n "crc32": "${crc32(text)}"\n}\n`);
+}
+function crc32(text) {
+  let c = -1;
+  for (const byte of new TextEncoder().encode(text)) {
+    c ^= byte;
+    for (let k = 0; k < 8; k++) c = c >>> 1 ^ 0xEDB88320 & -(c & 1);
+  }
+  return (~c >>> 0).toString(16).padStart(8, "0");
 }
 function exportCsv() {
   const head = ["version", "run", "data", "examples", "targets", "example", "given", "suggested", "decided"];

@@ -1,8 +1,9 @@
 """Decisions of a person who reviewed labels in a report: read strictly, checked against the targets, applied to them.
 
 The page writes them as JSON, ``{"kind": "poprisk label decisions", "version": 1, "run": …, "data": …, "examples": n,
-"targets": "classes", "decisions": [{"example": 3, "given": 0, "suggested": 7, "decided": 7}, …]}``, or as CSV with the
-same names in its columns. They are values and nothing else: nothing in the file is imported or executed.
+"targets": "classes", "decisions": [{"example": 3, "given": 0, "suggested": 7, "decided": 7}, …],
+"crc32": …}``, or as CSV with the same names in its columns and no checksum, for editing. They are values and nothing
+else: nothing in the file is imported or executed.
 """
 
 import csv
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -79,7 +81,7 @@ class Decisions:
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
-            return cls.from_value(_csv(text) if path.suffix == ".csv" else parsed_json(text, "the file"))
+            return cls.from_value(_csv(text) if path.suffix == ".csv" else _json(text))
         except (ValueError, csv.Error) as error:
             raise DataError(f"{path} is not a file of decisions: {error}; {_EXPORT}") from None
 
@@ -191,6 +193,16 @@ def _decision(row: Any, n: int, kind: str) -> Decision:
         what = "a class" if kind == "classes" else "a finite number"
         _require(known, f"example {example}: {name} must be {what}, got {label!r}")
     return Decision(**row)
+
+
+def _json(text: str) -> Any:
+    """The content of a JSON file; its checksum, which a file written by hand may lack, is of the text before it."""
+    value = parsed_json(text, "the file")
+    if isinstance(value, dict) and value.pop("crc32", None) is not None:
+        body, _, rest = text.rpartition(',\n "crc32": ')
+        same = rest == f'"{crc32(body.encode()):08x}"\n}}\n'
+        _require(same, "it was changed after the export; remove its entry crc32 if you changed it")
+    return value
 
 
 def _csv(text: str) -> dict[str, Any]:
