@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-library test-lab test-more test-more-library test-more-lab test-all test-all-library test-all-lab lint docs results pages bench format release clean
+.PHONY: demo test test-library test-lab test-more test-more-library test-more-lab test-all test-all-library test-all-lab lint docs results pages bench format lock sbom release clean
 
 $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
@@ -88,11 +88,27 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.user
 	$(BIN)/python benchmarks/optimizer_step.py --device cpu
 
+$(VENV)/.release: $(VENV)/.created pyproject.toml
+	$(PIP) build cyclonedx-bom twine uv
+	touch $@
+
+# Every package that development and the pages need, for all platforms, with its version and its hashes.
+lock: $(VENV)/.release
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra docs --universal --python-version 3.11 -c constraints.txt \
+		--generate-hashes --no-annotate --no-header --upgrade --quiet --output-file requirements.lock
+
+# What the locked environment is made of, in the CycloneDX format.
+sbom: $(VENV)/.release
+	mkdir -p dist
+	$(BIN)/cyclonedx-py requirements requirements.lock --pyproject pyproject.toml --output-reproducible \
+		--output-file dist/sbom.cdx.json
+
 # The source archive, the wheel made from it, and what an index would say about them; uploads nothing (CONTRIBUTING.md).
-release: $(VENV)/.dev
+release: $(VENV)/.release
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python -m twine check --strict dist/*
+	$(MAKE) sbom
 
 clean:
 	rm -rf $(VENV)

@@ -18,6 +18,9 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import poprisk
@@ -98,7 +101,8 @@ def test_the_source_archive_builds_the_same_wheel(built):
 
 def test_the_source_archive_has_what_the_tests_and_the_pages_need(archive):
     assert {f"src/{name}" for name in files_of_the_package()} <= archive
-    assert {"Makefile", "constraints.txt", "tests/conftest.py", "tools/paper_table.py"} <= archive
+    assert {"Makefile", "constraints.txt", "requirements.lock", "tests/conftest.py", "tools/paper_table.py"} <= archive
+    assert {"SECURITY.md", "CODE_OF_CONDUCT.md", "CITATION.cff", ".github/workflows/tests.yml"} <= archive
     page = (ROOT / "README.md").read_text()
     linked = {link.split("#")[0] for link in re.findall(r"]\(([^)\s]+)\)", page) if "://" not in link} - {""}
     assert linked
@@ -109,6 +113,63 @@ def test_the_index_will_take_it(built):
     """Strict: a warning, such as a long description that cannot be shown, is a failure."""
     said = call(sys.executable, "-m", "twine", "--no-color", "check", "--strict", *built[:2])
     assert said.count("PASSED") == 2
+
+
+def test_an_index_shows_links_that_work(metadata):
+    """All of them absolute, those of the repository at the tag of the release."""
+    urls = dict(each.split(", ", 1) for each in metadata.get_all("Project-URL"))
+    assert {"Source", "Documentation", "Changelog", "Issues"} <= set(urls)
+    assert all(url.startswith("https://") for url in urls.values())
+    links = re.findall(r"]\(([^)\s]+)\)", metadata.get_payload())
+    assert len(links) > 10
+    assert all(link.startswith(("https://", "#")) for link in links)
+    here = [link for link in links if link.startswith(urls["Source"])]
+    for link in here:
+        path = link.removeprefix(f"{urls['Source']}/").split(f"v{poprisk.__version__}/", 1)[1].split("#")[0]
+        assert (ROOT / path).exists(), link
+
+
+def test_the_supported_versions_are_those_that_are_tested(metadata):
+    """Classifiers, the public host's tests, and the page say the same."""
+    classified = {each.rpartition(" ")[2] for each in metadata.get_all("Classifier") if " :: 3.1" in each}
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    tested = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    assert {each["python"] for each in tested} == classified == {"3.11", "3.12", "3.13"}
+    assert workflow["jobs"]["wheel"]["strategy"]["matrix"]["python"] == sorted(classified)
+    oldest = next(each for each in metadata.get_all("Requires-Dist") if each.startswith("torch>="))
+    locked = re.search(r"^torch==(\S+)", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE)
+    assert locked is not None
+    assert {Version(each["torch"]) for each in tested if each["torch"]} == {Version(oldest[7:]), Version(locked[1])}
+    assert {each["torch"] for each in tested} >= {""}  # the newest
+    assert f"torch from {oldest[7:]} on" in (ROOT / "docs/versions.md").read_text()
+
+
+def test_every_locked_package_has_a_hash_and_every_dependency_is_locked():
+    text = (ROOT / "requirements.lock").read_text()
+    entries = [entry for entry in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE) if entry.strip()]
+    assert len(entries) > 100
+    assert all(re.match(r"[\w.-]+(\[\w,-]+\])?==\S+", entry) and "--hash=sha256:" in entry for entry in entries)
+    locked = {re.match(r"[\w.-]+", entry)[0] for entry in entries}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [
+        *project["dependencies"],
+        *(each for name in ("dev", "docs", "report", "data", "jobs") for each in extras[name]),
+    ]
+    names = {canonicalize_name(Requirement(each).name) for each in asked} - {"poprisk"}
+    assert names <= locked
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        assert line.startswith("#") or f"\n{line}" in f"\n{text}", line
+
+
+def test_the_hooks_before_a_commit_are_the_tools_of_lint():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert lint is not None
+    assert [re.sub(r"\.venv/bin/| --fix", "", hook["entry"]) for hook in hooks] == [
+        re.sub(r".*\$\(BIN\)/| --check| \.$", "", line).replace(" check .", " check").strip()
+        for line in lint[1].splitlines()
+    ]
 
 
 def test_the_version_is_written_once(metadata):
