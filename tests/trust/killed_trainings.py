@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from mmap import mmap
 from pathlib import Path
+from typing import Any
 
 import torch
 from sent_runs import problem
@@ -119,7 +120,7 @@ def content(folder):
     run = Run.load(folder)
     run.verify()
     steps, last = range(run.num_steps), run.checkpoint(run.num_steps)
-    parts = {
+    parts: dict[str, Any] = {
         "weights": [run.weights(k) for k in range(run.num_steps + 1) if run.is_dense or k in (0, run.num_steps)],
         "steps": [vars(run.step(k)) for k in steps] if run.is_dense else [],
         "batches": [run.batch(k) for k in steps],
@@ -130,7 +131,7 @@ def content(folder):
     }
     manifest = run.manifest
     listed = {file["name"] for file in all_records(manifest)} | {"manifest.json"}
-    found = {"strange files": sorted({file.name for file in folder.iterdir()} - listed)}
+    found: dict[str, Any] = {"strange files": sorted({file.name for file in folder.iterdir()} - listed)}
     for name in ("created", "segments", "held_back", "kept"):
         manifest.pop(name, None)
     manifest["problem"].pop("source")

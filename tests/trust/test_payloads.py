@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sent_runs
@@ -25,7 +26,7 @@ from poprisk.risk import out_of_sample_probabilities
 from poprisk.runs import list_runs
 
 NAMES = list(payloads(Path("/nowhere"), Path("/nowhere/executed"), plant=False))
-METHODS = ("auto", "held_back", "exclusion", "leverage", "k_fold")
+METHODS: tuple[Any, ...] = ("auto", "held_back", "exclusion", "leverage", "k_fold")
 OF_A_RUN = (
     *("cross_validation_risk", "exclusion", "exclusion_risk", "first_order_risk", "generalization_gap", "holdouts"),
     *("influence_matrix", "influence_on", "influence_operator", "k_fold", "leave_one_out", "retrain", "self_influence"),
@@ -77,7 +78,7 @@ PYTHON = {
     "compare_runs": lambda p: compare_runs([p, p]),
     "kept": lambda p: KeptAnalysis(Run.load(p)),
     "window": lambda p: Window.of_run(Run.load(p)),
-    "refit": lambda p: refit(Run.load(p), lambda w: None),
+    "refit": lambda p: refit(Run.load(p), partial(torch.optim.SGD, lr=0.1)),
     "resume": resumed,
     "plan train_kernel": plan("train_kernel", 3),
     "plan cross_kernel": plan("cross_kernel", 3),
