@@ -1,18 +1,23 @@
 """What jobs made: matrices that may be larger than memory, and K-fold estimates from stored weights."""
 
-import json
 import warnings
 from typing import Any
 
 import torch
+from typing_extensions import TypedDict
 
 from poprisk._core.linalg import StoredMatrix
-from poprisk._core.store import Cell, TiledArray, load_tiled, open_store
+from poprisk._core.store import Cell, TiledArray, check_schema, load_tiled, open_store, parsed_json
 from poprisk.errors import JobError, MixedNumericsWarning
 from poprisk.jobs._engine import shipped_run
 from poprisk.jobs._kinds import BUFFER, NOTES
 from poprisk.risk import Resampled, k_fold_of_weights
 from poprisk.runs import Problem, Run, run_digest
+
+
+class _Notes(TypedDict):
+    notes: list[str]
+    alone: bool
 
 
 def open_matrix(store: Any, name: str, *, partial: bool = False, device: torch.device | str = "cpu") -> StoredMatrix:
@@ -55,7 +60,8 @@ def open_resampled(store: Any, name: str, *, run: Run | None = None, problem: Pr
     if group.kind != "folds":
         raise JobError(f"{name!r} is not a K-fold: use open_matrix")
     weights = torch.cat([group.tile(cell) for cell in _finished(group, False)])
-    found = [json.loads(bytes(row.tolist())) for row in group.whole(NOTES)]
+    found = [parsed_json(bytes(row.tolist()), f"the notes of {name!r}") for row in group.whole(NOTES)]
+    check_schema(list[_Notes], found, f"the notes of {name!r}")
     opened, buffers = shipped_run(group, {} if run is None else {group.name: run}, problem).open(), None
     if run_digest(opened) != group.content["digest"]:
         raise JobError(f"{name!r} was planned with another run than {opened.path}: pass that one as run=")
