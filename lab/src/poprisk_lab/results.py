@@ -149,6 +149,12 @@ SCRIPTS: dict[str, Script] = {
         ("lab/benchmarks/scale_gpu.py", "--out", "{output}"),
         device="GPU",
     ),
+    "scale_jobs": Script(
+        "what jobs in a store cost over plain loops",
+        ("lab/benchmarks/scale_jobs.py", "--out", "{output}"),
+        device="GPU",
+        smoke="--tiny",
+    ),
     "kernel_cpu": Script(
         "tangent kernels against other packages",
         ("benchmarks/kernel.py", "--output", "{output}"),

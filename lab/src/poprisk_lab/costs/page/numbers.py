@@ -15,6 +15,7 @@ from poprisk_lab.costs.page.forecast import (
     recording_table,
     runs_table,
 )
+from poprisk_lab.costs.page.jobs import jobs_table
 from poprisk_lab.costs.page.methods import NEEDED, calls_table, methods_table, tile_methods_table
 from poprisk_lab.costs.page.one_gpu import elsewhere_table, precisions_table, reached_table
 from poprisk_lab.costs.page.predictions import Predictor
@@ -35,7 +36,9 @@ _MISSING = "*Not measured.*"
 
 def page_slots(results: Path) -> dict[str, Any]:
     """The slots from the benchmarks stored in a folder."""
-    return slots(measurements(results), elsewhere(results))
+    jobs = results / "scale_jobs.json"
+    shown = {"jobs": jobs_table(json.loads(jobs.read_text())) if jobs.exists() else _MISSING}
+    return slots(measurements(results), elsewhere(results)) | shown
 
 
 def measurements(folder: Path) -> list[Measured]:
