@@ -8,11 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from poprisk._core.autodiff import slices
 from poprisk._core.cluster import COMPUTING, current_cluster, current_store, is_remote, run_tasks
 from poprisk._core.progress import Progress
-from poprisk._core.store import VALUES, TiledArray, add_tiled, content_key, fingerprint, load_tiled, pack, unpack
+from poprisk._core.store import (
+    VALUES,
+    TiledArray,
+    add_tiled,
+    check_schema,
+    content_key,
+    fingerprint,
+    load_tiled,
+    pack,
+    parsed_json,
+    unpack,
+)
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators import pinned
 from poprisk.risk._retraining.members import Members, Retrained
@@ -22,6 +34,11 @@ _CODE = ("poprisk.risk", "poprisk.runs", "poprisk.optim.rules", "poprisk._core.a
 _TASK_WORK = {"cpu": 2e8, "cuda": 2e11}
 """Multiplications of a step above which stacking more members in a task gains little."""
 _FORM = "form"
+
+
+class _Entry(TypedDict):
+    tensors: int
+    form: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -164,7 +181,7 @@ def _group(store: Any, name: str, content: dict[str, Any], weights: Tensor) -> T
 def _keep(store: Any, name: str, content: dict[str, Any], found: Retrained) -> None:
     """Store a result; ``values`` are the last weights, and are there when all else is."""
     form, tensors = pack(replace(found, weights=found.weights[:1, :1]))
-    text = torch.frombuffer(bytearray(json.dumps([len(tensors), form]).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps({"tensors": len(tensors), "form": form}).encode()), dtype=torch.uint8)
     group = _group(store, name, content, found.weights)
     add_tiled(group, {_FORM: text, **{f"tensor {key}": x for key, x in tensors.items()}})
     group.write((0, 0), {VALUES: found.weights})
@@ -184,6 +201,11 @@ def _read(store: Any, name: str, content: dict[str, Any]) -> Retrained:
     group = load_tiled(store, name)
     if group.content != content:
         raise DataError(f"{name!r} in {store} is of other trainings")
-    count, form = json.loads(bytes(group.whole(_FORM).tolist()))
-    found = unpack(form, {str(i): group.whole(f"tensor {i}") for i in range(count)}, (Retrained,))
+    where = f"{name!r} in {store}"
+    entry = parsed_json(group.whole(_FORM).numpy().tobytes(), where)
+    check_schema(_Entry, entry, where)
+    tensors = {str(i): group.whole(f"tensor {i}") for i in range(entry["tensors"])}
+    found = unpack(entry["form"], tensors, (Retrained,))
+    if not isinstance(found, Retrained):
+        raise DataError(f"{where} is of no trainings")
     return replace(found, weights=group.tile((0, 0)))
