@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,9 +40,20 @@ def test_the_speed_is_that_after_the_first_tiles(benchmark):
 
 
 def test_a_bar_that_is_missed_is_said():
-    gpu = {"share_of_plain": 0.97, "tile": [3840, 1024], "rows": 60_000, "columns": 50_000, "measured_share": 0.07}
+    gpu: dict[str, Any] = {
+        "share_of_plain": 0.97,
+        "tile": [3840, 1024],
+        "rows": 60_000,
+        "columns": 50_000,
+        "measured_share": 0.07,
+    }
     gpu |= {"whole_kernel_minutes": 5.5, "tiles_identical": 54, "tiles_compared": 54}
-    cpu = {"seconds_per_tile": 1.0, "overhead": 0.02, "scaling_one_to_two": 1.95, "scaling_one_to_four": 3.8}
+    cpu: dict[str, Any] = {
+        "seconds_per_tile": 1.0,
+        "overhead": 0.02,
+        "scaling_one_to_two": 1.95,
+        "scaling_one_to_four": 3.8,
+    }
     cpu["ten_thousand"] = {"tiles": 10_011, "planned_seconds": 1.0, "resumed_seconds": 2.0}
     assert jobs_table({"gpu": gpu, "cpu": cpu}).count("| reached |") == 5
     gpu |= {"share_of_plain": 0.5, "tiles_identical": 53}
