@@ -147,7 +147,9 @@ def measure(task: Task, folder: Path | None, device: str) -> dict[str, Any]:
     plan = plan_readings(run, task.seconds / ALLOWANCE / slower)
     evaluation = clock.timed("evaluation form", lambda: evaluation_of(run, torch.float32, start=plan.start))
     found = clock.timed("readings", lambda: readings(run, plan, evaluation, clean, test, None))
-    drift = clock.timed("drift and diffusion", lambda: drift_curve(run, evaluation, test[0], plan.start))
+    drift = clock.timed(
+        "drift and diffusion", lambda: drift_curve(run, evaluation, test[0], plan.start, task.seconds / ALLOWANCE)
+    )
     true, said = torch.tensor(found.measured), torch.tensor(found.predicted)
     count = run.num_steps - plan.start
     sections = sum(clock.figures[name]["seconds"] for name in ("evaluation form", "readings", "drift and diffusion"))

@@ -7,6 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("layer_table", ROOT / "docs/_ext/layer_table.py")
+assert spec is not None
+assert spec.loader is not None
 layer_table = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(layer_table)
 LINES = layer_table.PAGE.read_text(encoding="utf-8").splitlines()
@@ -19,4 +21,6 @@ def test_row(name):
 
 def test_there_are_no_other_rows():
     assert len([line for line in LINES if line.startswith("| `")]) == len(layer_table.LAYERS)
-    assert "\n".join(LINES).startswith(layer_table.HEAD.rstrip("\n"))
+    page = layer_table.PAGE.read_text(encoding="utf-8")
+    assert page.startswith(layer_table.HEAD)
+    assert page.endswith(layer_table.FOOT)

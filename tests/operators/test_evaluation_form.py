@@ -127,6 +127,14 @@ def test_more_examples_than_the_fixed_ones(monkeypatch):
     )
 
 
+def test_kinks_beside_batch_normalization():
+    make = lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))  # noqa: E731
+    run = run_of(make)
+    usual, split = (Window.of_run(run, dense=True, quadrature=rule).corrections() for rule in ("gauss", "kinks"))
+    assert usual[:, :2].max() > 1e-6
+    assert split[:, :2].max() < 1e-10
+
+
 def test_stretches_of_an_evaluated_run_carry_it():
     run = run_of(normalized, batch=3, steps=8)
     found = evaluation_of(run, start=2)

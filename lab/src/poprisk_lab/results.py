@@ -60,6 +60,24 @@ SCRIPTS: dict[str, Script] = {
         "leading eigenpairs of W at np = 10,000, certified, and how the cost grows",
         ("benchmarks/operators.py", "--output", "{output}"),
     ),
+    "operator_sections_cpu": Script(
+        "time of the operator sections of a report at np = 50,000, on two cores",
+        ("lab/benchmarks/operator_sections.py", "--data", "{data}", "--only", "mnist", "--output", "{output}"),
+        data="mnist",
+        smoke="--tiny",
+    ),
+    "operator_sections_cuda": Script(
+        "the same on a GPU, and for ResNet-18",
+        ("lab/benchmarks/operator_sections.py", "--data", "{data}", "--device", "cuda", "--output", "{output}"),
+        data="mnist",
+        device="GPU",
+        smoke="--tiny",
+    ),
+    "report_time": Script(
+        "time of a report part by part, and the sections it lacks",
+        ("lab/benchmarks/report_time.py", "--output", "{output}"),
+        smoke="--only=demo",
+    ),
     "clean_lm": Script(
         "gates of strength 1 on clean text, by learning rate",
         ("-m", "poprisk_lab.paper.clean_lm.study", "--output", "{output}"),

@@ -11,6 +11,7 @@ from poprisk.operators._cumulative import CumulativeError, cumulative_error
 from poprisk.operators._decomposition import ErrorCells, error_cells
 from poprisk.operators._dense import Operators
 from poprisk.operators._drift_diffusion import DriftDiffusion, drift_diffusion
+from poprisk.operators._evaluation import evaluation_model
 from poprisk.operators._gradient_flow import FlowPath, flow_path, gradient_flow_operators
 from poprisk.operators._kernels.drift import KernelDrift, kernel_drift
 from poprisk.operators._kernels.method import method_costs
@@ -29,7 +30,7 @@ from poprisk.operators._batch_law import Sampling
 from poprisk.operators._bound import MARGIN, Form, eps_of, rounding_of_test_transfer
 from poprisk.operators._channels import Transfer, operator_norm, require_length, require_shape
 from poprisk.operators._coupling import path_error, whitened_error
-from poprisk.operators._evaluation import Evaluation, evaluation_model, evaluation_of
+from poprisk.operators._evaluation import Evaluation, evaluation_of
 from poprisk.operators._kernels.method import Method
 from poprisk.operators._kernels.plan import cut, plan_tiles
 from poprisk.operators._kernels.precision import check_supported, float32_products, numerics_here, pinned
@@ -60,6 +61,7 @@ __all__ = [
     "dissipation_channels",
     "drift_diffusion",
     "error_cells",
+    "evaluation_model",
     "flow_path",
     "gradient_flow_operators",
     "kernel_drift",

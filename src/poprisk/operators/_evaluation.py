@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from poprisk._core.autodiff import FlatModel, Inputs, take_examples
+from poprisk._core.autodiff import FlatModel, Inputs, draws_at_random, take_examples
 from poprisk.errors import DataError, RunError
 from poprisk.operators._drift_diffusion import in_dtype_of, step_in_dtype_of, window_limits
 from poprisk.operators._trajectory import Trajectory
@@ -164,7 +164,7 @@ def _changes(run: Run) -> list[str]:
         changes.append(
             f"batch normalization has the statistics of {count} fixed training examples at each step's weights"
         )
-    if any("at random" in text for text in manifest["obstacles"] if "inputs" not in text):
+    if any(draws_at_random(part) for part in module.modules()):
         changes.append("dropout is off")
     if run.augmented:
         changes.append("examples are not augmented")
@@ -235,12 +235,14 @@ class _WithReference(nn.Module):
     def __init__(self, module: nn.Module, norms: list[_FixedStatistics], inputs: Inputs) -> None:
         super().__init__()
         self.module, self.norms = module, tuple(norms)
-        self.inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        self.count = len(inputs) if isinstance(inputs, tuple) else 1
+        for i, part in enumerate(inputs if isinstance(inputs, tuple) else (inputs,)):
+            self.register_buffer(f"examples{i}", part, persistent=False)
 
     def forward(self, *batch: Tensor) -> Tensor:
         """Outputs of the batch, each example by itself."""
         with self._showing():
-            self.module(*self.inputs)
+            self.module(*(getattr(self, f"examples{i}") for i in range(self.count)))
         return self.module(*batch)
 
     @contextmanager

@@ -137,6 +137,7 @@ PAGES: tuple[Page, ...] = (
             ),
         ),
     ),
+    Page("docs/operators.md", "poprisk_lab.pages.operator_sizes:parts", None, marked=True),
     _page_of("coupling", "coupling"),
     _page_of("signal", "signal"),
     _page_of("capacity", "capacity"),

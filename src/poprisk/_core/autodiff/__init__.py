@@ -5,6 +5,7 @@ from poprisk._core.autodiff.curvature import SegmentCurvature as SegmentCurvatur
 from poprisk._core.autodiff.flat import FlatModel as FlatModel
 from poprisk._core.autodiff.graph_capture import capture_graph as capture_graph
 from poprisk._core.autodiff.independence import check_independence as check_independence
+from poprisk._core.autodiff.independence import draws_at_random as draws_at_random
 from poprisk._core.autodiff.loss_derivatives import flatten_outputs as flatten_outputs
 from poprisk._core.autodiff.loss_derivatives import loss_gradients as loss_gradients
 from poprisk._core.autodiff.loss_derivatives import loss_hessians as loss_hessians
@@ -23,6 +24,7 @@ from poprisk._core.autodiff.probing import probe as probe
 from poprisk._core.autodiff.products import Inputs as Inputs
 from poprisk._core.autodiff.products import take_examples as take_examples
 from poprisk._core.autodiff.quadrature import gauss_legendre as gauss_legendre
+from poprisk._core.autodiff.recurrent import plain_operations as plain_operations
 from poprisk._core.autodiff.replayed import Replayed as Replayed
 from poprisk._core.autodiff.segment import SegmentJacobian as SegmentJacobian
 from poprisk._core.autodiff.ways import JacobianWay as JacobianWay

@@ -56,7 +56,7 @@ class FlatModel(BatchProducts):
         self.module = module
         self.loss = resolve_loss(loss)
         self.chunk_size = chunk_size
-        self._recurrent = is_recurrent(module)
+        self.recurrent = is_recurrent(module)
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._constants: dict[str, Tensor] = {}
         if not self.parameters:
@@ -167,7 +167,7 @@ class FlatModel(BatchProducts):
     def _call(self, w: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         # A forward that writes its buffers writes these copies, made here to belong to the transform around it.
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with plain_operations(self._recurrent):
+        with plain_operations(self.recurrent):
             out = functional_call(self.module, (self.unflatten(w), self._constants, buffers), batch)
         n = batch[0].shape[0]
         if not isinstance(out, Tensor) or out.shape[:1] != (n,):

@@ -36,12 +36,19 @@ def _problem(child: nn.Module) -> str | None:
             return "is in training mode and mixes the batch: call .eval() on it, or use GroupNorm in its place"
     if isinstance(child, _InstanceNorm) and child.training and child.track_running_stats:
         return "is in training mode and writes its running statistics: call .eval() on it"
-    if child.training and _active_dropout(child):
+    if draws_at_random(child):
         return "is in training mode and draws at random: call .eval() on it or set its probability to 0"
     return None
 
 
-def _active_dropout(child: nn.Module) -> bool:
+def draws_at_random(child: nn.Module) -> bool:
+    """Whether a layer's outputs are random in the mode that it is in.
+
+    >>> draws_at_random(nn.Dropout(0.5)), draws_at_random(nn.Dropout(0.5).eval())
+    (True, False)
+    """
+    if not child.training:
+        return False
     if isinstance(child, _DropoutNd):
         return child.p > 0
     if isinstance(child, nn.MultiheadAttention):

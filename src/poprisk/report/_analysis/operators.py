@@ -24,7 +24,7 @@ from poprisk.operators import (
     evaluation_model,
     evaluation_of,
 )
-from poprisk.report._analysis.readings import ALLOWANCE, Readings, plan_readings, readings
+from poprisk.report._analysis.readings import ALLOWANCE, Readings, forward_seconds, plan_readings, readings
 from poprisk.risk import AuditTable, cast_inputs
 from poprisk.runs import Problem, Run
 from poprisk.theory import ExampleGroups, euclidean_metric, example_groups, signal_directions
@@ -33,8 +33,8 @@ MOST_OUTPUTS = 2000
 """Largest number of training outputs (examples times outputs, np) for which the operators are formed as matrices."""
 QUERIES = 50
 """Number of test inputs that the operators are evaluated on."""
-SAMPLE = 64
-"""Examples in each of the two samples from which the mean gradient of a step is estimated, if there are many."""
+_LEAST_SAMPLE = 64
+_BACKWARD = 4  # forward passes that take as long as the output gradient and the product with it
 NO_TEST = "the problem has no test set; pass one with Problem(…, test=(inputs, targets))"
 _SHARE, _MOST_GROUPS = 0.9, 8
 _PER_SECOND, _STEP_OVERHEAD = 5e9, 2e-2
@@ -92,6 +92,8 @@ class DriftCurve:
     closure: float
     errors: dict[str, list[float]] | None = None
     """Half of a 95% interval of each, where mean gradients were estimated from samples."""
+    sample: int = 0
+    """Examples in each of the two samples from which a step's mean gradient was estimated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +184,7 @@ def window_facts(
         outputs=run.num_examples * _outputs(run),
         queries=0 if test is None else min(QUERIES, len(test[1])),
         readings=found,
-        drift=None if queries is None else drift_curve(run, evaluation, queries, plan.start),
+        drift=None if queries is None else drift_curve(run, evaluation, queries, plan.start, budget),
         predicted=found.predicted,
         displacement=found.measured,
         notes=() if test is not None else (NO_TEST,),
@@ -236,19 +238,21 @@ def _groups(ops: Operators, window: Window) -> tuple[ExampleGroups, int, float]:
     return example_groups(directions, r, p, gradient=ops.output_gradient), r, shares[r - 1].item()
 
 
-def drift_curve(run: Run, evaluation: Evaluation, queries: Inputs, start: int) -> DriftCurve | None:
+def drift_curve(run: Run, evaluation: Evaluation, queries: Inputs, start: int, budget: float) -> DriftCurve | None:
     """Use the first sampling scheme that is consistent with the recorded batches; None if none is."""
     inputs, targets = run.problem.batch(dtype=torch.float32)
-    given = cast_inputs(queries, torch.float32)
+    given, model = cast_inputs(queries, torch.float32), evaluation.model
+    seconds = _BACKWARD * forward_seconds(run, model)
+    sample = max(_LEAST_SAMPLE, int(budget / (2 * seconds * (run.num_steps - start))))
     for sampling in ("epochs", *(s for s in get_args(Sampling) if s != "epochs")):
-        options = {"sampling": sampling, "start": start, "sample": SAMPLE}
+        options = {"sampling": sampling, "start": start, "sample": sample}
         try:
-            found = drift_diffusion(evaluation.trajectory, evaluation.model, inputs, targets, given, **options)  # type: ignore[arg-type]
+            found = drift_diffusion(evaluation.trajectory, model, inputs, targets, given, **options)  # type: ignore[arg-type]
         except DataError:
             continue
         steps = list(range(start + 1, run.num_steps + 1))
         norms, errors = _norms(found)
-        return DriftCurve(steps, norms, sampling, found.closure, errors)
+        return DriftCurve(steps, norms, sampling, found.closure, errors, sample)
     return None
 
 

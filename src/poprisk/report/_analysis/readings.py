@@ -29,8 +29,9 @@ ALLOWANCE = 5
 FEWEST_STEPS = 20
 # Multiplications per second, seconds per weight and column, and per step: of a CPU core, and of a GPU.
 _SPEEDS = {"cpu": (8e10, 8e-9, 2e-2), "cuda": (1e13, 1e-11, 1e-1)}
-_OF_CONVOLUTIONS = 0.25
-"""Share of that speed which convolutions reach."""
+# Measured on a core of an EPYC, and on an H200; convolutions on a GPU run in TF32.
+_OF_CONVOLUTIONS = {"cpu": 0.25, "cuda": 1.25}
+"""Speed of convolutions relative to that of products."""
 _MEMORY = {"cpu": 3 * 2**30, "cuda": 16 * 2**30}
 _LABELS, _CLEAN, _NOISE, _SOURCE = "all labels", "clean labels", "label noise", "weight decay and momentum"
 _REST = "weight decay, momentum, and what the evaluation form leaves out"
@@ -116,15 +117,22 @@ def step_seconds(run: Run, lengths: list[int]) -> list[float]:
     return found
 
 
+def forward_seconds(run: Run, model: FlatModel) -> float:
+    """Estimated seconds of a forward pass of one example, among many."""
+    speed, _, _ = _SPEEDS.get(run.problem.device.type, _SPEEDS["cpu"])
+    return forward_cost(run, model)[0] / speed
+
+
 def forward_cost(run: Run, model: FlatModel) -> tuple[float, float]:
     """Multiplications of a forward pass, as many as take its time: for one example, and for the call itself."""
+    of_convolutions = _OF_CONVOLUTIONS.get(run.problem.device.type, _OF_CONVOLUTIONS["cpu"])
     counts = []
     for k in (1, 2):
         inputs, _ = run.problem.batch(torch.zeros(k, dtype=torch.long), dtype=model.weights.dtype)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model.module(*inputs) if isinstance(inputs, tuple) else model.module(inputs)
         by_name = counter.get_flop_counts()["Global"]
-        counts.append(sum(c / (_OF_CONVOLUTIONS if "conv" in str(name) else 1) for name, c in by_name.items()))
+        counts.append(sum(c / (of_convolutions if "conv" in str(name) else 1) for name, c in by_name.items()))
     one, two = counts
     return max(two - one, 2 * run.num_weights), max(2 * one - two, 0)
 

@@ -3,7 +3,7 @@
 import math
 
 from poprisk.report._analysis.analyze import Analysis
-from poprisk.report._analysis.operators import SAMPLE, WindowFacts
+from poprisk.report._analysis.operators import WindowFacts
 from poprisk.report._analysis.readings import Readings
 from poprisk.report._drawing.section import Section
 from poprisk.report._drawing.svg_chart import Axis, Line, bar_chart, line_chart, number, scatter_chart
@@ -176,7 +176,7 @@ def drift_section(found: Analysis) -> Section:
         f"{_queries(window)} since step {window.readings.start}, with batches {drawn[drift.sampling]}."
     )
     how = (
-        f"estimated from two samples of {SAMPLE} examples for each mean gradient; bands are 95% intervals"
+        f"estimated from two samples of {drift.sample} examples for each mean gradient; bands are 95% intervals"
         if drift.errors
         else "exact: each mean gradient is taken over all examples"
     )
