@@ -1,5 +1,6 @@
 """``gate=None`` is AdamW: torch's own function is called, so it is AdamW bit for bit, whatever the path."""
 
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from poprisk.optim._updates import GroupUpdate
@@ -13,19 +14,24 @@ def can_serve(update: GroupUpdate) -> bool:
 
 
 def step(update: GroupUpdate) -> None:
-    """One step of torch.optim.AdamW."""
+    """One step of torch.optim.AdamW; its fused kernel only for tensors that lie in memory alike, as it assumes."""
     group, hyper, params = update.group, update.hyper, update.params
+    first, second = ([w.state[name] for w in params] for name in ("exp_avg", "exp_avg_sq"))
+    weights, gradients = [w.local for w in params], [w.grad for w in params]
+    layout, *others = (list(map(Tensor.stride, part)) for part in (weights, gradients, first, second))
+    fused = group["fused"] and all(other == layout for other in others)
     if group["fused"]:
         for w in params:
             w.state["step"] = w.state["step"].to(w.local.device)
     adamw(
-        [w.local for w in params],
-        [w.grad for w in params],
-        [w.state["exp_avg"] for w in params],
-        [w.state["exp_avg_sq"] for w in params],
+        weights,
+        gradients,
+        first,
+        second,
         [],
         [w.state["step"] for w in params],
-        **{name: group[name] for name in ("foreach", "capturable", "differentiable", "fused", "maximize")},
+        **{name: group[name] for name in ("foreach", "capturable", "differentiable", "maximize")},
+        fused=fused,
         grad_scale=update.grad_scale,
         found_inf=update.found_inf,
         has_complex=any(w.local.is_complex() for w in params),
