@@ -40,7 +40,7 @@ def network(width, outputs):
     return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, outputs))
 
 
-def run_of(problem, steps, rule=SGD, batch=None):
+def run_of(problem, steps, rule: partial = SGD, batch=None):
     return train(problem, rule, steps, batch_size=batch, dtype=torch.float64, progress=False)
 
 
@@ -163,7 +163,7 @@ def test_the_meter_reads_while_training():
 def test_bad_requests():
     run = run_of(noisy(12, width=0), 5)
     with pytest.raises(HyperparameterError, match="method must be one of"):
-        population_risk(run, "loo")
+        population_risk(run, "loo")  # pyright: ignore[reportArgumentType]
     with pytest.raises(HyperparameterError, match="retrain_budget=0: allow 10"):
         population_risk(run, "k_fold")
     with pytest.raises(HyperparameterError, match="0 or more, got -1"):
