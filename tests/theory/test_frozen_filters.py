@@ -185,7 +185,10 @@ def test_problem_of_a_model(preconditioner):
 def test_rank_deficient_kernels_leave_a_reservoir():
     J = torch.randn(5, 2, dtype=torch.float64)
     problem = frozen_problem_of_features(J, J[:1])
-    assert problem.rank == frozen_problem(J @ J.T, J[:1] @ J.T).rank == 2
+    kernels = frozen_problem(J @ J.T, J[:1] @ J.T)
+    assert problem.rank == kernels.rank == 2
+    for each in (problem, kernels):
+        assert_close((each.left * each.mobility) @ each.left.T, J @ J.T, rtol=1e-8, atol=1e-10)
     assert frozen_problem_of_features(J, J[:1], cutoff=0.999).rank == 1
 
 

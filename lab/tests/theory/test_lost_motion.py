@@ -107,6 +107,24 @@ def test_bounds_hold_on_real_windows(rule, kind):
     assert path.realized[directions.rank] <= slack  # nothing is left to lose
 
 
+def test_both_sides_of_the_bounds_are_those_of_dense_matrices():
+    F, R = random_case()
+    G, h = (torch.randn(size, generator=torch.Generator().manual_seed(5), dtype=torch.float64) for size in ((3, 6), 6))
+    directions, visibility = signal_directions(F, metric_of(R)), 1.7
+    sizes, axes = torch.linalg.eigh(R)
+    root, inverse = ((axes * sizes**power) @ axes.T for power in (0.5, -0.5))
+    C, X = inverse @ F.T @ F @ inverse, G @ inverse
+    values, V = (each.flip(-1) for each in torch.linalg.eigh(C))
+    bound = admissible_bound(directions, G, visibility)
+    largest = torch.linalg.eigvalsh(X.T @ X - visibility * C)[-1].item()
+    assert (bound.left, bound.right) == pytest.approx((largest, 0.0), rel=1e-9)
+    for r in range(6):
+        z = root @ h - V[:, :r] @ V[:, :r].T @ root @ h
+        sides = (X @ z).square().sum().item(), visibility * values[r].item() * z.square().sum().item()
+        bound = tail_bound(directions, G, visibility, r, h)
+        assert (bound.left, bound.right) == pytest.approx(sides, rel=1e-8), r
+
+
 def test_realized_lost_motion_is_that_of_the_matrices():
     ops = operators_of("momentum")
     directions = signal_directions(ops.factor, metrics_of("momentum")["graph"])

@@ -22,7 +22,12 @@ def test_trace_budget(tau):
 
 def test_no_random_contraction_of_the_same_trace_is_better():
     values, tau = torch.tensor([50.0, 3.0, 2.0, 0.1], dtype=torch.float64), 1.5
-    level = trace_budget_filter(values, tau).level
+    found = trace_budget_filter(values, tau)
+    level = found.level
+    best = (1 - (level / values).sqrt()).clamp_min(0)  # the filter in closed form has this trace and attains the level
+    assert best.sum().item() == pytest.approx(tau)
+    assert found.weights.tolist() == pytest.approx(best.tolist())
+    assert ((1 - best).square() * values).max().item() == pytest.approx(level)
     A = torch.randn(2000, 4, 4, dtype=torch.float64)
     U = torch.linalg.qr(A)[0]
     spread = torch.rand(2000, 4, dtype=torch.float64)
