@@ -201,6 +201,24 @@ def test_trials_count_while_their_files_and_the_number_of_parameters_stay(tmp_pa
     assert survey.digest("lab/tests/test_mutation.py::test_a") != survey.digest("tests/conftest.py::test_a") != ""
 
 
+def test_another_test_of_the_file_does_not_matter_and_what_they_share_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(survey, "ROOT", tmp_path)
+
+    def digests(text):
+        (tmp_path / "test_x.py").write_text(text, encoding="utf-8")
+        survey.digest.cache_clear()
+        return [survey.digest(f"test_x.py::test_{name}") for name in "ab"]
+
+    try:
+        first = digests("n = 1\n\n\ndef test_a():\n    assert n\n\n\n@slow\ndef test_b():\n    assert n\n")
+        edited = digests("n = 1\n\n\ndef test_a():\n    assert n\n\n\n@quick\ndef test_b():\n    assert n\n")
+        shared = digests("n = 2\n\n\ndef test_a():\n    assert n\n\n\n@quick\ndef test_b():\n    assert n\n")
+    finally:
+        survey.digest.cache_clear()
+    assert first[0] == edited[0] != shared[0]
+    assert len({first[1], edited[1], shared[1]}) == 3
+
+
 def stored_rows():
     stored = json.loads((ROOT / "lab/results/mutation.json").read_text(encoding="utf-8"))
     return {row["label"]: row for row in stored["rows"]}

@@ -204,6 +204,23 @@ def test_bad_windows_are_refused():
         Window(untold, model, problem.inputs[:3], problem.targets[:3])
 
 
+def test_corrections_are_what_the_quadrature_misses():
+    """A step across kinks, by its weights and outputs alone: training outputs, test outputs."""
+    torch.manual_seed(0)
+    model = FlatModel(nn.Sequential(nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 2)).double(), "cross_entropy")
+    x, y = torch.randn(9, 3, dtype=torch.float64), torch.arange(6) % 2
+    path = gradient_descent(model, x[:6], y, lr=3.0, steps=3)
+    plain = Window(path, model, x[:6], y, test_inputs=x[6:], dense=True, secant=False)
+    found = plain.corrections()
+    assert found[:, :2].max() > 1e-4
+    for k, maps in enumerate(plain.steps):
+        before, after = path.weights(k), path.weights(k + 1)
+        for column, (J, z) in enumerate(((maps.train_jacobian, x[:6]), (maps.test_jacobian, x[6:]))):
+            moved = (model.outputs(after, z) - model.outputs(before, z)).reshape(-1)
+            missed = (J @ (after - before) - moved).norm() / moved.norm()
+            assert_close(found[k, column], missed, rtol=1e-6, atol=1e-13)
+
+
 def test_operators_of_a_relu_network_are_exact_when_steps_are_split_at_kinks():
     torch.manual_seed(0)
     layers = nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)

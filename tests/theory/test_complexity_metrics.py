@@ -1,5 +1,7 @@
 """Metrics against dense matrices from the paper, their two faces, and what is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,7 @@ def test_graph_metric_and_its_roots(dense, p):
     assert low <= values[0] + 1e-12
     assert values[-1] <= high
     assert metric.defect() < 1e-11
+    assert replace(metric, inverse_root=1.1 * metric.inverse_root).defect() == pytest.approx(0.21)  # 1.1² - 1
 
 
 def test_equal_points_and_lonely_ones():

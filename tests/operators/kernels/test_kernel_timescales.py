@@ -82,6 +82,9 @@ def test_a_cutoff_counts_small_rates_as_zero():
 
 
 def test_curvatures_without_a_root_are_refused():
+    A = torch.randn(3, 2, 2, dtype=torch.float64)
+    root = curvature_root(A @ A.mT)  # of a convex loss there is one
+    assert_close(root @ root, A @ A.mT / 3)
     with pytest.raises(DataError, match="convex"):
         curvature_root(-torch.eye(2).repeat(3, 1, 1))
     with pytest.raises(DataError, match=r"\[n, p, p\]"):

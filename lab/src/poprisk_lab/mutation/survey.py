@@ -6,6 +6,7 @@ interrupted, continued, and made again in part (``--only``) after a test was cha
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import tempfile
@@ -41,18 +42,30 @@ def rows() -> list[Row]:
 
 @cache
 def digest(name: str) -> str:
-    """Of the file that a test or a function is in; empty where there is none."""
+    """Of the module of a function, or of a test and what its file has beside other tests; empty where there is none."""
+    file, _, test = name.partition("::")
     parts = name.split(".")
     paths = [f"{top}/{'/'.join(parts[:k])}.py" for k in range(len(parts), 0, -1) for top in ("src", "lab/src")]
-    files = [ROOT / name.partition("::")[0]] if "::" in name else [ROOT / path for path in paths]
-    found = next((file for file in files if file.is_file()), None)
-    return hashlib.sha256(found.read_bytes()).hexdigest()[:12] if found else ""
+    found = next((path for path in ([file] if test else paths) if (ROOT / path).is_file()), None)
+    if found is None:
+        return ""
+    text = (ROOT / found).read_text(encoding="utf-8")
+    return hashlib.sha256((_without_other_tests(text, test) if test else text).encode()).hexdigest()[:12]
+
+
+def _without_other_tests(text: str, test: str) -> str:
+    lines, others = text.splitlines(), set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name != test:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            others |= set(range(first - 1, node.end_lineno or first))
+    return "\n".join(line for number, line in enumerate(lines) if line and number not in others)
 
 
 class Log:
     """What every trial said, a line each.
 
-    A line counts for as long as the files of its test and of its function are what they were, and what a test did not
+    A line counts for as long as its test and the module of its function are what they were, and what a test did not
     notice with fewer parameters than are asked for now is tried again.
     """
 
