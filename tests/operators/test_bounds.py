@@ -311,7 +311,7 @@ def test_they_fail_on_operators_no_run_has():
 
 @pytest.mark.parametrize("form", ["discrete", "flow"])
 def test_both_sides_are_those_of_plain_algebra(form):
-    """Each side as a number, by numpy from R, D and G alone: with wrong sides an inequality can hold as well."""
+    """Each side as a number, by NumPy from R, D and G alone: with wrong sides an inequality can hold as well."""
     ops, rng = operators_of(random_steps(7, never_drawn=1)), np.random.default_rng(0)
     values, vectors = np.linalg.eigh(ops.W_factor.T @ ops.W_factor)
     active = values > 1e-10 * values[-1]
@@ -338,7 +338,11 @@ def test_both_sides_are_those_of_plain_algebra(form):
     coupling = Coupling(dissipation_channels(tensor(ops.W_factor), tensor(D), tensor(ops.G)))
     channels, lifted = coupling.channels, CumulativeError(tensor(total), tensor(2 * total), tensor(-total))
     window = RealizedWindow(*map(tensor, (g, moved_S, moved_Q, *sources)), loss_drop=0.37)
+    seen, allowed = np.linalg.eigvalsh(ops.G.T @ ops.G)[::-1], norm(C_Q) ** 2 * np.where(active, values, 0.0)[::-1]
+    np.testing.assert_allclose(torch.stack(visibility_spectra(channels)), [seen, allowed], rtol=1e-9, atol=1e-12)
+    worst = (seen - allowed).argmax()
     for bound, sides in (
+        (visibility_spectrum_bound(channels), (seen[worst], allowed[worst])),
         (visibility_bound(channels, window, form), (missed(0 * A), norm(C_Q) * spent**0.5)),
         (remainder_bound(coupling, window, form), (missed(A_o), norm(remainder) * spent**0.5)),
         (predictor_bound(channels, tensor(A), window, form), (missed(A), norm(error) * spent**0.5)),
