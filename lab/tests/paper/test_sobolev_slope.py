@@ -45,6 +45,7 @@ def test_bounds_of_one_real_run(repeated):
     for point in repeated.points:
         assert point.operator.holds
         assert point.operator.tightness > 0.3
+        assert 0 < point.trajectory.left <= point.trajectory.needed_constant * point.trajectory.smooth * (1 + 1e-9)
         assert point.trajectory.needed_constant <= point.transfer.needed_constant * (1 + 1e-9)
 
 
