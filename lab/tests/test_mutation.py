@@ -102,7 +102,10 @@ def said(log, function, how, **tests):
     """Write down what tests a and b said of a broken function; f and g are asked by both."""
     outcome = {f"tests/x.py::test_{name}": answer for name, answer in tests.items()}
     asked = ("f", "g") if how == WATCH else ()
-    log.add(Job((function,) if function else ("f", "g"), how, tuple(outcome), 1, 9), Outcome(outcome, {}, 1, asked))
+    log.add(
+        Job((function,) if function else ("f", "g"), how, tuple(outcome), 1, 9),
+        Outcome(outcome, {}, 1, dict.fromkeys(outcome, asked)),
+    )
 
 
 def test_what_nobody_notices_is_told(tmp_path):
@@ -158,7 +161,7 @@ class Answers:
         failing = {("f", "scaled"): "a", ("g", "scaled"): "a", ("g", "negated"): "", ("g", "zero"): "b"}
         notices = failing.get((job.functions[0], job.mutation), "")
         outcome = {test: "failed" if job.mutation != WATCH and test[-1] in notices else "passed" for test in job.tests}
-        return Outcome(outcome, {}, 1, ("f", "g"))
+        return Outcome(outcome, {}, 1, dict.fromkeys(job.tests, ("f", "g")))
 
     def close(self):
         pass

@@ -84,11 +84,13 @@ class Log:
     def add(self, job: Job, outcome: Outcome) -> None:
         """Write what a trial said, a line for each of its tests."""
         watched = list(job.functions) if job.mutation == WATCH else []
+        by_any = sorted({function for asked in outcome.asked.values() for function in asked})
         for test, said in outcome.said.items():
             line = {"function": "" if watched else job.functions[0], "mutation": job.mutation, "test": test}
             line |= {"said": said, "seconds": round(outcome.seconds.get(test, 0.0), 3), "changes": outcome.changes}
             line |= {"parameters": job.parameters, "digests": [digest(test), digest(line["function"])]}
-            line |= {"watched": watched, "asked": list(outcome.asked)} if watched else {}
+            if watched:
+                line |= {"watched": watched, "asked": by_any, "own": list(outcome.asked.get(test, ()))}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self._take(line)
@@ -98,8 +100,9 @@ class Log:
         return (function, how, test) in self.said
 
     def asks(self, test: str) -> dict[str, Any]:
-        """What the test said with nothing broken, and which of the functions it called."""
-        return self.said.get(("", WATCH, test), {"said": "", "watched": [], "asked": [], "seconds": 0.0})
+        """What the test said with nothing broken, and which functions the tests of its file called, and it itself."""
+        none = {"said": "", "watched": [], "asked": [], "own": [], "seconds": 0.0}
+        return none | self.said.get(("", WATCH, test), {})
 
     def noticed(self, function: str, how: str, test: str) -> bool:
         """Whether the test was tried and failed."""
@@ -147,7 +150,8 @@ def survey(log: Log, chosen: Sequence[Row]) -> None:
     """Do the trials that the log does not have yet and that can tell something new, row by row.
 
     Tests that noticed nothing so far are tried first, those of a file together, for they have to be tried with some
-    function. Where none of them notices this one, the others follow, the quickest first, until one does.
+    function. Where none of them notices this one, the others follow, the quickest first, until one does. Tests that did
+    not call the function themselves, but may have found what it returned in a cache, are tried last.
     """
     every_row = rows()
     bench = Bench(sorted({test for row in chosen for test in row.tests}))
@@ -156,8 +160,9 @@ def survey(log: Log, chosen: Sequence[Row]) -> None:
             if not is_whole(log, row):
                 watch(bench, log, row, every_row)
                 for how in MUTATIONS:
-                    for function in row.functions:
-                        _try(bench, log, row, function, how)
+                    for themselves in (True, False):
+                        for function in row.functions:
+                            _try(bench, log, row, function, how, themselves=themselves)
             print(f"{'finished' if is_whole(log, row) else 'not finished'} {row.label}", flush=True)
     finally:
         bench.close()
@@ -184,8 +189,9 @@ def by_file(tests: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(each) for each in found.values()]
 
 
-def _try(bench: Bench, log: Log, row: Row, function: str, how: str) -> None:
-    asking = [t for t in row.tests if log.asks(t)["said"] == "passed" and function in log.asks(t)["asked"]]
+def _try(bench: Bench, log: Log, row: Row, function: str, how: str, *, themselves: bool) -> None:
+    told = "own" if themselves else "asked"
+    asking = [t for t in row.tests if log.asks(t)["said"] == "passed" and function in log.asks(t)[told]]
     asking.sort(key=lambda test: (log.asks(test)["seconds"], test))
     idle = [test for test in asking if test in idle_tests(log, row)]
     for tests in (*by_file(idle), *((test,) for test in asking if test not in idle)):

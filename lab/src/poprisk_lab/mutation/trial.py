@@ -58,8 +58,8 @@ class Outcome:
     """Of the processor, for each test; the first of a file pays for the fixtures that they share."""
     changes: int = 0
     """How often a result was changed."""
-    asked: tuple[str, ...] = ()
-    """The watched functions that the tests called."""
+    asked: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The watched functions that each test called, or a fixture before it; what a cache spared it is not seen."""
     modules: tuple[str, ...] = ()
     """What the tests imported on their way."""
     error: str = ""
@@ -108,6 +108,8 @@ class _Trials:
     def __init__(self, prefix: str, pipe: Any, once: bool) -> None:
         self.prefix, self.pipe, self.once = prefix, pipe, once
         self.said: dict[str, str] = {}
+        self.asked: dict[str, set[str]] = {}
+        self.by_fixtures: set[str] = set()
 
     def pytest_runtestloop(self, session: Any) -> bool:
         """Take jobs until there are no more."""
@@ -120,6 +122,9 @@ class _Trials:
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note the outcome of a test, its parameters together."""
         name = self._name(report.nodeid)
+        self.by_fixtures |= Changes.asked if report.when == "setup" else set()
+        self.asked.setdefault(name, set()).update(Changes.asked, self.by_fixtures)
+        Changes.asked.clear()
         if report.failed:
             self.said[name] = "failed"
         elif report.skipped:
@@ -168,7 +173,8 @@ class _Trials:
                 seconds[name] += time.process_time() - began
         said = {test: self.said.get(test, "skipped") for test in job.tests}
         modules = tuple(set(sys.modules) - before)
-        return Outcome(said, seconds, Changes.count, tuple(sorted(Changes.asked)), modules)
+        asked = {test: tuple(sorted(self.asked.get(test, ()))) for test in job.tests}
+        return Outcome(said, seconds, Changes.count, asked, modules)
 
     def _items(self, items: Sequence[Any], test: str) -> list[Any]:
         return [item for item in items if self._name(item.nodeid) == test]
@@ -213,7 +219,7 @@ def break_name(name: str, how: str) -> None:
     inner = inspect.unwrap(inner) if callable(inner) else inner
     if not isinstance(inner, types.FunctionType):
         if how.startswith(WATCH):
-            Changes.asked.add(how.removeprefix(WATCH))  # whoever reads it cannot be seen
+            Changes.asked.add(how.removeprefix(WATCH))  # whoever reads it cannot be seen: all that follow
         else:
             _exchange_value(found, broken_value(found, how))
         return
