@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from coupling_cases import forgetful
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import solve_ivp
@@ -222,6 +223,9 @@ def test_bounds_are_attained_where_the_theory_says():
     window = RealizedWindow(loudest, -tensor(ops.D) @ loudest, -tensor(ops.G) @ loudest)
     assert visibility_bound(c, window).tightness == pytest.approx(1)
     assert sharp_bound(coupling, coupling.matrix).right == pytest.approx(coupling.remainder_norm**2, abs=1e-12)
+    lost = forgetful(5)[0]  # with a remainder that is not 0
+    assert lost.remainder_norm > 1e-3
+    assert sharp_bound(lost, lost.matrix).right == pytest.approx(lost.remainder_norm**2, rel=1e-7, abs=0.0)
     visible, budget = visibility_spectra(c)
     assert (visible <= budget * (1 + 1e-9) + 1e-9).all()
     # Erratum: λ_j(Γ_Q) against λ_j(W) is no bound, it changes with the unit of the test outputs; ours does not.
