@@ -214,9 +214,18 @@ def _attempt(bench: Bench, log: Log, job: Job) -> None:
 def _is_open(log: Log, row: Row, function: str, how: str, test: str) -> bool:
     """Whether this was not tried and the row does not know yet that this mutation, or this test, is of use."""
     milder = MUTATIONS[: MUTATIONS.index(how)]
-    return not log.has(function, how, test) and bool(
+    return not _is_settled(log, row, function, how, test) and bool(
         test in idle_tests(log, row)
         or (_missed(log, row, function, how) and not any(log.changed(function, h, row.tests) for h in milder))
+    )
+
+
+def _is_settled(log: Log, row: Row, function: str, how: str, test: str) -> bool:
+    """Whether this was tried, or a test of the row that calls the function showed that the mutation changes nothing."""
+    return log.has(function, how, test) or any(
+        function in log.asks(other)["own"] and not log.changed(function, how, [other])
+        for other in row.tests
+        if log.has(function, how, other)
     )
 
 
@@ -251,7 +260,9 @@ def was_tried(log: Log, row: Row, function: str) -> bool:
         return True
     tests = [test for test in row.tests if function in log.asks(test)["asked"]]
     watched = all(function in log.asks(test)["watched"] for test in row.tests)
-    return watched and all(log.has(function, how, t) for how in MUTATIONS[: MUTATIONS.index(last) + 1] for t in tests)
+    return watched and all(
+        _is_settled(log, row, function, how, t) for how in MUTATIONS[: MUTATIONS.index(last) + 1] for t in tests
+    )
 
 
 def is_whole(log: Log, row: Row) -> bool:
@@ -260,7 +271,10 @@ def is_whole(log: Log, row: Row) -> bool:
         return False
     asked = {test: set(log.asks(test)["asked"]) & set(row.functions) for test in idle_tests(log, row)}
     return all(set(log.asks(t)["watched"]) >= set(row.functions) for t in asked) and all(
-        log.has(function, how, test) for test, called in asked.items() for function in called for how in MUTATIONS
+        _is_settled(log, row, function, how, test)
+        for test, called in asked.items()
+        for function in called
+        for how in MUTATIONS
     )
 
 
