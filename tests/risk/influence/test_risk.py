@@ -93,6 +93,12 @@ def test_at_interpolation_it_says_that_it_does_not_know(interpolated, monkeypatc
     assert abs(checked.value - 1.5) < 2 * checked.standard_error
 
 
+def test_first_order_does_not_vouch_for_itself_at_interpolation(interpolated):
+    first = population_risk(interpolated, "first_order")
+    assert not first.valid
+    assert first.training_loss < first.value < 0.1  # the risk is about 1.5
+
+
 def test_with_a_budget_it_knows(interpolated):
     risk = population_risk(interpolated, retrain_budget=10)
     assert risk.valid
