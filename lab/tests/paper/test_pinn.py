@@ -239,7 +239,7 @@ def test_the_figure_and_the_lines_are_drawn_from_the_saved_result(saved):
     for line in pinn_lines(saved):
         console.print(line)
     text = console.export_text()
-    assert "Pop. risk training (full)" in text
+    assert "│ Pop. risk training (full)  " in text  # the first column, a space from the border
     assert "0.249" in text
     assert "Without noise, the last ℓ2 is" in text
 
