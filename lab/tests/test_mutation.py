@@ -233,12 +233,15 @@ def test_the_stored_survey_is_of_the_page_at_hand():
     assert found == {row.label: (row.functions, row.tests) for row in survey.rows()}, "survey the changed rows: --only"
 
 
-@pytest.mark.xfail(strict=True, reason="the survey is not finished, and functions that nobody notices are listed in it")
-def test_every_row_was_surveyed_and_no_cited_test_misses_what_it_is_cited_for():
+def test_no_surveyed_row_has_code_that_nobody_notices_or_a_test_that_notices_nothing():
     rows = stored_rows()
-    assert [name for name, row in rows.items() if not row["whole"]] == []
-    assert {name: row["unnoticed"] + row["idle_tests"] for name, row in rows.items() if row["unnoticed"]} == {}
+    assert {name: row["unnoticed"] for name, row in rows.items() if row["unnoticed"]} == {}
     assert {name: row["idle_tests"] for name, row in rows.items() if row["idle_tests"]} == {}
+
+
+@pytest.mark.xfail(strict=True, reason="rows of lab/results/mutation.json that are not whole: survey them, --only")
+def test_every_row_was_surveyed():
+    assert [name for name, row in stored_rows().items() if not row["whole"]] == []
 
 
 def test_every_row_of_the_page_can_be_asked():
