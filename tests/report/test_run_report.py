@@ -328,7 +328,8 @@ def test_a_network_with_batch_statistics_is_analyzed_in_its_evaluation_form():
     assert found.curves.test[-1] == pytest.approx(found.curves.train[-1], rel=1e-6)  # the same examples
     assert not any("has no test set" in why for why in found.left_out.values())
     page = html.unescape(report_page(found))
-    assert page.count(said) == 4
+    assert page.count(said) == 1
+    assert page.count("of the network in its evaluation form") == 3
     assert "Not on this page" not in page
 
 

@@ -108,8 +108,8 @@ def evaluation_of(
     seen, share = _evaluated(run, model, start, stop)
     text = (
         f"The network is analyzed in its evaluation form: {', '.join(changes)}. What the steps did beyond the "
-        f"gradients of this form is counted with weight decay and momentum; it is {100 * share:.0f}% of the size of "
-        "the steps."
+        f"gradients of this form is counted with weight decay and momentum, as the rest of the steps; it is "
+        f"{100 * share:.0f}% of their size."
     )
     return Evaluation(seen, model, text, share)
 

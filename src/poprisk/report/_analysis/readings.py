@@ -34,7 +34,7 @@ _OF_CONVOLUTIONS = {"cpu": 0.25, "cuda": 1.25}
 """Speed of convolutions relative to that of products."""
 _MEMORY = {"cpu": 3 * 2**30, "cuda": 16 * 2**30}
 _LABELS, _CLEAN, _NOISE, _SOURCE = "all labels", "clean labels", "label noise", "weight decay and momentum"
-_REST = "weight decay, momentum, and what the evaluation form leaves out"
+_REST = "rest of the steps"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def spectrum_section(found: Analysis) -> Section:
         lines.append(Line(name, steps, values, j, errors, j, points=len(steps) <= 60))
     axis = Axis("% not worked off", zero=True)
     charts = [line_chart(lines, _STEP, axis, "Share of the labels' gradient that training has not reached")]
-    notes = [_how(seen), *window.notes, *_form(window)]
+    notes = [_how(seen), *window.notes, *([window.form] if window.form else [])]
     if window.dense is not None:
         charts += _spectra(window)
         notes.append(_counts(window))
@@ -108,7 +108,10 @@ def _spread_words(window: WindowFacts) -> str:
     value, least = window.readings.directions
     told = f"About {_whole(value)} of {window.outputs} directions (at least {_whole(least)}) share the dissipation"
     noise = window.readings.dissipated.get("label noise")
-    return f"{told}; {share_words(*noise)} of it went into label noise." if noise else f"{told}."
+    if noise is None:
+        return f"{told}."
+    more = " (over 100% because clean labels and noise pull against each other)" if noise[0] > 1 else ""
+    return f"{told}; {share_words(*noise)} of it went into label noise{more}."
 
 
 def cells_section(found: Analysis) -> Section:
@@ -210,6 +213,11 @@ def displacement_section(found: Analysis) -> Section:
         "Points on the line mean that the operators explain how every test output moved, so that the sections above "
         "can be trusted."
     )
+    if window.form:
+        meaning = (
+            "Points on the line mean that gradients and sources together carry every test output; the bars above say "
+            "how much of it the gradients did."
+        )
     return Section("displacement", title, lead, (chart,), notes=_form(window), meaning=meaning)
 
 
@@ -226,8 +234,8 @@ def _how(seen: Readings) -> str:
 
 
 def _form(window: WindowFacts) -> tuple[str, ...]:
-    """What the network was analyzed as, if not as the steps saw it."""
-    return (window.form,) if window.form else ()
+    """That the network was not analyzed as the steps saw it, and where that is explained."""
+    return ("of the network in its evaluation form: see “Signal channel and reservoir”",) if window.form else ()
 
 
 def _begin(seen: Readings) -> str:
