@@ -187,6 +187,8 @@ class Manifest(_Entries):
 
     @model_validator(mode="after")
     def _follows(self) -> "Manifest":
+        if any(name in self.model_fields_set and getattr(self, name) is None for name in ("held_back", "kept")):
+            raise ValueError("a file beside the record is listed without its name")
         if isinstance(self.training, dict):
             _Training.model_validate(self.training)
         stops = [0, *(segment.stop for segment in self.segments)]

@@ -286,8 +286,8 @@ def convert_matrix(file: str | Path, store: Any, name: str, *, symmetric: bool =
         beside = Path(file).with_suffix(".json")
         known = read_json(beside) if os.path.lexists(beside) else {}
         mapped = np.load(file, mmap_mode="r") if regular_size(file) else np.empty(0)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} is not a matrix that can be read ({error})") from None
+    except Exception as error:  # NumPy reads the header as Python's literals, and fails in as many ways
+        raise DataError(f"{file} is not a matrix that can be read ({_brief(error)})") from None
     check_schema(_Beside, known, beside)
     if mapped.ndim != 2 or str(mapped.dtype) not in ("float32", "float64"):
         raise DataError(f"{file} must be a matrix of float32 or float64, got {mapped.dtype} {list(mapped.shape)}")
