@@ -11,6 +11,7 @@ in turns; and a plan of ten thousand tiles. Images are random: no figure depends
 
 import argparse
 import contextlib
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -267,15 +268,13 @@ def cpu_part(tiny: bool, note: Any, seconds: float = 190.0) -> None:
         plan.train_kernel(run, 0, side=side, method="jacobian contraction")
         tiles = sides * (sides + 1) // 2
         found: dict[str, list[float]] = {"plain": [], "one": [], "two": [], "four": []}
-        with (
-            cluster("processes", workers=1) as one,
-            cluster("processes", workers=2) as two,
-            cluster("processes", workers=4) as four,
-        ):
+        places = [cluster("processes", workers=workers, memory_limit=0) for workers in (1, 2, 4)]
+        with places[0] as one, places[1] as two, places[2] as four:
             for name, client in (("one", one), ("two", two), ("four", four)):  # what is imported is imported
-                JobPlan(folder / f"warm {name}").train_kernel(small, 0, side=10)
+                JobPlan(folder / f"warm {name}", memory_limit=2**28).train_kernel(small, 0, side=10)
                 plain_loop(folder / f"warm {name}", 1)
                 run_jobs(folder / f"warm {name}", client=client, progress=False)
+                note(ready=name)
             while (rounds := len(found["plain"])) < 3:
                 if rounds and time.perf_counter() + 3.3 * statistics.mean(found["plain"]) > end:
                     break
@@ -369,6 +368,7 @@ def main() -> None:
 
 def _measure(args: argparse.Namespace) -> None:
     figures: dict[str, Any] = {}
+    faulthandler.dump_traceback_later(300)
     if args.cores:
         os.sched_setaffinity(0, args.cores)
 

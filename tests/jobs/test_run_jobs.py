@@ -168,6 +168,14 @@ def test_a_cluster_of_processes_gives_the_bits_of_one(tmp_path):
         assert [p.read_bytes() for p in files[0]] == [p.read_bytes() for p in files[1]]
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to tell the memory")
+def test_a_worker_whose_memory_is_nearly_full_goes_on():
+    """Dask would pause it, for ever, since what fills it are not results."""
+    with cluster("processes", workers=1, memory_limit=2**30):
+        found = run_tasks(job_problems.fill, [(2**30, i) for i in range(6)])
+        assert sorted(found) == [(i, i) for i in range(6)]
+
+
 def test_what_is_planned_fits_into_the_workers(tmp_path, monkeypatch):
     run = train(job_problems.blobs(n=60), torch.optim.SGD, 1, progress=False)
     monkeypatch.setattr("poprisk.jobs._plan.worker_memory", lambda pool: 400_000)

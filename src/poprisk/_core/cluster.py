@@ -19,6 +19,10 @@ COMPUTING = threading.Lock()
 """One thread of a process computes at a time, since torch's forward mode is global, while others store results."""
 
 
+WORKER_SETTINGS = {f"DASK_DISTRIBUTED__WORKER__MEMORY__{what}": "False" for what in ("TARGET", "SPILL", "PAUSE")}
+"""For the environment of workers: results are not kept there, so that a worker that waits for memory waits forever."""
+
+
 @contextmanager
 def cluster(
     client: Any = "processes",
@@ -216,7 +220,7 @@ def _gpu(index: int) -> dict[str, Any]:
 def _environment() -> Iterator[None]:
     """Processes started in the block find the modules that this one finds, no others, and log errors only."""
     path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-    ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "DASK_LOGGING__DISTRIBUTED": "error"}
+    ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "DASK_LOGGING__DISTRIBUTED": "error"} | WORKER_SETTINGS
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:

@@ -83,13 +83,15 @@ def work(
     """Start a worker, which computes one task at a time. Start many, on any machine that sees runs and store."""
     import importlib.util
 
+    from poprisk._core.cluster import WORKER_SETTINGS
     from poprisk.errors import MissingExtraError
 
     if importlib.util.find_spec("distributed") is None:
         raise MissingExtraError("distributed", "jobs", "a worker")
     options = ["--nthreads", "2" if gpu else "1", "--memory-limit", memory_limit, "--no-dashboard"]
     options += ["--resources", "GPU=2"] if gpu else []  # one task computes while the other stores
-    safe = {**os.environ, "PYTHONSAFEPATH": "1"}  # or the worker would import what lies in the current directory
+    # or the worker would import what lies in the current directory
+    safe = {**WORKER_SETTINGS, **os.environ, "PYTHONSAFEPATH": "1"}
     os.execve(sys.executable, [sys.executable, "-m", "dask", "worker", scheduler, *options], safe)
 
 
