@@ -73,11 +73,6 @@ SCRIPTS: dict[str, Script] = {
         device="GPU",
         smoke="--tiny",
     ),
-    "report_time": Script(
-        "time of a report part by part, and the sections it lacks",
-        ("lab/benchmarks/report_time.py", "--output", "{output}"),
-        smoke="--only=demo",
-    ),
     "clean_lm": Script(
         "gates of strength 1 on clean text, by learning rate",
         ("-m", "poprisk_lab.paper.clean_lm.study", "--output", "{output}"),
