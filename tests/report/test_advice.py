@@ -77,7 +77,7 @@ def test_a_count_that_may_be_zero_is_not_held_against_the_labels():
             changed(wrong=WRONG, suspects=300),
             "review",
             "Review 300 labels",
-            "poprisk audit 'a run' --apply decisions.json --output corrected.npy",
+            ("corrected", {}),
         ),
         (
             changed(wrong=WRONG, suspects=300, test_loss=0.6, test_error=0.05),

@@ -20,10 +20,11 @@ from poprisk import PopRiskAdamW
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim import Gate
 from poprisk.report import CleanTargets, analyze, write_report
+from poprisk.report._analysis.contents import example_contents, png
 from poprisk.report._analysis.curves import memorization
 from poprisk.report._analysis.gates import gate_curve
-from poprisk.report._drawing.example_contents import example_contents, png
-from poprisk.report._drawing.page import report_page, training_call
+from poprisk.report._drawing.commands import training_call
+from poprisk.report._drawing.page import report_page
 from poprisk.risk._influence.matrix import influence_on
 from poprisk.risk._meter import RiskMeter
 from poprisk.runs._problem import Problem

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from poprisk import Problem, Run, TailAverage, population_risk, refit, train
 from poprisk.errors import RunError
 from poprisk.report import analyze
-from poprisk.report._drawing.page import report_page, training_call
+from poprisk.report._drawing.commands import training_call
+from poprisk.report._drawing.page import report_page
 from poprisk.runs._refit import refit_steps
 from poprisk.runs._training import draw_batch
 

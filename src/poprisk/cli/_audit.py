@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from poprisk.cli._options import AsJson, ProblemReference, RunDirectory, Trust, examples, number, opened
-from poprisk.cli._outcome import user_code
+from poprisk.cli._outcome import note, user_code
 from poprisk.cli._output import show, stdout, table
 
 if TYPE_CHECKING:
@@ -86,19 +86,40 @@ def audit(
     from poprisk.risk import check_format
 
     if apply is not None:
-        _apply(opened(run, problem, trust, needs_problem=True), apply, output, as_json)
+        _apply(opened(run, problem, trust), apply, output, as_json)
         return
     if output is not None:
         check_format(output)
         writable_directory(output.parent)  # before anything slow
-    found = opened(run, problem, trust, needs_problem=True)
-    with user_code("the audit"):
-        audited = audit_run(found, tier=tier, moments=moments, retrain_budget=retrain)  # type: ignore[arg-type]  # checked there
+    found = opened(run, problem, trust)
+    audited = _kept_table(found)
+    if audited is None:
+        with user_code("the audit"):
+            audited = audit_run(found, tier=tier, moments=moments, retrain_budget=retrain)  # type: ignore[arg-type]  # checked there
     if output is not None:
         audited.save(output)
     written = [] if output is None else [f"Wrote {output}"]
     outcome = _found(audited, top) | ({} if output is None else {"output": output.as_posix()})
     show([*audit_lines(audited, top, stdout().width), *written], outcome, as_json)
+
+
+def _kept_table(found: "Run") -> "AuditTable | None":
+    """The audit kept with a run whose problem is not available; None if the problem is."""
+    from poprisk.errors import RunError
+    from poprisk.report import WITHOUT_PROBLEM, KeptAnalysis, can_rebuild
+
+    try:
+        _ = found.problem
+    except RunError:
+        kept = KeptAnalysis(found, writes=False)
+        part = kept.get("examples")
+        if part is not None and part.value is not None:
+            note(f"using the audit kept in {kept.folder}")
+            return part.value
+        if can_rebuild(found):
+            raise
+        raise RunError(f"{found.path}: {WITHOUT_PROBLEM}") from None
+    return None
 
 
 def _apply(found: "Run", file: Path, output: Path | None, as_json: bool) -> None:
@@ -110,13 +131,24 @@ def _apply(found: "Run", file: Path, output: Path | None, as_json: bool) -> None
     check_targets_format(output)
     decisions = Decisions.load(file)
     decisions.check_is_of(found)
-    corrected = decisions.apply(found.problem.targets.cpu())
+    table = _kept_table(found)
+    given = found.problem.targets.cpu() if table is None else table.targets
+    corrected = decisions.apply(given)
     writable_directory(output.parent)
-    write_targets(output, found.problem.targets.cpu(), corrected)
+    write_targets(output, given, corrected)
     changed, kept = decisions.changed, len(decisions.rows) - decisions.changed
     words = f"Changed {changed} of {decisions.examples} labels, kept {kept} that were in doubt, and wrote {output}"
     about = {"examples": decisions.examples, "changed": changed, "kept": kept, "output": output.as_posix()}
-    show([f"{words}: train on these targets next"], about, as_json)
+    show([words, *_train_next(found, output)], about, as_json)
+
+
+def _train_next(found: "Run", output: Path) -> list[str]:
+    """How to train on the corrected targets."""
+    from poprisk.report import train_command
+
+    place = found.path.as_posix() if found.path is not None else "run"
+    command = train_command(found, path=f"{place}-corrected", labels=output.as_posix())
+    return [f"Next: {command}" if command else "Next: train your model on these targets, in place of the given ones"]
 
 
 def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[RenderableType]":
@@ -127,9 +159,9 @@ def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[Render
     from poprisk.report import as_command, headline
     from poprisk.risk import STILL_FALLING
 
-    first = [note for note in audited.notes if note.startswith(STILL_FALLING)]
-    for note in first:
-        yield Text(f"{note[0].upper()}{note[1:]}.")
+    first = [line for line in audited.notes if line.startswith(STILL_FALLING)]
+    for line in first:
+        yield Text(f"{line[0].upper()}{line[1:]}.")
     yield Text(headline(audited), style="bold")
     if top:
         wanted = (*_SHOWN[audited.kind], "self_influence", "loo_loss")
@@ -137,8 +169,8 @@ def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[Render
         rows = [[short(row[name]) for name in names] for row in audited.worst(top)]
         title = f"The {min(top, len(audited))} most suspicious examples"
         yield from table(title, [_HEADINGS.get(name, name) for name in names], rows, width, named=False)
-    for note in [note for note in audited.notes if note not in first]:
-        yield Text(f"Note: {as_command(note)}.")
+    for line in [line for line in audited.notes if line not in first]:
+        yield Text(f"Note: {as_command(line)}.")
 
 
 def _found(audited: "AuditTable", top: int) -> dict[str, Any]:

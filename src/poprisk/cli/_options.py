@@ -107,12 +107,11 @@ def built(reference: str, **arguments: Any) -> "Problem":
         return Problem.build(reference, **arguments)
 
 
-def opened(path: Path, problem: str | None, trust: bool, *, needs_problem: bool = False) -> "Run":
+def opened(path: Path, problem: str | None, trust: bool) -> "Run":
     """A recorded run, with the given problem or the one that it rebuilds; on a terminal, asks before foreign code.
 
     Raises:
         DataError: There is no run, or it is damaged.
-        RunError: The problem is needed but not available.
     """
     from poprisk.runs import Run
 
@@ -122,14 +121,10 @@ def opened(path: Path, problem: str | None, trust: bool, *, needs_problem: bool 
             _ = run.problem
     except UntrustedError as error:
         if _allows(path, error):
-            return opened(path, None, True, needs_problem=needs_problem)
-        if needs_problem:
-            raise
+            return opened(path, None, True)
         note(str(error))
-    except RunError as error:
-        if needs_problem:
-            how = "--problem package.module:function or --problem script.py:function"
-            raise RunError(f"{error}; on the command line: {how}") from None
+    except RunError:
+        pass  # what can be shown without it is shown, and everything else says why it is missing
     return run
 
 

@@ -1,7 +1,7 @@
 """``poprisk report``: write the report of a recorded run."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,10 +10,6 @@ from poprisk.cli._options import AsJson, Budget, Clean, ProblemReference, Retrai
 from poprisk.cli._outcome import note
 from poprisk.cli._output import show
 from poprisk.errors import DataError
-
-if TYPE_CHECKING:
-    from poprisk.report import CleanTargets, KeptAnalysis
-    from poprisk.runs import Run
 
 EXAMPLES = examples(
     "poprisk report poprisk-run",
@@ -45,7 +41,7 @@ def report(
     would take. Nothing is trained again without --retrain. Results of poprisk analyze with the same options are used.
     """
     from poprisk._core.store import writable_directory
-    from poprisk.report import CleanTargets, report_command, require_template, write_report
+    from poprisk.report import CleanTargets, KeptAnalysis, report_command, require_template, write_report
 
     if output.is_dir():
         raise DataError(
@@ -55,7 +51,7 @@ def report(
     writable_directory(output.parent)
     found = opened(run, problem, trust)
     targets = None if clean is None else CleanTargets.load(clean)
-    kept = _kept(found, budget, retrain, targets)
+    kept = KeptAnalysis.of(found, budget, retrain, targets)
     if kept.finished:
         note(f"using the parts kept in {kept.folder}: {', '.join(kept.finished)}")
     command = report_command(run, output, kept.budget, kept.retrain, examples, clean, problem)
@@ -63,13 +59,3 @@ def report(
     about = {"page": page.as_posix(), "bytes": page.stat().st_size, "run": run.as_posix()}
     options = {"budget": kept.budget, "retrain": kept.retrain, "examples": examples}
     show([f"Wrote {page}: open it in a browser"], {**about, **options}, as_json)
-
-
-def _kept(run: "Run", budget: float | None, retrain: int | None, clean: "CleanTargets | None") -> "KeptAnalysis":
-    """The analysis kept with the run; read-only if the run's directory cannot be written to."""
-    from poprisk.report import KeptAnalysis
-
-    try:
-        return KeptAnalysis(run, budget, retrain, clean)
-    except OSError:
-        return KeptAnalysis(run, budget, retrain, clean, writes=False)

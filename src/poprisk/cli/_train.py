@@ -1,6 +1,5 @@
 """``poprisk train``: train the user's own model and record the run."""
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import typer
 from poprisk.cli._options import AsJson, built, examples, number
 from poprisk.cli._outcome import interrupt_says, interrupt_waits, note, user_code
 from poprisk.cli._output import show
-from poprisk.cli._train_kept import REFIT, kept_found, kept_lines, refit_lines, refitted
+from poprisk.cli._train_kept import REFIT, kept_found, kept_lines, refit_lines, refitted, tested, tested_words
 from poprisk.cli._train_plan import HOLD_BACK, LIMITS, OPTIMIZER, OPTIMIZERS, SHARE, TAIL, TrainPlan, read_plan
 from poprisk.errors import RunError
 
@@ -24,12 +23,9 @@ EXAMPLES = examples(
     "poprisk train task.py:make_task",
     "poprisk train task.py:make_task --epochs 50 --batch-size 64 --output runs/first",
     "poprisk train package.tasks:digits --optimizer adamw --lr 3e-4",
-    "poprisk train task.py:make_task --optimizer adamw --hold-back",
+    "poprisk train task.py:make_task --labels decisions.json --output runs/second",
     "poprisk train first.toml",
 )
-_DENSE = 2**30
-"""Default maximum size of a run, in bytes, with the weights of every step."""
-_MOST_CHECKPOINTS = 50
 
 
 def train(
@@ -112,6 +108,15 @@ def train(
             show_default=False,
         ),
     ] = None,
+    labels: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Train on corrected labels: the decisions exported from a report (.json or .csv), or targets written "
+            "by poprisk audit (.npy or .csv). The task stays as it is. Several are applied one after another.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train your own model and record the run, for poprisk report, analyze and audit.
@@ -122,21 +127,32 @@ def train(
     """
     given = {"steps": steps, "epochs": epochs, "batch_size": batch_size, "seed": seed, "every": every}
     given |= {"optimizer": optimizer, "lr": lr, "output": output, "clip_norm": clip_norm}
-    given |= {"hold_back": hold_back, "tail": tail, "refit": refit or None}
+    given |= {"hold_back": hold_back, "tail": tail, "refit": refit or None, "labels": tuple(labels or ()) or None}
     plan = read_plan(task, given)
     make_optimizer = plan.make_optimizer()
-    problem = built(plan.task, **plan.arguments)
+    problem, changed = _corrected(built(plan.task, **plan.arguments), plan.labels)
     began = time.perf_counter()
     start, run = _train(plan, problem, make_optimizer)
     again = refitted(run, make_optimizer, plan.output / REFIT) if plan.refit else None
     found = _found(plan, run, start, time.perf_counter() - began) | {"refit": again}
-    show(_lines(problem, run, found), found, as_json)
+    found["labels_changed"] = changed
+    show(_lines(_name(plan, problem), run, found), found, as_json)
+
+
+def _corrected(problem: "Problem", files: tuple[Path, ...]) -> "tuple[Problem, int]":
+    """The problem with the corrections in the files, and how many targets these change."""
+    from poprisk.risk import corrected_targets
+
+    given = problem.targets
+    for file in files:
+        problem = problem.with_targets(corrected_targets(file, problem))
+    return problem, int((problem.targets != given).reshape(len(given), -1).any(1).sum())
 
 
 def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., Optimizer]") -> "tuple[int, Run]":
     """The number of steps already recorded, and the finished run."""
     from poprisk._core.progress import training_progress
-    from poprisk.runs import DirectoryStorage
+    from poprisk.runs import DirectoryStorage, usual_interval
     from poprisk.runs import train as train_run
 
     n, output = plan.trained(len(problem)), plan.output
@@ -151,7 +167,7 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
     if manifest is not None:
         _check_same(manifest, made, output)
         note(f"{output} already has {start} steps; " + (f"continuing to {steps}" if start < steps else "nothing to do"))
-    every = plan.every or (manifest["every"] if manifest is not None else _every(module, made, steps))
+    every = plan.every or (manifest["every"] if manifest is not None else usual_interval(module, made, steps))
     if manifest is None and plan.every is None and every > 1:
         note(f"recording weights every {every} steps, as every step would take over 1 GiB; change it with --every")
 
@@ -160,7 +176,7 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
         done = 0 if there is None else there["num_steps"]
         return f"{done} of {steps} steps are kept in {output}; the same command continues from there" if done else ""
 
-    shown = training_progress(problem.name, min(start, steps), steps)
+    shown = training_progress(_name(plan, problem), min(start, steps), steps)
     with interrupt_says(kept), interrupt_waits("this step") as asked, user_code("the training"), shown as report:
 
         def after_step(k: int, loss: Any) -> None:
@@ -185,6 +201,11 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
     return start, run
 
 
+def _name(plan: TrainPlan, problem: "Problem") -> str:
+    """The problem's name, or its task's if it was given none."""
+    return plan.task if problem.name == "problem" else problem.name
+
+
 def _check_same(manifest: dict[str, Any], made: "Optimizer", output: Path) -> None:
     """Check the optimizer's options against the recorded ones; the recorder checks everything else."""
     from poprisk.runs import plain, plain_options
@@ -197,17 +218,6 @@ def _check_same(manifest: dict[str, Any], made: "Optimizer", output: Path) -> No
                 f"{output} holds a run with {name}={there[name]}, got {name}={here[name]}: choose another "
                 "directory with --output"
             )
-
-
-def _every(module: Any, optimizer: "Optimizer", steps: int) -> int:
-    """1 if the weights of all steps fit into the default size, otherwise the interval that fits."""
-    from poprisk.runs import bytes_per_step, layout_of, usual_segment
-
-    layout, _ = layout_of(module, optimizer)
-    if bytes_per_step(optimizer, layout, 1, usual_segment(layout)) * steps <= _DENSE:
-        return 1
-    checkpoint = bytes_per_step(optimizer, layout, 2, 1)
-    return math.ceil(steps / max(1, min(_MOST_CHECKPOINTS, int(_DENSE // checkpoint))))
 
 
 def _found(plan: TrainPlan, run: "Run", start: int, seconds: float) -> dict[str, Any]:
@@ -226,22 +236,25 @@ def _found(plan: TrainPlan, run: "Run", start: int, seconds: float) -> dict[str,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "kept": kept_found(run),
+        "test": None if run.kept is not None or run.problem.test is None else tested(run, "last"),
         "seconds": round(seconds, 3),
         "next": f"poprisk report {plan.output.as_posix()}",
     }
 
 
-def _lines(problem: "Problem", run: "Run", found: dict[str, Any]) -> list[str]:
+def _lines(name: str, run: "Run", found: dict[str, Any]) -> list[str]:
     from poprisk.runs import readable_size
 
     size = readable_size(sum(file.stat().st_size for file in Path(found["run"]).glob("*") if file.is_file()))
-    name, kept = found["optimizer"].rpartition(".")[2], found["kept"]
+    optimizer, kept = found["optimizer"].rpartition(".")[2], found["kept"]
     drawn = f"{run.num_examples - kept['examples']} of {run.num_examples}" if kept else run.num_examples
     return [
-        f"{problem.name}: {run.num_steps} steps of {name} at lr {found['lr']:g} with batches of {found['batch_size']} "
+        *([f"Labels: {found['labels_changed']} of {run.num_examples} corrected."] if found["labels_changed"] else ()),
+        f"{name}: {run.num_steps} steps of {optimizer} at lr {found['lr']:g} with batches of {found['batch_size']} "
         f"from {drawn} examples; batch loss {found['first_loss']:.3g} at the first step, "
         f"{found['last_loss']:.3g} at the last.",
         *(kept_lines(kept, run.num_steps) if kept else ()),
+        *([f"{tested_words(found['test'])} with the weights of the last step."] if found["test"] else ()),
         *(refit_lines(found["refit"], run.num_examples) if found["refit"] else ()),
         f"Recorded in {found['run']} ({size}).",
         f"Next: {found['next']}",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from poprisk.cli._outcome import interrupt_says, interrupt_waits, user_code
 
@@ -29,7 +29,7 @@ def kept_found(run: "Run") -> dict[str, Any] | None:
         "tail": risk.tail,
         "accuracy": _plain(risk.accuracy),
         "measurements": risk.measured,
-        "test": _tested(run),
+        "test": None if run.problem.test is None else {which: tested(run, which) for which in ("kept", "last")},
     }
 
 
@@ -48,10 +48,8 @@ def kept_lines(found: dict[str, Any], steps: int) -> list[str]:
         f"{found['examples']} examples that no step trained on."
     ]
     if found["test"] is not None:
-        kept, last = found["test"]["kept"], found["test"]["last"]
-        by = "loss" if kept["accuracy"] is None or last["accuracy"] is None else "accuracy"
-        shown = [f"{each[by]:.1%}" if by == "accuracy" else f"{each[by]:.3g}" for each in (kept, last)]
-        lines.append(f"Test {by}: {shown[0]} with the kept weights, {shown[1]} with those of the last step.")
+        kept, last = tested_words(found["test"]["kept"]), tested_words(found["test"]["last"]).rpartition(" ")[2]
+        lines.append(f"{kept} with the kept weights, {last} with those of the last step.")
     return lines
 
 
@@ -78,37 +76,41 @@ def refitted(run: "Run", make_optimizer: "Callable[..., Optimizer]", folder: Pat
                 raise KeyboardInterrupt
 
         second = refit(run, make_optimizer, path=folder, resume=True, progress=after_step)
-    tested = _tested(second)
-    return {"run": folder.as_posix(), "steps": steps, "test": None if tested is None else tested["kept"]}
+    test = None if second.problem.test is None else tested(second, "kept")
+    return {"run": folder.as_posix(), "steps": steps, "test": test}
 
 
 def refit_lines(found: dict[str, Any], examples: int) -> list[str]:
     """The same as sentences."""
-    test, right = found["test"], ""
-    if test is not None:
-        by = "loss" if test["accuracy"] is None else "accuracy"
-        right = f" Test {by}: {test[by]:.1%}." if by == "accuracy" else f" Test loss: {test['loss']:.3g}."
+    right = f" {tested_words(found['test'])}." if found["test"] else ""
     return [
         f"Trained again on all {examples} examples for {found['steps']} steps, as many passes: the final weights are "
         f"kept in {found['run']}. They are not measured; the held-back risk is that of the first training.{right}"
     ]
 
 
-def _tested(run: "Run") -> dict[str, dict[str, float | None]] | None:
-    """Loss and accuracy on the test set, of the kept weights and of those of the last step."""
+def tested(run: "Run", which: Literal["kept", "last"]) -> dict[str, float | None]:
+    """Loss and accuracy on the test set, of the kept weights or of those of the last step."""
     from poprisk.report import put_weights, scores_on_test
 
-    if run.problem.test is None or run.kept is None:
-        return None
-    module, found = run.module().eval(), {}
-    for name in ("kept", "last"):
-        if name == "kept":
-            module.load_state_dict(run.kept.weights)
-        else:
-            put_weights(run, module, run.num_steps)
-        losses, accuracy = scores_on_test(run.problem, module)
-        found[name] = {"loss": losses.mean().item(), "accuracy": accuracy}
-    return found
+    module = run.module().eval()
+    if which == "kept" and run.kept is not None:
+        module.load_state_dict(run.kept.weights)
+    else:
+        put_weights(run, module, run.num_steps)
+    losses, accuracy = scores_on_test(run.problem, module)
+    return {"loss": losses.mean().item(), "accuracy": accuracy}
+
+
+def tested_words(found: dict[str, float | None]) -> str:
+    """What was measured on the test set.
+
+    >>> tested_words({"loss": 0.3, "accuracy": 0.985}), tested_words({"loss": 0.31234, "accuracy": None})
+    ('Test accuracy: 98.5%', 'Test loss: 0.312')
+    """
+    if found["accuracy"] is None:
+        return f"Test loss: {found['loss']:.3g}"
+    return f"Test accuracy: {found['accuracy']:.1%}"
 
 
 def _plain(value: Any) -> Any:

@@ -57,6 +57,8 @@ class TrainPlan:
     hold_back: float = HOLD_BACK
     """Share of the examples to hold back; 0 holds none back."""
     tail: float = TAIL
+    labels: tuple[Path, ...] = ()
+    """Files with corrections of the task's targets, applied one after another."""
     refit: bool = False
     """Whether to train again on all examples after the held-back ones chose the moment."""
 
@@ -168,7 +170,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({error.strerror or error}): name an existing file") from None
     except ValueError as error:
         raise DataError(f"{path} is not valid TOML ({error})") from None
-    known = {"task", "arguments", "optimizer", "output", "refit", *LIMITS}
+    known = {"task", "arguments", "optimizer", "output", "labels", "refit", *LIMITS}
     strange = next((name for name in content if name not in known), None)
     if strange is not None:
         raise DataError(f"{path} has the unknown key {strange!r}; known keys are {', '.join(sorted(known))}")
@@ -181,10 +183,19 @@ def _from_file(path: Path) -> dict[str, Any]:
     plan["options"] = tables["optimizer"]
     if "output" in content:
         plan["output"] = Path(str(content.pop("output")))
+    plan["labels"] = _files(path, content.pop("labels", []))
     if not isinstance(again := content.pop("refit", False), bool):
         raise HyperparameterError(f"{path}: refit must be true or false, got {again!r}")
     plan["refit"] = again
     return plan | {name: _within(path, name, value) for name, value in content.items()}
+
+
+def _files(path: Path, value: Any) -> tuple[Path, ...]:
+    """Files named in a plan, relative to it."""
+    names = [value] if isinstance(value, str) else value
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise HyperparameterError(f"{path}: labels must be the name of a file or a list of them, got {value!r}")
+    return tuple(path.parent / name for name in names)
 
 
 def _table(path: Path, name: str, value: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def make_logits(make_model: str | Callable[..., nn.Module], columns: Sequence[st
 
 
 def classification_problem(
-    make_model: Callable[..., nn.Module],
+    make_model: nn.Module | Callable[..., nn.Module],
     dataset: Any,
     *,
     arguments: Mapping[str, Any] | None = None,
@@ -58,14 +58,16 @@ def classification_problem(
     separately; with attention masks the difference is only rounding.
 
     Args:
-        make_model: Function that builds the model, e.g. a ``…ForSequenceClassification`` from a configuration. Define
-            it in a module if the run should be able to rebuild its problem later.
+        make_model: The model, which is copied, before it is trained; or a function that builds it, e.g. a
+            ``…ForSequenceClassification`` from a configuration.
         dataset: The Trainer's training set, in the same order: examples are mappings with a label (``labels`` or
-            ``label``) and the model's inputs (``input_ids``, ``attention_mask``, ``pixel_values``, …).
+            ``label``) and the model's inputs (``input_ids``, ``attention_mask``, ``pixel_values``, …). Texts among
+            them are not passed to the model, but shown in reports.
         arguments: Keyword arguments for ``make_model``.
         padding: The padding token, the tokenizer's ``pad_token_id``.
         test: A test set of the same form.
-        options: Options of :class:`~poprisk.runs.Problem`: ``name``, ``show``, ``seed``.
+        options: Options of :class:`~poprisk.runs.Problem`: ``name``, ``show``, ``seed``. In reports an example is what
+            ``show(i)`` returns, e.g. ``show=lambda i: texts[i]``.
 
     Raises:
         DataError: Examples have no label or different columns, sequences differ in length without an attention mask,
@@ -73,17 +75,23 @@ def classification_problem(
 
     Example::
 
-        problem = classification_problem(classifier, data, padding=tokenizer.pad_token_id)
+        problem = classification_problem(model, data, padding=tokenizer.pad_token_id, show=lambda i: texts[i])
         Trainer(model, args, train_dataset=data, callbacks=[RecordRun("runs/first", problem)]).train()
     """
     columns, inputs, labels = _tensors_of(dataset, padding)
+    if (text := _text_column(dataset)) is not None:
+        options.setdefault("show", lambda i: dataset[i][text])
     tested = None if test is None else _tensors_of(test, padding)
     if tested is not None and tested[0] != columns:
         raise DataError(
             f"the training examples have the columns {list(columns)}, the test examples {list(tested[0])}: use the same"
         )
-    path = importable(make_model, arguments).path
-    made = partial(make_logits, make_model=path or make_model, columns=list(columns))
+    made: Any
+    if isinstance(make_model, nn.Module):
+        made = Logits(make_model, columns)
+    else:
+        path = importable(make_model, arguments).path
+        made = partial(make_logits, make_model=path or make_model, columns=list(columns))
     rest = None if tested is None else (tested[1] if len(columns) > 1 else tested[1][0], tested[2])
     taken = inputs if len(columns) > 1 else inputs[0]
     return Problem(made, "cross_entropy", taken, labels, arguments=arguments, test=rest, **options)
@@ -94,7 +102,7 @@ class RecordRun(TrainerRecording, TrainerCallback):
 
     The examples of each batch are read from the Trainer's own loader::
 
-        record = RecordRun("runs/first", classification_problem(classifier, data))
+        record = RecordRun("runs/first", classification_problem(model, data))
         Trainer(model, args, train_dataset=data, callbacks=[record]).train()
         table = audit(record.run)
 
@@ -113,10 +121,14 @@ class RecordRun(TrainerRecording, TrainerCallback):
     Args:
         path: Directory for the run, new or empty; None keeps it in memory.
         problem: What is trained, or None.
-        every: Steps between checkpoints; 1 records every step, about three weight vectors each.
+        every: Steps between checkpoints; 1 records every step, about three weight vectors each. Default: 1, or more
+            if that would take more than 1 GiB.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random; the run cannot be analyzed exactly.
         verify_steps: Number of initial steps to compare with the problem, a sample of later ones follows; 0 turns both
             off. No effect with dropout.
+        analyze: Whether to analyze the run when training ends, in up to half a minute for each part, and keep the
+            analysis with it, with pictures or texts of the examples: ``poprisk report``, ``audit`` and ``compare``
+            then open the run by themselves. No effect without a problem and a path.
 
     Raises:
         RunError: When training begins: what cannot be recorded, and what to do.
@@ -207,6 +219,12 @@ def _check_arguments(args: TrainingArguments) -> None:
         raise RunError("label smoothing changes the loss of the model: set label_smoothing_factor=0")
 
 
+def _text_column(dataset: Any) -> str | None:
+    """The first column of texts, which no model takes."""
+    first = dataset[0] if len(dataset) else {}
+    return next((name for name, value in first.items() if isinstance(value, str)), None)
+
+
 def _tensors_of(dataset: Any, padding: int) -> tuple[tuple[str, ...], tuple[Tensor, ...], Tensor]:
     """Names of the columns, their tensors, and the labels."""
     examples = [dataset[i] for i in range(len(dataset))]
@@ -215,8 +233,8 @@ def _tensors_of(dataset: Any, padding: int) -> tuple[tuple[str, ...], tuple[Tens
     if label is None:
         got = list(first) if isinstance(first, Mapping) else type(first).__name__
         raise DataError(f"examples must be mappings with {' or '.join(_LABELS)}, got {got}")
-    columns = tuple(name for name in first if name != label)
-    odd = next((i for i, example in enumerate(examples) if {*columns, label} != set(example)), None)
+    columns = tuple(name for name, value in first.items() if name != label and not isinstance(value, str))
+    odd = next((i for i, example in enumerate(examples) if first.keys() != set(example)), None)
     if odd is not None:
         got = sorted(examples[odd])
         raise DataError(f"example {odd} has the columns {got}, the first one {sorted(first)}: use the same for all")

@@ -56,9 +56,13 @@ class RecordRun(TrainerRecording, Callback):
             but analyses that need the network are not possible. It can be added later with
             ``Run.load(path, problem=…)`` if ``network`` names the part of the module that is its model.
         network: Name of the part of the module that is the problem's model; by default, the part with its parameters.
-        every: Steps between checkpoints; 1 records every step, about three weight vectors each.
+        every: Steps between checkpoints; 1 records every step, about three weight vectors each. Default: 1, or more
+            if that would take more than 1 GiB.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random; the run cannot be analyzed exactly.
         verify_steps: Number of initial steps to compare with the problem; 0 also turns off the later samples.
+        analyze: Whether to analyze the run when training ends, in up to half a minute for each part, and keep the
+            analysis with it, with pictures or texts of the examples: ``poprisk report``, ``audit`` and ``compare``
+            then open the run by themselves. No effect without a problem and a path.
 
     Raises:
         RunError: When training begins: what cannot be recorded, and what to do.
@@ -70,11 +74,13 @@ class RecordRun(TrainerRecording, Callback):
         problem: Problem | None = None,
         *,
         network: str | None = None,
-        every: int = 1,
+        every: int | None = None,
         augmentation: Literal["unseeded"] | None = None,
         verify_steps: int = 2,
+        analyze: bool = True,
     ) -> None:
-        super().__init__(path, problem, every=every, augmentation=augmentation, verify_steps=verify_steps)
+        options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps, "analyze": analyze}
+        super().__init__(path, problem, **options)  # type: ignore[arg-type]
         self.network = network
         self._parts: list[Tensor] = []
         self._losses: list[Tensor] = []

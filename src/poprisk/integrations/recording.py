@@ -9,6 +9,7 @@ with the problem's.
 Block: it is opened just before the optimizer step and closed right after it, before schedulers.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
-from poprisk.errors import RunError
-from poprisk.runs import Problem, Recorder, Run, StepContext
+from poprisk.errors import PopRiskError, PopRiskWarning, RunError
+from poprisk.report import analyze, can_rebuild
+from poprisk.runs import Problem, Recorder, Run, StepContext, usual_interval
 
 
 class DrawnBatches:
@@ -168,9 +170,11 @@ class TrainerRecording:
     Args:
         path: Directory for the run, new or empty; None keeps it in memory.
         problem: What is trained, or None.
-        every: Steps between checkpoints; 1 records every step, about three weight vectors each.
+        every: Steps between checkpoints; 1 records every step, about three weight vectors each. Default: 1, or more
+            if that would take more than 1 GiB.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random.
         verify_steps: Number of initial steps to compare with the problem; 0 also turns off the later samples.
+        analyze: Whether to analyze the run at the end and keep the analysis with it.
     """
 
     def __init__(
@@ -178,11 +182,12 @@ class TrainerRecording:
         path: str | Path | None,
         problem: Problem | None = None,
         *,
-        every: int = 1,
+        every: int | None = None,
         augmentation: Literal["unseeded"] | None = None,
         verify_steps: int = 2,
+        analyze: bool = True,
     ) -> None:
-        self.path, self.problem = path, problem
+        self.path, self.problem, self.analyze = path, problem, analyze
         self._options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps}
         self._recorder: Recorder | None = None
         self._drawn: DrawnBatches | None = None
@@ -207,7 +212,8 @@ class TrainerRecording:
         self._loader, self._drawn = loader, watch_loader(loader)
         self._hooks = [optimizer.register_step_pre_hook(self._open)]
         try:
-            options = {**self._options, "steps": steps, "training": about}
+            every = self._options["every"] or usual_interval(network, optimizer, steps)
+            options = {**self._options, "every": every, "steps": steps, "training": about}
             self._recorder = make_recorder(self.path, network, optimizer, self.problem, len(loader.dataset), **options)
         except BaseException:
             self._hooks.pop().remove()
@@ -247,6 +253,27 @@ class TrainerRecording:
             step.__exit__(kind, error, None)
         self._recorder.__exit__(None if error is None else kind, error, None)
         unwatch_loader(self._loader)
+        if error is None and self.analyze and self.problem is not None:
+            _keep_analysis(self.run)
+
+
+def _keep_analysis(run: Run) -> None:
+    """Analyze a run here, where its problem is, if its directory could not be opened with it; a failure is a warning.
+
+    The random numbers of the program stay as they were.
+    """
+    if run.path is None or not run.num_steps or can_rebuild(run):
+        return
+    try:
+        with torch.random.fork_rng():
+            analyze(run)
+    except (PopRiskError, RuntimeError, OSError) as error:
+        warnings.warn(
+            f"the run is recorded in {run.path}, but was not analyzed: {error}; call poprisk.analyze(record.run), or "
+            "pass analyze=False",
+            PopRiskWarning,
+            stacklevel=2,
+        )
 
 
 def check_from_start(step: int) -> None:

@@ -20,10 +20,11 @@ from poprisk.report._explore import explore
 
 # isort: split
 # For the rooms above: not public, and not in __all__.
+from poprisk.report._analysis.analyze import WITHOUT_PROBLEM, can_rebuild
 from poprisk.report._analysis.curves import put_weights, scores_on_test
 from poprisk.report._analysis.kept import KeptAnalysis
+from poprisk.report._drawing.commands import report_command, train_command
 from poprisk.report._drawing.comparison import compared, comparison_json, comparison_lines
-from poprisk.report._drawing.page import report_command
 from poprisk.report._drawing.summary import analysis_json, finite, headline, summary_lines
 from poprisk.report._drawing.templates import require_template
 from poprisk.report._drawing.wording import as_command, size_of

@@ -34,6 +34,7 @@ from poprisk.risk._verdict import RiskEstimate
 from poprisk.risk._audit.decisions import (
     Decisions,
     check_targets_format,
+    corrected_targets,
     data_fingerprint,
     run_id,
     write_targets,

@@ -59,7 +59,7 @@ from poprisk.runs._checkpoint import (
 )
 from poprisk.runs._digest import code_digest, problem_digest, run_digest
 from poprisk.runs._digits import NUM_CLASSES, NUM_PIXELS, TRAIN_SIZES
-from poprisk.runs._disk_use import bytes_per_step, readable_size, usual_segment
+from poprisk.runs._disk_use import readable_size, usual_interval
 from poprisk.runs._first_steps import check_first_steps
 from poprisk.runs._flat_rule import FlatRule, flat_rule
 from poprisk.runs._gradients import add_gradients, randomness_of

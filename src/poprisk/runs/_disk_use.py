@@ -1,17 +1,20 @@
 """Estimates of the disk space that a recording needs, announced before anything is written."""
 
 import logging
+import math
 import shutil
 import warnings
 from pathlib import Path
 
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 from poprisk.errors import PopRiskWarning, RunError
-from poprisk.runs._layout import Layout
+from poprisk.runs._layout import Layout, layout_of
 
 _LOG = logging.getLogger("poprisk.runs")
 _SEGMENT_BYTES, _SEGMENT_STEPS, _LARGE = 32 * 2**20, 256, 2**30
+_MOST_CHECKPOINTS = 50
 
 
 def usual_segment(layout: Layout) -> int:
@@ -32,6 +35,16 @@ def bytes_per_step(optimizer: Optimizer, layout: Layout, every: int, segment_ste
         state = 2 + third
     dense = vectors if every == 1 else 0
     return layout.size * layout.dtype.itemsize * (dense + (1 + state) / segment_steps)
+
+
+def usual_interval(module: nn.Module, optimizer: Optimizer, steps: int | None) -> int:
+    """1 if the weights of all steps fit into a gibibyte, otherwise the interval with which checkpoints do."""
+    layout, _ = layout_of(module, optimizer)
+    steps = steps or 1000
+    if bytes_per_step(optimizer, layout, 1, usual_segment(layout)) * steps <= _LARGE:
+        return 1
+    checkpoint = bytes_per_step(optimizer, layout, 2, 1)
+    return math.ceil(steps / max(1, min(_MOST_CHECKPOINTS, int(_LARGE // checkpoint))))
 
 
 def announce(path: Path, total: int, steps: int | None) -> None:

@@ -24,6 +24,7 @@ from poprisk._core.store import (
 )
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.runs._data_check import check_finite, check_targets
+from poprisk.runs._edits import edited, new_targets
 from poprisk.runs._formats import as_examples, as_factory, as_loss
 
 Augmentation = Callable[[Inputs, Generator], Inputs]
@@ -107,7 +108,7 @@ class Problem:
         self.name, self.augment, self.seed = name, augment, seed
         self._show, self._batch_loss, self._example_loss = show, batch_loss, resolve_loss(self.loss)
         self._source: Importable | None = None
-        self._splits: list[dict[str, list[int]]] = []
+        self._splits: list[dict[str, Any]] = []
 
     @classmethod
     def build(cls, factory: str | Callable[..., "Problem"], **arguments: Any) -> "Problem":
@@ -222,9 +223,37 @@ class Problem:
         rest.test = self.test
         return rest, block
 
-    def _part(self, rows: Tensor, split: dict[str, list[int]]) -> "Problem":
-        part = object.__new__(type(self))
-        part.__dict__.update({name: value for name, value in self.__dict__.items() if name != "fingerprint"})
+    def with_targets(self, targets: Any) -> "Problem":
+        """The same problem with other training targets, e.g. corrected labels; the test set stays.
+
+        A run of it saves which targets differ, so that it is rebuilt with them. The function that made this problem
+        stays as it is, and so runs of it can still be opened.
+
+        Args:
+            targets: All training targets, as in the problem.
+
+        Raises:
+            DataError: their shape or kind is not that of the problem's targets, or they do not fit the loss.
+
+        >>> problem = Problem(nn.Linear(1, 2), "cross_entropy", torch.zeros(3, 1), torch.tensor([0, 1, 1]))
+        >>> problem.with_targets([0, 1, 0]).targets
+        tensor([0, 1, 0])
+        """
+        given, edit = new_targets(self, targets)
+        if not edit["changed"]:
+            return self
+        changed = self._copy()
+        changed.targets = given
+        changed._splits = [*self._splits, edit]
+        return changed
+
+    def _copy(self) -> "Problem":
+        copied = object.__new__(type(self))
+        copied.__dict__.update({name: value for name, value in self.__dict__.items() if name != "fingerprint"})
+        return copied
+
+    def _part(self, rows: Tensor, split: dict[str, Any]) -> "Problem":
+        part = self._copy()
         part.inputs, part.targets = self.batch(rows)
         part.test, part._splits = None, [*self._splits, split]
         if self._show is not None:
@@ -272,8 +301,10 @@ class Problem:
         if description["fingerprint"] != self.fingerprint:
             data = {k: f"{x.dtype} {list(x.shape)}" for k, x in _named(self.inputs, self.targets).items()}
             raise DataError(
-                f"the run was not trained on the examples of problem {self.name!r}: expected fingerprint "
-                f"{description['fingerprint'][:12]} of {description['data']}, got {self.fingerprint[:12]} of {data}"
+                f"the run was not trained on the examples of problem {self.name!r} as they are now: expected "
+                f"fingerprint {description['fingerprint'][:12]} of {description['data']}, got {self.fingerprint[:12]} "
+                f"of {data}; if the task was edited since then, undo that: corrected labels are passed with poprisk "
+                "train --labels FILE, or problem.with_targets(…)"
             )
         for part, here in self._functions.items():
             there, now, named = _called(description[part]), _called(here), "name" in description[part]
@@ -315,13 +346,7 @@ class Problem:
         require_known(call, "the run" if folder is None else str(folder))
         path = source["path"] if call.folder is None else str(Path(call.folder) / source["path"])
         problem = cls.build(path, **source["arguments"])
-        for split in description.get("splits", ()):
-            held = torch.tensor(split["without"] if "without" in split else split["only"], device=problem.device)
-            if not len(held) or not 0 <= int(held.min()) <= int(held.max()) < len(problem):
-                raise DataError(f"the run was split at examples that are not among the {len(problem)} of its problem")
-            kept = torch.ones(len(problem), dtype=torch.bool, device=problem.device)
-            kept[held] = False
-            problem = problem.held_back(kept.nonzero().squeeze(1), held)["only" in split]
+        problem = edited(problem, description.get("splits", ()))
         problem.check_is(description)
         return problem
 

@@ -66,6 +66,18 @@ class _Only(BaseModel):
     only: list[_Count]
 
 
+class _Changed(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    changed: list[_Count]
+    targets: list[JsonValue]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "_Changed":
+        if len(self.changed) != len(self.targets):
+            raise ValueError(f"{len(self.changed)} changed examples have {len(self.targets)} targets")
+        return self
+
+
 class _Problem(_Entries):
     name: str
     source: _Call | None
@@ -75,7 +87,7 @@ class _Problem(_Entries):
     data: dict[str, str]
     fingerprint: _Hash
     test_fingerprint: _Hash | None
-    splits: list[_Without | _Only] = []
+    splits: list[_Without | _Only | _Changed] = []
 
 
 class _Layout(_Entries):

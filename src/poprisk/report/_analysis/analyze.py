@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from poprisk._core.progress import Progress
 from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError, UntrustedError
+from poprisk.report._analysis.contents import Contents, example_contents
 from poprisk.report._analysis.curves import (
     HeldBackCurve,
     KernelCurve,
@@ -44,7 +45,7 @@ from poprisk.risk import (
 from poprisk.risk import seconds as exact_seconds
 from poprisk.runs import Run, as_run
 
-PARTS = ("examples", "curves", "risk", "memorization", "gates", "operators", "kernel", "neighbours")
+PARTS = ("examples", "contents", "curves", "risk", "memorization", "gates", "operators", "kernel", "neighbours")
 """Parts of an analysis, in the order in which they are computed."""
 _PER_SECOND = 2e10
 """Approximate multiplications per second of a CPU core."""
@@ -52,6 +53,8 @@ _STEP_OVERHEAD = 1e-2
 _PER_DIRECTION = 12
 _FEWEST_RISK_EXAMPLES = 32
 _READINGS = 12
+MOST_CONTENTS = 20_000
+"""Maximum number of examples whose contents are shown; a browser is slow with more."""
 
 Found = TypeVar("Found")
 
@@ -84,6 +87,8 @@ class Analysis:
     """The audit: one row per training example."""
     neighbours: dict[int, Neighbours] | None = None
     """For the most suspicious examples: the training examples that influenced their loss most."""
+    contents: Contents | None = None
+    """Pictures or texts of the examples, where the run cannot be opened with them again; kept with the analysis."""
     left_out: dict[str, str] = field(default_factory=dict)
     """For each missing part: why it is missing, and how to get it."""
 
@@ -119,6 +124,9 @@ def analyze(
             least 3 (K-fold). These trainings do not count towards the budget.
         clean: Targets without label noise, if known, to split the test error (squared loss only).
         kept: Storage for finished parts, made with the same options: parts found there are used, others are added.
+            Default: none, but the analysis of a run on disk that cannot be opened with its problem again (one of a
+            loop of your own or of a trainer) is kept in its directory, with pictures or texts of its examples, so
+            that ``poprisk report``, ``audit`` and ``compare`` show it.
         parts: Names of the parts to compute; others are used if they are kept. Default: all.
         progress: Whether to show progress, or a function that is called with the name of each part before it is
             computed.
@@ -147,6 +155,8 @@ def analyze(
     run = as_run(run)
     if not run.num_steps:
         raise RunError("the run has no steps, so there is nothing to analyze: train it first")
+    if kept is None and run.path is not None and not can_rebuild(run) and _has_problem(run):
+        kept = KeptAnalysis.of(run, budget, retrain, clean)
     if callable(progress):
         return _Work(run, budget, retrain, clean, kept, parts, progress).done()
     with Progress("analysis", len(PARTS), counted="{done} of {total} parts", shown=progress) as bar:
@@ -165,6 +175,31 @@ def check_options(budget: float, retrain: int) -> None:
         raise HyperparameterError(f"budget must be a positive number of seconds, got {budget!r}")
     if not (isinstance(retrain, int) and (retrain == 0 or retrain >= FEWEST_FOLDS)):
         raise HyperparameterError(f"retrain must be 0, or at least {FEWEST_FOLDS} trainings, got {retrain!r}")
+
+
+WITHOUT_PROBLEM = (
+    "this was recorded in a program of your own, and only that program has the examples and the model; call "
+    "poprisk.analyze(run) at its end, which keeps the analysis with the run, or pass --problem script.py:function, a "
+    "function that returns the problem"
+)
+
+
+def can_rebuild(run: Run) -> bool:
+    """Whether the record of a run names the function that makes its problem."""
+    problem = run.manifest["problem"]
+    return problem is not None and problem["source"] is not None and problem["source"]["path"] is not None
+
+
+def _has_problem(run: Run) -> bool:
+    try:
+        return run.problem is not None
+    except RunError:
+        return False
+
+
+def _contents(run: Run, table: AuditTable | None) -> Contents:
+    order = range(run.num_examples) if table is None else table.order().tolist()
+    return example_contents(run.problem, order[:MOST_CONTENTS])
 
 
 class _Work:
@@ -197,9 +232,10 @@ class _Work:
         except UntrustedError as error:
             self.missing = str(error)
         except RunError as error:
-            how = "on the command line: --problem package.module:function or --problem script.py:function"
-            self.missing = f"{error}; {how}"
+            self.missing = str(error) if can_rebuild(run) else WITHOUT_PROBLEM
         found.table = self._part("examples", _free, self._audit)
+        if not can_rebuild(run):
+            found.contents = self._part("contents", _free, lambda: _contents(run, found.table))
         found.curves = self._part("curves", _free, lambda: loss_curves(run, found.table))
         found.readings = self._part("risk", _free, self._readings)
         found.risk = found.risk or found.last_risk

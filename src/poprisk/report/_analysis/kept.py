@@ -29,6 +29,7 @@ from poprisk._core.store import (
 )
 from poprisk._version import __version__
 from poprisk.errors import DataError, RunError
+from poprisk.report._analysis.contents import Contents
 from poprisk.report._analysis.curves import KernelCurve, LossCurves, Memorization
 from poprisk.report._analysis.gates import GateCurve
 from poprisk.report._analysis.neighbours import Neighbours
@@ -44,6 +45,7 @@ FOLDER, INDEX = "analysis", "index.json"
 _VERSION = 2
 _CLASSES = (
     AuditTable,
+    Contents,
     DenseFacts,
     DriftCurve,
     Estimate,
@@ -140,6 +142,16 @@ class KeptAnalysis:
             options["clean"] = None  # without the targets, the operators cannot be computed for them
         shown = there["belongs"]["data"] if there is not None and data is None else data
         self._belongs = {"run": identity, "data": shown, "options": options}
+
+    @classmethod
+    def of(
+        cls, run: Run, budget: float | None = None, retrain: int | None = None, clean: CleanTargets | None = None
+    ) -> "KeptAnalysis":
+        """The analysis kept with a run; read-only if the run's directory cannot be written to."""
+        try:
+            return cls(run, budget, retrain, clean)
+        except OSError:
+            return cls(run, budget, retrain, clean, writes=False)
 
     @property
     def finished(self) -> list[str]:

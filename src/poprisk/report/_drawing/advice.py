@@ -22,6 +22,9 @@ UNCERTAIN = 0.1
 MOST_HELD = 0.3
 """Largest share of the examples that is advised to be held back."""
 MOST_ACTIONS = 4
+_NEEDS = "this needs the examples and the model; see below"
+CORRECTED = "corrected"
+"""The name of a training on corrected labels."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Facts:
     test_loss: float | None = None
     """Of the weights that ``risk`` is about."""
     test_error: float = math.nan
+    no_problem: bool = False
+    """Whether the examples and the model are missing because only the program that trained has them."""
 
     @property
     def run(self) -> str:
@@ -120,7 +125,7 @@ def _course(f: Facts) -> Iterator[str]:
     """Sentences that apply, the most important first."""
     first, last = f.first_loss, f.last_loss
     if first is None or last is None:
-        yield "Only the recorded losses can be shown: the examples of this run are not available."
+        yield "Only the recorded losses can be shown: the examples and the model of this run are not available."
         return
     if f.failed:
         yield f"Training did not work: the training loss went from {number(first)} to {number(last)}."
@@ -167,6 +172,8 @@ def numbers(f: Facts) -> tuple[Number, Number, Number]:
 
 def _risk_number(f: Facts) -> Number:
     name = "Loss on new data"
+    if f.risk is None and f.no_problem:
+        return Number(name, "not known", _NEEDS)
     if f.risk is None or not f.risk.valid:
         why = f.why_no_risk if f.risk is None else f.risk.reason
         return Number(name, "not known", f"population risk: {as_command(why) or 'it was not computed'}")
@@ -176,6 +183,8 @@ def _risk_number(f: Facts) -> Number:
 
 def _memorized_number(f: Facts) -> Number:
     name = "Memorized"
+    if f.memorized is None and f.no_problem:
+        return Number(name, "not known", _NEEDS)
     if f.memorized is None or f.first_loss is None or f.last_loss is None:
         return Number(name, "not known", as_command(f.why_not_memorized) or "it was not computed")
     drop = f"of the drop in training loss by step {f.steps}, {number(f.first_loss)} → {number(f.last_loss)},"
@@ -184,6 +193,8 @@ def _memorized_number(f: Facts) -> Number:
 
 
 def _label_number(f: Facts) -> Number:
+    if f.wrong is None and f.no_problem:
+        return Number("Wrong labels", "not known", _NEEDS)
     if f.wrong is None or f.kind == "loss":
         return Number("Wrong labels", "not known", "this needs targets that are classes or numbers, and the examples")
     if f.wrong.valid:
@@ -195,12 +206,22 @@ def _label_number(f: Facts) -> Number:
 
 def actions(f: Facts) -> list[Action]:
     """What to do next, the most useful first; never empty."""
+    if f.no_problem and f.first_loss is None:
+        return list(_opening_actions(f))
     found = list(_training_actions(f)) + list(_label_actions(f)) + list(_risk_actions(f))
     return found[:MOST_ACTIONS] or [
         Action(
             "nothing", "Keep these weights", "nothing here asks for a change", command=f"poprisk compare {f.run} OTHER"
         )
     ]
+
+
+def _opening_actions(f: Facts) -> Iterator[Action]:
+    why = "at the end of the program that trained: the analysis is kept with the run, and this page shows all of it"
+    yield Action("analyze", "Analyze the run", why, command="poprisk.analyze(recorder.run)")
+    why = "it returns the poprisk.Problem that was trained: the model, the loss and the same examples"
+    command = f"poprisk report {f.run} --problem script.py:function"
+    yield Action("problem", "Or name a function that makes the problem", why, command=command)
 
 
 def _training_actions(f: Facts) -> Iterator[Action]:
@@ -220,9 +241,11 @@ def _training_actions(f: Facts) -> Iterator[Action]:
 
 def _label_actions(f: Facts) -> Iterator[Action]:
     if f.suspects and f.kind != "loss" and not f.failed:
-        why = "accept (A) or reject (R) each suggestion below, export your decisions, and train on the corrected labels"
-        command = f"poprisk audit {f.run} --apply decisions.json --output corrected.npy"
-        yield Action("review", f"Review {f.suspects} labels", why, command=command)
+        why = (
+            "accept the suggestion (key A) or keep the given label (key R) for each example below, export your "
+            "decisions, then train on the corrected labels"
+        )
+        yield Action("review", f"Review {f.suspects} labels", why, (CORRECTED, {}))
     if f.test_is_easier and f.some_wrong:
         yield Action("noise_gap", "Do not chase the gap to the test set", gap_words(f), command=_audit(f))
 

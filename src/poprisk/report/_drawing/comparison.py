@@ -9,8 +9,9 @@ from typing import Any
 from poprisk._core.store import write_text
 from poprisk.report._analysis.analyze import Analysis
 from poprisk.report._analysis.compare import Comparison, Disagreement
+from poprisk.report._analysis.contents import Contents
 from poprisk.report._drawing.comparison_rules import Entry, verdict
-from poprisk.report._drawing.example_contents import Contents, example_contents
+from poprisk.report._drawing.example_table import contents_of
 from poprisk.report._drawing.first_screen import test_loss
 from poprisk.report._drawing.sections import Section, sections
 from poprisk.report._drawing.svg_chart import Axis, Line, line_chart, number
@@ -232,7 +233,7 @@ def _disputed(comparison: Comparison, examples: bool) -> dict[str, Any] | None:
         return None
     count = min(len(split.examples), _MOST_DISPUTED)
     wanted = split.examples[:count].tolist()
-    contents = example_contents(comparison.analyses[0].run.problem, wanted) if examples else Contents()
+    contents = contents_of(comparison.analyses[0], wanted) if examples else Contents()
     rows = [_disputed_row(split, j, contents) for j in range(count)]
     return {"total": len(split.examples), "rows": rows, "contents": bool(contents.pictures or contents.texts)}
 

@@ -1,19 +1,18 @@
 """The table of examples for the page: its columns, rounded values, and the contents of each example."""
 
 import math
-import shlex
 from typing import Any
 
 from torch import Tensor
 
 from poprisk.errors import RunError
+from poprisk.report._analysis.analyze import MOST_CONTENTS as MOST_ROWS
 from poprisk.report._analysis.analyze import Analysis
+from poprisk.report._analysis.contents import Contents, example_contents
 from poprisk.report._analysis.neighbours import Neighbours
-from poprisk.report._drawing.example_contents import Contents, example_contents
+from poprisk.report._drawing.commands import review_commands
 from poprisk.risk import DESCRIPTIONS, AuditTable, data_fingerprint, run_id
 
-MOST_ROWS = 20_000
-"""Maximum number of rows; a browser is slow with more."""
 _TITLES = {
     "example": "#",
     "given_label": "given",
@@ -48,7 +47,7 @@ def table_data(found: Analysis, *, contents: bool = True) -> dict[str, Any] | No
     names = [n for n in _TITLES if n in table.columns and (contents or n not in _PRIVATE)]
     order = table.order()[:MOST_ROWS]
     near = found.neighbours or {}
-    shown = _contents(found, _wanted(order, near)) if contents else Contents()
+    shown = contents_of(found, _wanted(order, near)) if contents else Contents()
     columns = [(name, table[name][order]) for name in names]
     return {
         "columns": [{"name": n, "title": _TITLES[n], "help": DESCRIPTIONS[n], "kind": _kind(table, n)} for n in names],
@@ -62,7 +61,7 @@ def table_data(found: Analysis, *, contents: bool = True) -> dict[str, Any] | No
         "examples": len(table),
         "run": run_id(found.run),
         "fingerprint": data_fingerprint(found.run),
-        "where": "RUN" if found.run.path is None else shlex.quote(found.run.path.as_posix()),
+        "after_review": review_commands(found.run),
     } | {"notes": _notes(found, table, shown, contents)}
 
 
@@ -72,7 +71,10 @@ def _labels(table: AuditTable) -> list[int]:
     return sorted({int(v) for column in (given, suggested) if column is not None for v in column.tolist()})
 
 
-def _contents(found: Analysis, examples: list[int]) -> Contents:
+def contents_of(found: Analysis, examples: list[int]) -> Contents:
+    """Pictures or texts of some examples, from the run's problem, or as they were kept with the analysis."""
+    if found.contents is not None:
+        return found.contents
     try:
         return example_contents(found.run.problem, examples)
     except RunError as error:  # the analysis was kept, but its problem is not available

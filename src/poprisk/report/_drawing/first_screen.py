@@ -1,6 +1,6 @@
 """The facts of an analysis that the first screen of a report judges."""
 
-from poprisk.report._analysis.analyze import Analysis
+from poprisk.report._analysis.analyze import WITHOUT_PROBLEM, Analysis
 from poprisk.report._drawing.advice import Facts
 from poprisk.risk import Reading, under_training
 
@@ -33,6 +33,7 @@ def facts_of(found: Analysis) -> Facts:
         kind="loss" if table is None else table.kind,
         test_loss=loss,
         test_error=error,
+        no_problem=found.left_out.get("examples") == WITHOUT_PROBLEM,
     )
 
 

@@ -1,23 +1,20 @@
 """Write the report of a run: one self-contained HTML page, drawn from its analysis."""
 
-import inspect
-import os
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from poprisk._core.store import write_text
-from poprisk.optim import Gate, join_gate
 from poprisk.report._analysis.analyze import Analysis, analyze
-from poprisk.report._drawing.advice import Action, actions, judgement, numbers
+from poprisk.report._drawing.advice import actions, judgement, numbers
+from poprisk.report._drawing.commands import training_call, with_command
 from poprisk.report._drawing.example_table import table_data
 from poprisk.report._drawing.first_screen import facts_of
 from poprisk.report._drawing.sections import sections
 from poprisk.report._drawing.summary import summary_lines
 from poprisk.report._drawing.svg_chart import number
 from poprisk.report._drawing.templates import render, require_template
-from poprisk.runs import OPTIMIZERS, Run
+from poprisk.runs import Run
 
 
 def write_report(
@@ -72,7 +69,7 @@ def report_page(found: Analysis, *, examples: bool = True, command: str | None =
         facts=_facts(found),
         judgement=judgement(facts),
         numbers=numbers(facts),
-        actions=[_with_command(found.run, action) for action in actions(facts)],
+        actions=[with_command(found.run, action) for action in actions(facts)],
         summary=summary_lines(found),
         sections=[part for part in parts if not part.missing],
         missing=[part for part in parts if part.missing],
@@ -83,27 +80,11 @@ def report_page(found: Analysis, *, examples: bool = True, command: str | None =
     )
 
 
-def _with_command(run: Run, action: Action) -> Action:
-    """The action with the call of ``train`` that it asks for, or its change in words for a loop of the user's own."""
-    if action.call is None:
-        return action
-    name, changes = action.call
-    text = training_call(run, path=name, **changes)  # type: ignore[arg-type]
-    if text:
-        return replace(action, command=text.rpartition("\n")[2])
-    words = {
-        "steps": "train for {} steps instead of " + str(run.num_steps),
-        "lr": "multiply the learning rate by {}",
-        "hold_back": "hold back a share of {} with poprisk.hold_back and poprisk.KeepBest",
-    }
-    return replace(
-        action, command="# in your training loop: " + ", ".join(words[k].format(v) for k, v in changes.items())
-    )
-
-
 def _name(run: Run) -> str:
     problem = run.manifest["problem"]
-    return "run" if problem is None else str(problem["name"])
+    if problem is not None and problem["name"] != "problem":  # what a problem is called if it was given no name
+        return str(problem["name"])
+    return "A training run" if run.path is None else run.path.as_posix()
 
 
 def _facts(found: Analysis) -> list[tuple[str, str]]:
@@ -157,85 +138,3 @@ def _commands(found: Analysis, command: str | None) -> list[tuple[str, str]]:
     rows = [("This page", command or f"poprisk report {shlex.quote(where)} --budget {found.budget:g}{options}")]
     again = training_call(run)
     return [*rows, ("This run, in Python", again)] if again else rows
-
-
-def report_command(
-    run: Path, output: Path, budget: float, retrain: int, examples: bool, clean: Path | None, problem: str | None
-) -> str:
-    """The command that writes this page.
-
-    >>> report_command(Path("run 1"), Path("page.html"), 20.0, 0, False, None, None)
-    "poprisk report 'run 1' --output page.html --budget 20 --no-examples"
-    """
-    words = ["poprisk", "report", run.as_posix(), "--output", output.as_posix(), "--budget", f"{budget:g}"]
-    words += ["--retrain", str(retrain)] if retrain else []
-    words += [] if examples else ["--no-examples"]
-    words += [] if clean is None else ["--clean", clean.as_posix()]
-    words += [] if problem is None else ["--problem", problem]
-    return shlex.join(words)
-
-
-def training_call(
-    run: Run, *, steps: int | None = None, lr: float = 1.0, hold_back: float | None = None, path: str = "again"
-) -> str:
-    """The call of ``poprisk.train`` that reproduces the run; empty if the record does not determine it.
-
-    Args:
-        run: The run.
-        steps: Another number of steps.
-        lr: Factor for the learning rate.
-        hold_back: Another share of examples to hold back.
-        path: Directory of the new run.
-
-    >>> import torch
-    >>> from poprisk.runs import Problem, train
-    >>> x = torch.eye(2)
-    >>> problem = Problem(torch.nn.Linear, "squared", x, x, arguments={"in_features": 2, "out_features": 2})
-    >>> training_call(train(problem, torch.optim.SGD, 2, progress=False))
-    ''
-    """
-    manifest = run.manifest
-    problem, training = manifest["problem"], manifest["training"]
-    source = None if problem is None else problem["source"]
-    if source is None or source["path"] is None or not isinstance(training, dict) or "batch_size" not in training:
-        return ""  # a problem that cannot be rebuilt, or the user's own training loop
-    if not all(name.isidentifier() for name in source["arguments"]):
-        return ""  # made by hand: no code to be copied comes of it
-    groups = run.options(0)
-    if len(groups) != 1 or groups != run.options(run.num_steps) or "refit" in training:
-        return ""  # a schedule, of which only the values are known
-    name = manifest["optimizer"]["name"]
-    defaults = {k: p.default for k, p in inspect.signature(OPTIMIZERS[name].__init__).parameters.items()}
-    given = join_gate(groups[0]) if "gate" in groups[0] else groups[0]
-    kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in defaults}
-    kept |= {"lr": float(f"{kept['lr'] * lr:.6g}")} if "lr" in kept and lr != 1 else {}
-    kept = {k: v for k, v in kept.items() if v not in (defaults[k], Gate())}
-    options = "".join(f", {k}={v!r}" for k, v in kept.items())
-    arguments = "".join(f", {k}={v!r}" for k, v in source["arguments"].items())
-    extra = "".join(
-        f", {k}={training[k]!r}" for k, usual in (("accumulate", 1), ("clip_norm", None)) if training.get(k) != usual
-    )
-    if held := training.get("hold_back"):
-        extra += f", hold_back={hold_back or held['share']!r}, tail={held['tail']!r}"
-    elif hold_back is not None:
-        extra += f", hold_back={hold_back!r}"
-    extra += f", every={manifest['every']}" if manifest["every"] != 1 else ""
-    extra += ", dtype=torch.float64" if run.layout.dtype.itemsize == 8 else ""
-    module, short = name.rpartition(".")[::2]
-    gate = "Gate, " * isinstance(kept.get("gate"), Gate)
-    return (
-        "from functools import partial\n"
-        + ("import torch\n" if "torch.float64" in extra else "")
-        + f"from {module} import {short}\nfrom poprisk import {gate}Problem, train\n"
-        f"problem = Problem.build({_path(run, source)!r}{arguments})\n"
-        f"train(problem, partial({short}{options}), {steps or run.num_steps}, batch_size={training['batch_size']}, "
-        f'seed={manifest["seed"]}, path="{path}"{extra})'
-    )
-
-
-def _path(run: Run, source: dict[str, Any]) -> str:
-    """Path of the function that makes the problem; for a script, relative to the run's directory."""
-    if source.get("folder") is None:
-        return source["path"]
-    where = Path(os.path.normpath((run.path or Path()) / source["folder"]))
-    return (where / source["path"]).as_posix()

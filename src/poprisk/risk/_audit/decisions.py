@@ -23,7 +23,7 @@ from torch import Tensor
 
 from poprisk._core.store import parsed_json, write_bytes, write_text
 from poprisk.errors import DataError
-from poprisk.runs import Run
+from poprisk.runs import Problem, Run
 
 KIND, VERSION = "poprisk label decisions", 1
 _ABOUT = ("version", "run", "data", "examples", "targets")
@@ -150,6 +150,47 @@ class Decisions:
             elif row.changes:
                 cleaned[row.example] = torch.as_tensor(row.decided, dtype=targets.dtype)
         return cleaned
+
+
+def corrected_targets(path: str | Path, problem: Problem) -> Tensor:
+    """A problem's targets with the corrections in a file: decisions that a report exported, or whole corrected targets.
+
+    Args:
+        path: ``.json`` or ``.csv`` with decisions, or ``.npy`` or ``.csv`` as ``poprisk audit --apply`` writes them.
+        problem: The problem with the targets that were reviewed.
+
+    Raises:
+        DataError: the file is none of these, or it is about other data.
+        OSError: the file cannot be read.
+    """
+    path, targets = Path(path), problem.targets.cpu()
+    if path.suffix == ".npy":
+        try:
+            return torch.from_numpy(np.load(path, allow_pickle=False))
+        except (ValueError, EOFError, TypeError) as error:
+            raise DataError(f"{path} is not a file of targets: {error}") from None
+    if path.suffix not in (".json", ".csv"):
+        raise DataError(f"corrected labels are read from a .json, .npy or .csv file, got {path.name!r}")
+    if path.suffix == ".csv" and (written := _written_targets(path, targets)) is not None:
+        return written
+    decisions = Decisions.load(path)
+    if decisions.data and decisions.data != problem.fingerprint:
+        raise DataError(
+            f"{path} has decisions about other examples or labels than those of problem {problem.name!r}: use the task "
+            "as it was when the reviewed run was trained"
+        )
+    return decisions.apply(targets)
+
+
+def _written_targets(path: Path, targets: Tensor) -> Tensor | None:
+    """Targets from a table of :func:`write_targets`; None if it is another table."""
+    rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+    if not rows or rows[0] != ["example", "given", "corrected"]:
+        return None
+    try:
+        return torch.tensor([json.loads(row[2]) for row in rows[1:]]).to(targets.dtype)
+    except (ValueError, IndexError, TypeError) as error:
+        raise DataError(f"{path} is not a table of targets: {error}") from None
 
 
 def check_targets_format(path: Path) -> None:
