@@ -155,5 +155,5 @@ def test_a_run_without_its_problem_says_how(tmp_path, capsys):
     train(make_task(), partial(PopRiskAdamW, lr=0.1), 4, batch_size=5, path=tmp_path / "run", progress=False)
     code, out, err = call(capsys, "analyze", tmp_path / "run")
     assert code == 0, err
-    assert "--problem package.module:function or --problem script.py:function" in out
+    assert "pass --problem script.py:function" in out
     assert not (tmp_path / "run" / "analysis").exists()

@@ -249,7 +249,7 @@ def test_wrong_files_are_refused(text, kind, message, tmp_path):
 
 
 def test_large_runs_are_recorded_sparsely(folder, capsys, monkeypatch):
-    monkeypatch.setattr("poprisk.runs._disk_use._LARGE", 5_000)
+    monkeypatch.setattr("poprisk.runs._disk_use._DENSE", 5_000)
     code, out, err = call(capsys, "train", "task.py:make_task", "--steps", 40, "--json")
     assert code == 0, err
     every = json.loads(out)["every"]

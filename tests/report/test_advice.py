@@ -152,7 +152,8 @@ def test_an_unfinished_run_is_told_so_first_on_its_page():
     assert facts_of(found).unfinished == "the loss is still falling by 1.7% per pass"
     page = html.unescape(report_page(found))
     assert "This run ended too early: the loss is still falling by 1.7% per pass." in page
-    assert re.search(r'data-rule="train_longer".*?train\(problem, partial\(SGD, lr=0.02\), 80,.*?path="longer"', page)
+    command = "test_advice:line_problem --optimizer sgd --lr 0.02 --steps 80 --batch-size 24 --hold-back 0"
+    assert re.search(rf'data-rule="train_longer".*?poprisk train {command} --output longer<', page)
 
 
 def test_a_loop_of_ones_own_is_told_in_words_what_to_change():

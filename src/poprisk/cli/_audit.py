@@ -86,12 +86,12 @@ def audit(
     from poprisk.risk import check_format
 
     if apply is not None:
-        _apply(opened(run, problem, trust), apply, output, as_json)
+        _apply(opened(run, problem, trust, quiet=True), apply, output, as_json)
         return
     if output is not None:
         check_format(output)
         writable_directory(output.parent)  # before anything slow
-    found = opened(run, problem, trust)
+    found = opened(run, problem, trust, quiet=True)
     audited = _kept_table(found)
     if audited is None:
         with user_code("the audit"):

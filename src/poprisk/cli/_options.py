@@ -107,8 +107,10 @@ def built(reference: str, **arguments: Any) -> "Problem":
         return Problem.build(reference, **arguments)
 
 
-def opened(path: Path, problem: str | None, trust: bool) -> "Run":
+def opened(path: Path, problem: str | None, trust: bool, *, quiet: bool = False) -> "Run":
     """A recorded run, with the given problem or the one that it rebuilds; on a terminal, asks before foreign code.
+
+    If the problem is not available, a note says so, unless it is to be quiet.
 
     Raises:
         DataError: There is no run, or it is damaged.
@@ -122,7 +124,8 @@ def opened(path: Path, problem: str | None, trust: bool) -> "Run":
     except UntrustedError as error:
         if _allows(path, error):
             return opened(path, None, True)
-        note(str(error))
+        if not quiet:
+            note(str(error))
     except RunError:
         pass  # what can be shown without it is shown, and everything else says why it is missing
     return run

@@ -60,9 +60,9 @@ class RecordRun(TrainerRecording, Callback):
             if that would take more than 1 GiB.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random; the run cannot be analyzed exactly.
         verify_steps: Number of initial steps to compare with the problem; 0 also turns off the later samples.
-        analyze: Whether to analyze the run when training ends, in up to half a minute for each part, and keep the
-            analysis with it, with pictures or texts of the examples: ``poprisk report``, ``audit`` and ``compare``
-            then open the run by themselves. No effect without a problem and a path.
+        analyze: Time budget, in seconds on one CPU core, of each part of an analysis (:func:`~poprisk.analyze`) when
+            training ends. It is kept with the run, with pictures or texts of the examples, so that ``poprisk report``,
+            ``audit`` and ``compare`` open the run by themselves. 0 for no analysis; no effect without problem or path.
 
     Raises:
         RunError: When training begins: what cannot be recorded, and what to do.
@@ -77,7 +77,7 @@ class RecordRun(TrainerRecording, Callback):
         every: int | None = None,
         augmentation: Literal["unseeded"] | None = None,
         verify_steps: int = 2,
-        analyze: bool = True,
+        analyze: float = 10.0,
     ) -> None:
         options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps, "analyze": analyze}
         super().__init__(path, problem, **options)  # type: ignore[arg-type]

@@ -174,7 +174,7 @@ class TrainerRecording:
             if that would take more than 1 GiB.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random.
         verify_steps: Number of initial steps to compare with the problem; 0 also turns off the later samples.
-        analyze: Whether to analyze the run at the end and keep the analysis with it.
+        analyze: Budget in seconds for each part of the analysis at the end; 0 for none.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class TrainerRecording:
         every: int | None = None,
         augmentation: Literal["unseeded"] | None = None,
         verify_steps: int = 2,
-        analyze: bool = True,
+        analyze: float = 10.0,
     ) -> None:
         self.path, self.problem, self.analyze = path, problem, analyze
         self._options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps}
@@ -254,10 +254,10 @@ class TrainerRecording:
         self._recorder.__exit__(None if error is None else kind, error, None)
         unwatch_loader(self._loader)
         if error is None and self.analyze and self.problem is not None:
-            _keep_analysis(self.run)
+            _keep_analysis(self.run, self.analyze)
 
 
-def _keep_analysis(run: Run) -> None:
+def _keep_analysis(run: Run, budget: float) -> None:
     """Analyze a run here, where its problem is, if its directory could not be opened with it; a failure is a warning.
 
     The random numbers of the program stay as they were.
@@ -266,11 +266,11 @@ def _keep_analysis(run: Run) -> None:
         return
     try:
         with torch.random.fork_rng():
-            analyze(run)
+            analyze(run, budget=budget)
     except (PopRiskError, RuntimeError, OSError) as error:
         warnings.warn(
             f"the run is recorded in {run.path}, but was not analyzed: {error}; call poprisk.analyze(record.run), or "
-            "pass analyze=False",
+            "pass analyze=0",
             PopRiskWarning,
             stacklevel=2,
         )

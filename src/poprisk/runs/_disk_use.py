@@ -14,7 +14,7 @@ from poprisk.runs._layout import Layout, layout_of
 
 _LOG = logging.getLogger("poprisk.runs")
 _SEGMENT_BYTES, _SEGMENT_STEPS, _LARGE = 32 * 2**20, 256, 2**30
-_MOST_CHECKPOINTS = 50
+_DENSE, _MOST_CHECKPOINTS = 2**30, 50
 
 
 def usual_segment(layout: Layout) -> int:
@@ -41,10 +41,10 @@ def usual_interval(module: nn.Module, optimizer: Optimizer, steps: int | None) -
     """1 if the weights of all steps fit into a gibibyte, otherwise the interval with which checkpoints do."""
     layout, _ = layout_of(module, optimizer)
     steps = steps or 1000
-    if bytes_per_step(optimizer, layout, 1, usual_segment(layout)) * steps <= _LARGE:
+    if bytes_per_step(optimizer, layout, 1, usual_segment(layout)) * steps <= _DENSE:
         return 1
     checkpoint = bytes_per_step(optimizer, layout, 2, 1)
-    return math.ceil(steps / max(1, min(_MOST_CHECKPOINTS, int(_LARGE // checkpoint))))
+    return math.ceil(steps / max(1, min(_MOST_CHECKPOINTS, int(_DENSE // checkpoint))))
 
 
 def announce(path: Path, total: int, steps: int | None) -> None:

@@ -45,7 +45,7 @@ from poprisk.risk import (
 from poprisk.risk import seconds as exact_seconds
 from poprisk.runs import Run, as_run
 
-PARTS = ("examples", "contents", "curves", "risk", "memorization", "gates", "operators", "kernel", "neighbours")
+PARTS = ("examples", "curves", "risk", "memorization", "gates", "operators", "kernel", "neighbours")
 """Parts of an analysis, in the order in which they are computed."""
 _PER_SECOND = 2e10
 """Approximate multiplications per second of a CPU core."""
@@ -197,11 +197,6 @@ def _has_problem(run: Run) -> bool:
         return False
 
 
-def _contents(run: Run, table: AuditTable | None) -> Contents:
-    order = range(run.num_examples) if table is None else table.order().tolist()
-    return example_contents(run.problem, order[:MOST_CONTENTS])
-
-
 class _Work:
     """Computes the parts one after another."""
 
@@ -235,7 +230,7 @@ class _Work:
             self.missing = str(error) if can_rebuild(run) else WITHOUT_PROBLEM
         found.table = self._part("examples", _free, self._audit)
         if not can_rebuild(run):
-            found.contents = self._part("contents", _free, lambda: _contents(run, found.table))
+            found.contents = self._contents()
         found.curves = self._part("curves", _free, lambda: loss_curves(run, found.table))
         found.readings = self._part("risk", _free, self._readings)
         found.risk = found.risk or found.last_risk
@@ -298,6 +293,17 @@ class _Work:
             return seconds()
 
         return self._part(name, possible, compute)
+
+    def _contents(self) -> Contents | None:
+        """The contents of the examples, kept because only this process has them; None if they are not needed."""
+        part = None if self.kept is None else self.kept.get("contents")
+        if part is not None:
+            return part.value
+        if self.kept is None or self.missing or self.found.table is None:
+            return None
+        contents = example_contents(self.run.problem, self.found.table.order().tolist()[:MOST_CONTENTS])
+        self.kept.put("contents", Part(contents))
+        return contents
 
     def _audit(self) -> AuditTable:
         needed = exact_seconds(self.run)
