@@ -126,9 +126,10 @@ class RecordRun(TrainerRecording, TrainerCallback):
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random; the run cannot be analyzed exactly.
         verify_steps: Number of initial steps to compare with the problem, a sample of later ones follows; 0 turns both
             off. No effect with dropout.
-        analyze: Time budget, in seconds on one CPU core, of each part of an analysis (:func:`~poprisk.analyze`) when
-            training ends. It is kept with the run, with pictures or texts of the examples, so that ``poprisk report``,
-            ``audit`` and ``compare`` open the run by themselves. 0 for no analysis; no effect without problem or path.
+        analyze: Whether to audit the labels and measure the learning curves when training ends, at some 20 moments of
+            the run, and keep both with it, with pictures or texts of the examples: ``poprisk report``, ``audit`` and
+            ``compare`` then open the run by themselves. ``poprisk.analyze(record.run)`` adds all other parts. No effect
+            without problem or path.
 
     Raises:
         RunError: When training begins: what cannot be recorded, and what to do.

@@ -60,9 +60,10 @@ class RecordRun(TrainerRecording, Callback):
             if that would take more than 1 GiB.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random; the run cannot be analyzed exactly.
         verify_steps: Number of initial steps to compare with the problem; 0 also turns off the later samples.
-        analyze: Time budget, in seconds on one CPU core, of each part of an analysis (:func:`~poprisk.analyze`) when
-            training ends. It is kept with the run, with pictures or texts of the examples, so that ``poprisk report``,
-            ``audit`` and ``compare`` open the run by themselves. 0 for no analysis; no effect without problem or path.
+        analyze: Whether to audit the labels and measure the learning curves when training ends, at some 20 moments of
+            the run, and keep both with it, with pictures or texts of the examples: ``poprisk report``, ``audit`` and
+            ``compare`` then open the run by themselves. ``poprisk.analyze(record.run)`` adds all other parts. No effect
+            without problem or path.
 
     Raises:
         RunError: When training begins: what cannot be recorded, and what to do.
@@ -77,7 +78,7 @@ class RecordRun(TrainerRecording, Callback):
         every: int | None = None,
         augmentation: Literal["unseeded"] | None = None,
         verify_steps: int = 2,
-        analyze: float = 10.0,
+        analyze: bool = True,
     ) -> None:
         options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps, "analyze": analyze}
         super().__init__(path, problem, **options)  # type: ignore[arg-type]

@@ -25,6 +25,9 @@ from poprisk.errors import PopRiskError, PopRiskWarning, RunError
 from poprisk.report import analyze, can_rebuild
 from poprisk.runs import Problem, Recorder, Run, StepContext, usual_interval
 
+_KEPT_PARTS = ("examples", "curves")
+"""Parts of an analysis that take little beside a training, and are all that a review needs."""
+
 
 class DrawnBatches:
     """A sampler that notes what it draws; everything else is passed on to the sampler it wraps.
@@ -174,7 +177,7 @@ class TrainerRecording:
             if that would take more than 1 GiB.
         augmentation: ``"unseeded"`` if the dataset changes its inputs at random.
         verify_steps: Number of initial steps to compare with the problem; 0 also turns off the later samples.
-        analyze: Budget in seconds for each part of the analysis at the end; 0 for none.
+        analyze: Whether to keep an audit of the labels and the learning curves with the run at the end.
     """
 
     def __init__(
@@ -185,7 +188,7 @@ class TrainerRecording:
         every: int | None = None,
         augmentation: Literal["unseeded"] | None = None,
         verify_steps: int = 2,
-        analyze: float = 10.0,
+        analyze: bool = True,
     ) -> None:
         self.path, self.problem, self.analyze = path, problem, analyze
         self._options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps}
@@ -254,10 +257,10 @@ class TrainerRecording:
         self._recorder.__exit__(None if error is None else kind, error, None)
         unwatch_loader(self._loader)
         if error is None and self.analyze and self.problem is not None:
-            _keep_analysis(self.run, self.analyze)
+            _keep_analysis(self.run)
 
 
-def _keep_analysis(run: Run, budget: float) -> None:
+def _keep_analysis(run: Run) -> None:
     """Analyze a run here, where its problem is, if its directory could not be opened with it; a failure is a warning.
 
     The random numbers of the program stay as they were.
@@ -266,11 +269,11 @@ def _keep_analysis(run: Run, budget: float) -> None:
         return
     try:
         with torch.random.fork_rng():
-            analyze(run, budget=budget)
+            analyze(run, parts=_KEPT_PARTS)
     except (PopRiskError, RuntimeError, OSError) as error:
         warnings.warn(
             f"the run is recorded in {run.path}, but was not analyzed: {error}; call poprisk.analyze(record.run), or "
-            "pass analyze=0",
+            "pass analyze=False",
             PopRiskWarning,
             stacklevel=2,
         )

@@ -234,7 +234,7 @@ class _Work:
         found.curves = self._part("curves", _free, lambda: loss_curves(run, found.table))
         found.readings = self._part("risk", _free, self._readings)
         found.risk = found.risk or found.last_risk
-        found.memorization = self._part("memorization", _free, lambda: memorization(found.curves, found.last_risk))
+        found.memorization = self._memorization()
         found.gates = self._part("gates", self._gate_seconds, lambda: gate_curve(run))
         found.window = self._part(
             "operators",
@@ -255,7 +255,8 @@ class _Work:
         if part is None and self.missing:
             part = Part(None, self.missing)
         elif part is None and name not in self.parts:
-            part = Part(None, "not computed; poprisk analyze RUN computes and keeps it")
+            how = "poprisk analyze RUN" if can_rebuild(self.run) else "poprisk.analyze(run), where it was trained,"
+            part = Part(None, f"not computed; {how} computes and keeps it")
         elif part is None:
             part = self._computed(name, seconds, compute)
         if part.reason is not None:
@@ -293,6 +294,16 @@ class _Work:
             return seconds()
 
         return self._part(name, possible, compute)
+
+    def _memorization(self) -> Memorization | None:
+        found = self.found
+        if found.curves is None or found.readings is not None or ("risk" in self.parts and not self.missing):
+            return self._part("memorization", _free, lambda: memorization(found.curves, found.last_risk))
+        try:  # from the test set alone; not kept, as the risk may be computed later
+            return memorization(found.curves, None)
+        except DataError as error:
+            found.left_out["memorization"] = _first_line(error)
+            return None
 
     def _contents(self) -> Contents | None:
         """The contents of the examples, kept because only this process has them; None if they are not needed."""
