@@ -61,11 +61,11 @@ def test_the_page_on_operators_runs_from_top_to_bottom(capsys):
 
 def test_the_quickstart_runs(tmp_path, monkeypatch, capsys):
     """Its commands in a new folder, on its task, with fewer epochs; and its last block."""
-    task, _, in_python = blocks(page := (ROOT / "docs/quickstart.md").read_text())
+    task, _, in_python = blocks(page := (ROOT / "docs/quickstart.md").read_text())  # the second is for a trainer
     (tmp_path / "task.py").write_text(task)
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^\$ poprisk (train|report|audit) (.*)$", page, flags=re.MULTILINE)
-    assert [name for name, _ in commands] == ["train", "report", "audit", "train"]
+    assert [name for name, _ in commands] == ["train", "report", "train", "audit"]
     for name, options in commands[:2]:
         result = CliRunner().invoke(app, [name, *options.replace("--epochs 100", "--epochs 4").split()])
         assert result.exit_code == 0, result.output

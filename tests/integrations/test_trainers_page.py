@@ -1,20 +1,24 @@
 """The examples of docs/trainers.md run as they stand, on tiny models and data."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 from test_lightning_keep import Whole, data
+from tiny_classifier import classifier, sentences
 from tiny_qwen import arguments, model, sequences
 from tiny_text import COMMON, lora, network, pairs, tokenizer
 from torch.utils.data import TensorDataset
+from transformers import Trainer, TrainingArguments
 from trl import DPOConfig
 
-from poprisk import cli
+from poprisk import Run, cli
 from readme_code import blocks
 
 PAGE = (Path(__file__).parents[2] / "docs/trainers.md").read_text(encoding="utf-8")
-TRAINER, TRL, LIGHTNING, OPTAX, TRAIN = blocks(PAGE)
+RECORD, RECORD_LIGHTNING, TRAINER, TRL, LIGHTNING, OPTAX, TRAIN = blocks(PAGE)
+QUICKSTART = (Path(__file__).parents[2] / "docs/quickstart.md").read_text(encoding="utf-8")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -34,6 +38,52 @@ def run(code, **names):
     return names
 
 
+def recorded_by_the_trainer(code, more=""):
+    """A page's block on a tiny classifier; the opened run, and the texts that its report shows."""
+    rows = sentences()
+    args = TrainingArguments("out", max_steps=4, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+    made, texts = classifier(), [f"text {i}" for i in range(len(rows))]
+    names = {"model": made, "data": rows, "train_set": rows, "args": args, "texts": texts}
+    names |= {"tokenizer": SimpleNamespace(pad_token_id=0), "trainer": Trainer(made, args, train_dataset=rows)}
+    run(f"{code}\n{more}", **names)
+    opened = Run.load("runs/first")
+    assert cli_code("report", "runs/first", "--output", "page.html") == 0
+    return opened, [text for text in texts if text in Path("page.html").read_text(encoding="utf-8")]
+
+
+def cli_code(*arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("code", "more"), [(RECORD, ""), (blocks(QUICKSTART)[1], "trainer.train()")], ids=["trainers", "quickstart"]
+)
+def test_a_recorded_trainer_is_opened_by_the_command(folder, code, more):
+    found, texts = recorded_by_the_trainer(code, more)
+    assert found.num_steps == 4
+    assert len(texts) == 40
+
+
+def test_a_recorded_lightning_training_is_opened_by_the_command(folder, monkeypatch):
+    monkeypatch.setattr(pl, "Trainer", quiet_trainer())
+    module = Whole()
+    inputs, labels = data()[0]
+    names = {"module": module, "network": module.net, "inputs": inputs, "labels": labels}
+    run(RECORD_LIGHTNING, **names, dataset=TensorDataset(inputs, labels))
+    assert cli_code("audit", "runs/first", "--top", "3") == 0
+
+
+def quiet_trainer():
+    class Quiet(pl.Trainer):
+        def __init__(self, **options):
+            quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+            super().__init__(**options, **quiet, enable_checkpointing=False, log_every_n_steps=1)
+
+    return Quiet
+
+
 def test_the_hugging_face_trainer(folder):
     found = run(TRAINER, model=model(), args=arguments("run"), data=sequences())
     assert found["kept"].risk.measured >= 1
@@ -48,12 +98,7 @@ def test_trl(folder):
 
 
 def test_lightning(folder, monkeypatch):
-    class Quiet(pl.Trainer):
-        def __init__(self, **options):
-            quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-            super().__init__(**options, **quiet, enable_checkpointing=False, log_every_n_steps=1)
-
-    monkeypatch.setattr(pl, "Trainer", Quiet)
+    monkeypatch.setattr(pl, "Trainer", quiet_trainer())
     found = run(LIGHTNING, module=Whole(), dataset=TensorDataset(*data()[0]))
     assert found["kept"].risk.measured >= 2
     assert (folder / "final.ckpt").exists()

@@ -125,11 +125,22 @@ def test_numbers_say_what_they_mean_or_why_they_are_not_known():
     assert numbers(changed(wrong=None))[2].value == "not known"
 
 
+def test_a_run_whose_program_alone_has_the_examples_is_told_what_to_do_once():
+    lost = Facts(100, 50, path="a run", no_problem=True, why_no_risk="a long reason", why_not_memorized="a long reason")
+    assert [action.key for action in actions(lost)] == ["analyze", "problem"]
+    assert actions(lost)[1].command == "poprisk report 'a run' --problem script.py:function"
+    assert {number.meaning for number in numbers(lost)} == {"this needs the examples and the model; see below"}
+
+
 def test_noisy_risk_and_clean_test_loss_are_told_apart():
     gap = changed(test_loss=0.6, test_error=0.05, wrong=WRONG)
     assert "0.6, and the population risk, 1.50 ± 0.10, differ by label noise" in gap_words(gap)
     assert "the test set is easier" in gap_words(replace(gap, wrong=NONE_WRONG))
     assert "measure the same weights" in gap_words(replace(gap, test_loss=1.45))
+    harder = replace(gap, test_loss=2.6)
+    assert "contradict each other: either the test set is drawn from other data" in gap_words(harder)
+    assert judgement(harder).startswith("On the test set, this network is clearly worse than the estimate")
+    assert [number.value for number in numbers(harder)[:2]] == ["1.50 ± 0.10", "not known"]
     assert gap_words(replace(gap, test_loss=None)) == gap_words(replace(gap, risk=DOUBTED)) == ""
 
 

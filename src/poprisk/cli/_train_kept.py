@@ -18,13 +18,15 @@ REFIT = "refit"
 
 def kept_found(run: "Run") -> dict[str, Any] | None:
     """Facts about the kept weights as JSON values; None if nothing was held back."""
+    from poprisk.risk import population_risk
+
     kept = run.kept
     if kept is None:
         return None
-    risk = kept.risk
+    risk, judged = kept.risk, population_risk(run, "held_back")  # the verdict of every other command
     return {
         "examples": kept.count,
-        **{name: _plain(getattr(risk, name)) for name in ("value", "standard_error", "valid", "reason")},
+        **{name: _plain(getattr(judged, name)) for name in ("value", "standard_error", "valid", "reason")},
         "step": risk.step,
         "tail": risk.tail,
         "accuracy": _plain(risk.accuracy),
@@ -35,14 +37,14 @@ def kept_found(run: "Run") -> dict[str, Any] | None:
 
 def kept_lines(found: dict[str, Any], steps: int) -> list[str]:
     """The same as sentences."""
-    from poprisk.report import size_of
+    from poprisk.report import as_command, size_of
     from poprisk.risk import Estimate
 
     tail = found["tail"]
     mean = "" if tail is None else f", averaged over about the last {100 * tail:.3g}% of the steps up to it"
     right = "" if found["accuracy"] is None else f" and accuracy {found['accuracy']:.1%}"
-    risk = size_of(Estimate(found["value"], found["standard_error"])) if found["valid"] else "not valid"
-    why = "" if found["valid"] else f" ({found['reason']})"
+    risk = size_of(Estimate(found["value"], found["standard_error"])) if found["valid"] else "not known"
+    why = "" if found["valid"] else f" ({as_command(found['reason'])})"
     lines = [
         f"Kept the weights of step {found['step']} of {steps}{mean}: held-back risk {risk}{why}{right} on "
         f"{found['examples']} examples that no step trained on."

@@ -81,12 +81,20 @@ class Facts:
         return wrong is not None and wrong.valid and float(wrong.value) > 2 * float(wrong.standard_error)
 
     @property
+    def test_is_harder(self) -> bool:
+        """Whether the test loss is clearly above the risk of the same weights, which then says too little."""
+        return self._test_apart(-1)
+
+    @property
     def test_is_easier(self) -> bool:
         """Whether the test loss is clearly below the risk of the same weights."""
+        return self._test_apart(1)
+
+    def _test_apart(self, sign: int) -> bool:
         if self.risk is None or not self.risk.valid or self.test_loss is None:
             return False
         error = math.hypot(float(self.risk.standard_error), 0.0 if math.isnan(self.test_error) else self.test_error)
-        return float(self.risk.value) - self.test_loss > 2 * error
+        return sign * (float(self.risk.value) - self.test_loss) > 2 * error
 
 
 @dataclass(frozen=True)
@@ -133,9 +141,11 @@ def _course(f: Facts) -> Iterator[str]:
         yield f"This run ended too early: {f.unfinished}."
     if f.kept_step is not None and f.kept_step < EARLY * f.steps:
         yield (
-            f"The network was best at step {f.kept_step} of {f.steps}, on examples that were held back: the steps "
-            "after it did not help on new data."
+            f"The network was best at step {f.kept_step} of {f.steps}, on examples that were held back; the later "
+            "steps did not help."
         )
+    if f.test_is_harder:
+        yield "On the test set, this network is clearly worse than the estimate from the run says; trust the test set."
     if f.best_step is not None and f.kept_step is None:
         yield f"Training went on too long: on new data the network was best at step {f.best_step} of {f.steps}."
     if f.memorized is not None:
@@ -178,7 +188,8 @@ def _risk_number(f: Facts) -> Number:
         why = f.why_no_risk if f.risk is None else f.risk.reason
         return Number(name, "not known", f"population risk: {as_command(why) or 'it was not computed'}")
     which = f"the kept weights, step {f.kept_step}" if f.kept_step is not None else "the last weights"
-    return Number(name, size_of(f.risk), f"population risk of {which}, on data with the same label noise")
+    doubt = "; but the test set contradicts it" if f.test_is_harder else ""
+    return Number(name, size_of(f.risk), f"population risk of {which}, on data with the same label noise{doubt}")
 
 
 def _memorized_number(f: Facts) -> Number:
@@ -187,6 +198,8 @@ def _memorized_number(f: Facts) -> Number:
         return Number(name, "not known", _NEEDS)
     if f.memorized is None or f.first_loss is None or f.last_loss is None:
         return Number(name, "not known", as_command(f.why_not_memorized) or "it was not computed")
+    if f.test_is_harder:
+        return Number(name, "not known", "the test set contradicts the estimated loss on new data")
     drop = f"of the drop in training loss by step {f.steps}, {number(f.first_loss)} → {number(f.last_loss)},"
     more = "; over 100% means: worse on new data than before training" if f.memorized > 1 else ""
     return Number(name, share_words(f.memorized, f.memorized_error), f"{drop} does not help on new data{more}")
@@ -288,6 +301,11 @@ def gap_words(f: Facts) -> str:
         )
     if f.test_is_easier:
         return f"{both}, differ: the test set is easier than new data like the training set, or its labels are cleaner"
+    if f.test_is_harder:
+        return (
+            f"{both}, contradict each other: either the test set is drawn from other data, or the estimate from the "
+            "run is too low; trust the test set"
+        )
     return f"{both}, measure the same weights: the first on the test set, the second on new data like the training set"
 
 

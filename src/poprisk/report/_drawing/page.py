@@ -97,16 +97,18 @@ def _facts(found: Analysis) -> list[tuple[str, str]]:
         ("optimizer", run.manifest["optimizer"]["name"].rpartition(".")[2]),
     ]
     curves, last = found.curves, "" if run.kept is None else ", last step"
-    if curves is not None:
-        facts.append((f"training loss{last}", number(curves.train[-1])))
-        if curves.test is not None:
-            facts.append((f"test loss{last}", number(curves.test[-1])))
-        if curves.test_accuracy is not None:
-            facts.append((f"test accuracy{last}", f"{100 * curves.test_accuracy[-1]:.1f}%"))
-    if curves is not None and curves.kept is not None:
-        facts.append(("test loss, kept weights", number(curves.kept[0])))
+    if curves is None:
+        return facts
+    if curves.kept is not None:
         if curves.kept[2] is not None:
             facts.append(("test accuracy, kept weights", f"{100 * curves.kept[2]:.1f}%"))
+        facts.append(("test loss, kept weights", number(curves.kept[0])))
+    if curves.test_accuracy is not None:
+        facts.append((f"test accuracy{last}", f"{100 * curves.test_accuracy[-1]:.1f}%"))
+    if curves.test is not None:
+        facts.append((f"test loss{last}", number(curves.test[-1])))
+    name = "training loss" if run.kept is None else "loss of all examples, last step"
+    facts.append((name, number(curves.train[-1])))
     return facts
 
 
