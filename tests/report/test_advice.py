@@ -35,6 +35,7 @@ def changed(**facts):
     [
         (DONE, "This run generalizes: 95% of the drop in training loss carries over to new data."),
         (changed(memorized_error=0.1), "This run generalizes: what it learned carries over"),
+        (changed(memorized=0.85, memorized_error=0.94), "It is not clear how much this run memorized: 85 ± 94% of the"),
         (changed(memorized=0.7), "This run mostly memorized: 70% of the drop in training loss does not carry over"),
         (changed(memorized=1.3), "This run memorized: on new data the network does worse than before training."),
         (changed(memorized=None), "On new data, the loss of this network is expected to be 1.50 ± 0.10."),

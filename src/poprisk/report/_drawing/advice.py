@@ -156,6 +156,9 @@ def _course(f: Facts) -> Iterator[str]:
 
 
 def _carried(share: float, error: float) -> str:
+    if share < 2 * error and share + 2 * error >= MOSTLY:
+        size = share_words(share, error)
+        return f"It is not clear how much this run memorized: {size} of the drop in training loss."
     if share > 1:
         return "This run memorized: on new data the network does worse than before training."
     if share >= MOSTLY:
