@@ -1,3 +1,4 @@
+# type: ignore
 """The pages say what was measured, and their code runs."""
 
 import json

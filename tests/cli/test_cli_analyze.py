@@ -1,3 +1,4 @@
+# type: ignore
 """``poprisk analyze``: what is found is kept with the run, used again while it belongs, and gone on with."""
 
 import html

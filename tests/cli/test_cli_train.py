@@ -1,3 +1,4 @@
+# type: ignore
 """``poprisk train``: a user's own script recorded with no other code, gone on with, and reopened without a flag."""
 
 import json

@@ -1,3 +1,4 @@
+# type: ignore
 """The quickstart's walk with a model that is not in it: train, report, review, and train again on corrected labels."""
 
 import html

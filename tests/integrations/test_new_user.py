@@ -1,3 +1,4 @@
+# type: ignore
 """A text classifier of the Trainer, recorded, reviewed and trained again; its run opens without the program."""
 
 import html

@@ -1,3 +1,4 @@
+# type: ignore
 """The examples of docs/trainers.md run as they stand, on tiny models and data."""
 
 from pathlib import Path

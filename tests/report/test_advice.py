@@ -1,3 +1,4 @@
+# type: ignore
 """The first screen: each rule of the judgement, the three numbers and the advice, and their place on the page."""
 
 import html

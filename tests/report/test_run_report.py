@@ -1,3 +1,4 @@
+# type: ignore
 """The report of a run: its numbers against those computed by hand, its page in a real browser, refused input."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOptionalIterable=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false

@@ -1,3 +1,4 @@
+# type: ignore
 """``refit``: the chosen number of passes on all examples, the same average, the first training's estimate."""
 
 from functools import partial
