@@ -45,6 +45,8 @@ def kept_lines(found: dict[str, Any], steps: int) -> list[str]:
     right = "" if found["accuracy"] is None else f" and accuracy {found['accuracy']:.1%}"
     risk = size_of(Estimate(found["value"], found["standard_error"])) if found["valid"] else "not known"
     why = "" if found["valid"] else f" ({as_command(found['reason'])})"
+    if not found["valid"] and (found["standard_error"] or 0.0) > found["value"]:
+        risk, why = f"{found['value']:.2g}", ", too uncertain to say how these weights do on new data,"
     lines = [
         f"Kept the weights of step {found['step']} of {steps}{mean}: held-back risk {risk}{why}{right} on "
         f"{found['examples']} examples that no step trained on."

@@ -153,7 +153,7 @@ def training_call(
         + f"from {module} import {short}\nfrom poprisk import {gate}Problem, train\n"
         f"problem = Problem.build({_path(run, source)!r}{arguments})\n"
         f"train(problem, partial({short}{options}), {steps or run.num_steps}, batch_size={training['batch_size']}, "
-        f'seed={manifest["seed"]}, path={json.dumps(path)}{extra})'
+        f"seed={manifest['seed']}, path={json.dumps(path)}{extra})"
     )
 
 
