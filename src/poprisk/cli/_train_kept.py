@@ -45,7 +45,7 @@ def kept_lines(found: dict[str, Any], steps: int) -> list[str]:
     right = "" if found["accuracy"] is None else f" and accuracy {found['accuracy']:.1%}"
     risk = size_of(Estimate(found["value"], found["standard_error"])) if found["valid"] else "not known"
     why = "" if found["valid"] else f" ({as_command(found['reason'])})"
-    if not found["valid"] and (found["standard_error"] or 0.0) > found["value"]:
+    if not found["valid"] and (found["standard_error"] or 0.0) > (found["value"] or math.inf):
         risk, why = f"{found['value']:.2g}", ", too uncertain to say how these weights do on new data,"
     lines = [
         f"Kept the weights of step {found['step']} of {steps}{mean}: held-back risk {risk}{why}{right} on "
