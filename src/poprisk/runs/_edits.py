@@ -1,7 +1,7 @@
 """What was changed in a problem after its function made it: targets corrected, examples held back. A run saves this."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,11 +9,8 @@ from torch import Tensor
 from poprisk.errors import DataError
 from poprisk.runs._data_check import check_finite, check_targets
 
-if TYPE_CHECKING:
-    from poprisk.runs._problem import Problem
 
-
-def new_targets(problem: "Problem", targets: Any) -> tuple[Tensor, dict[str, list[Any]]]:
+def new_targets(problem: Any, targets: Any) -> tuple[Tensor, dict[str, list[Any]]]:
     """Other targets for a problem, checked, and which of them differ as JSON values.
 
     Raises:
@@ -32,7 +29,7 @@ def new_targets(problem: "Problem", targets: Any) -> tuple[Tensor, dict[str, lis
     return given, {"changed": rows.tolist(), "targets": given[rows].tolist()}
 
 
-def edited(problem: "Problem", edits: Iterable[Mapping[str, Any]]) -> "Problem":
+def edited(problem: Any, edits: Iterable[Mapping[str, Any]]) -> Any:
     """The problem with the changes that a run saved.
 
     Raises:
@@ -46,7 +43,7 @@ def edited(problem: "Problem", edits: Iterable[Mapping[str, Any]]) -> "Problem":
     return problem
 
 
-def _edited(problem: "Problem", edit: Mapping[str, Any]) -> "Problem":
+def _edited(problem: Any, edit: Mapping[str, Any]) -> Any:
     if "changed" in edit:
         if not edit["changed"] or not max(edit["changed"]) < len(problem):
             raise DataError(f"the run changed targets that are not among the {len(problem)} of its problem")
