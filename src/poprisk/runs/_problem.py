@@ -23,7 +23,7 @@ from poprisk._core.store import (
     resolve,
 )
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.runs._data_check import check_finite, check_targets
+from poprisk.runs._data_check import check_classes, check_finite, check_targets, check_varied
 from poprisk.runs._formats import as_examples, as_factory, as_loss
 
 Augmentation = Callable[[Inputs, Generator], Inputs]
@@ -104,6 +104,7 @@ class Problem:
             if examples is not None:
                 check_finite(which, _named(*examples), allow_nonfinite)
                 check_targets(which, examples[1], self.loss)
+        check_varied(self.inputs, self.targets)
         self.name, self.augment, self.seed = name, augment, seed
         self._show, self._batch_loss, self._example_loss = show, batch_loss, resolve_loss(self.loss)
         self._source: Importable | None = None
@@ -153,6 +154,15 @@ class Problem:
         if not isinstance(module, nn.Module):
             raise DataError(f"make_model must return a torch module, got {type(module).__name__}")
         return module.to(device=self.device if device is None else device, dtype=dtype)
+
+    def check_fits(self, module: nn.Module) -> None:
+        """Check that the labels are classes of the module.
+
+        Raises:
+            DataError: some are beyond its outputs.
+        """
+        test = {} if self.test is None else {"test": self.test}
+        check_classes(module, self.loss, {"training": (self.inputs, self.targets), **test})
 
     def model(self, dtype: torch.dtype | None = None) -> FlatModel:
         """The model as functions of its flat weights, with this problem's loss."""

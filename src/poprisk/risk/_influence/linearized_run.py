@@ -20,7 +20,7 @@ from poprisk.risk._influence.batch_derivatives import BatchDerivatives
 from poprisk.risk._influence.linear_stack import batch_derivatives, linear_layers
 from poprisk.risk._influence.parameter_choice import Parameters, choose_parameters
 from poprisk.risk._influence.step_jacobian import GateMode, StepJacobian, clip_direction, rule_jacobian
-from poprisk.runs import FlatRule, Run, check_first_steps, flat_rule
+from poprisk.runs import FlatRule, Run, as_run, check_first_steps, flat_rule
 
 State = tuple[Tensor, ...]
 
@@ -52,7 +52,7 @@ class LinearizedRun:
         graphs: bool | None = None,
         parameters: Parameters | None = None,
     ) -> None:
-        _check_run(run, dtype, gate)
+        _check_run(run, dtype, gate, stop)
         stop = run.num_steps if stop is None else stop
         if not 0 <= start < stop <= run.num_steps:
             raise DataError(f"a run to differentiate needs 0 ≤ start < stop ≤ {run.num_steps}, got {start} and {stop}")
@@ -292,7 +292,7 @@ def _spacing(steps: int, state_bytes: int, memory: int) -> int:
     return max(1, round(steps**0.5))
 
 
-def _check_run(run: Run, dtype: torch.dtype | None, gate: str) -> None:
+def _check_run(run: Run, dtype: torch.dtype | None, gate: str, stop: int | None) -> None:
     run.require_exact()
     if run.augmented:
         raise RunError(
@@ -301,6 +301,8 @@ def _check_run(run: Run, dtype: torch.dtype | None, gate: str) -> None:
         )
     if not run.num_steps:
         raise RunError("the run has no steps to differentiate: record at least one")
+    if stop is None or stop == run.num_steps:
+        as_run(run)
     if run.num_examples < 3:
         raise DataError(f"influence needs at least 3 training examples, got {run.num_examples}")
     if gate not in ("differentiated", "frozen"):
