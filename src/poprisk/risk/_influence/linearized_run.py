@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from poprisk._core.autodiff import EXACT_DTYPES, FlatModel, slices, take_examples
+from poprisk._core.costs import working_memory
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._influence.batch_derivatives import BatchDerivatives
@@ -56,7 +57,7 @@ class LinearizedRun:
         stop = run.num_steps if stop is None else stop
         if not 0 <= start < stop <= run.num_steps:
             raise DataError(f"a run to differentiate needs 0 ≤ start < stop ≤ {run.num_steps}, got {start} and {stop}")
-        self.run, self.start, self.stop, self.memory, self.graphs = run, start, stop, memory, graphs
+        self.run, self.start, self.stop, self.memory, self.graphs = run, start, stop, working_memory(memory), graphs
         self.gate: GateMode = gate
         """Whether the gate is differentiated, or held at its recorded values."""
         self.dtype = run.layout.dtype if dtype is None else dtype
@@ -74,7 +75,8 @@ class LinearizedRun:
         self._linear_rule = manifest["optimizer"]["name"] == "torch.optim.SGD"
         self.clip_norm: float | None = (manifest.get("training") or {}).get("clip_norm")
         """The norm to which ``train`` clipped gradients; if known, the clipping factor is differentiated."""
-        self._states = OptimizerStates(self.rule, self.weights, lambda k: self.batch(k).gradient, stop, memory // 2)
+        gradient = lambda k: self.batch(k).gradient  # noqa: E731
+        self._states = OptimizerStates(self.rule, self.weights, gradient, stop, self.memory // 2)
         self._check_separable()
         check_first_steps(run, whole)
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, probe, resolve_loss, slices
 from poprisk._core.cluster import current_cluster, is_remote
+from poprisk._core.costs import working_memory
 from poprisk._core.progress import training_progress
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.risk._retraining.members import (
@@ -100,6 +101,7 @@ def retrain(
             [0.]])
     """
     check_members(run, members, keep)
+    memory = working_memory(memory)
     last = run.num_steps if stop is None else stop
     _resumed(run, members, keep, last, resume)
     held, why = (0, "to keep each of them") if folder is not None else _stackable(run, dtype)
@@ -212,7 +214,7 @@ def _stacked(
     found: list[dict[int, Tensor]] = []
     states: list[tuple[Tensor, ...]] = []
     chunks = list(slices(members.count, width))
-    with training_progress(f"{members.count} trainings", 0, max(steps * len(chunks), 1), shown=shown) as report:
+    with training_progress(f"{members.count} trainings", 0, max(steps * len(chunks), 1), shown, patient=True) as report:
         for c, chunk in enumerate(chunks):
             found.append({})
             for k, w, state, loss in trainer.steps(chunk, last, resume):
