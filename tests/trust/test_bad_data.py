@@ -44,7 +44,7 @@ def test_values_that_are_not_finite(value):
     ("loss", "targets", "message"),
     [
         ("cross_entropy", having(Y, -1, 3, 5), "2 of 12 examples have others, the first is example 3"),
-        ("cross_entropy", torch.full((12,), -100), "all -100, the label that cross_entropy ignores"),
+        ("cross_entropy", torch.full((12,), -100), "all are -100, the label that cross_entropy ignores"),
         (
             "cross_entropy",
             having(X[:, :2].abs(), -0.5, 2),

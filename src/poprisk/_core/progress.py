@@ -64,7 +64,9 @@ class Progress:
             clock = time.perf_counter if self._limits is None else self._limits.clock
         self._rows = {each: Row(each, total, start, start, clock()) for each in names}
         self._first, self._counted, self._clock = names[0], counted, clock
-        self._shown = False if self._limits is not None and self._limits.shown is False else shown
+        self._shown = shown
+        if self._limits is not None and shown is not False:
+            self._shown = self._limits.shown if shown is None or self._limits.shown is False else shown
         self._patient, self._least = patient, least
         self._face: Any = None
         self._outer: tuple[Progress, ...] = ()
@@ -73,6 +75,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._outer = _OPEN.get()
+        self._patient = self._patient or any(row.total for each in self._outer for row in each._rows.values())
         if self._shown is not False:
             around = next((each._face for each in reversed(self._outer) if each._face is not None), None)
             face: Any = open_face(self._clock) if around is None else around
@@ -133,15 +136,22 @@ class Progress:
     def fits(self, units: int) -> bool:
         """Whether the limits of the call leave time for so many more units at the speed so far."""
         row = self._rows[self._first]
-        worked = row.done - row.skipped
-        if self._limits is None or worked <= 0:
+        if self._limits is None or row.done <= row.skipped:
             return True
-        return (self._clock() - row.began) / worked * units <= self._limits.left()
+        left = max(row.total - row.done, 1)
+        return row.seconds_left(self._clock()) * units / left <= self._limits.left()
 
     def _measure(self, row: Row) -> None:
         """Estimate the time of all the work once its speed is known; announce it, and hold it to the limits."""
         now, worked = self._clock(), row.done - row.skipped
-        if row.estimate is not None or worked <= 0 or now - row.began < _MEASURED or row.done >= row.total:
+        if row.estimate is not None or worked <= 0 or row.done >= row.total:
+            return
+        if row.first is None:
+            row.first = now, row.done
+            if now - row.began < _LONG:  # otherwise it is announced now
+                return
+            row.first = row.began, row.skipped
+        if now - row.first[0] < _MEASURED:
             return
         left = row.seconds_left(now)
         if self._limits is not None:
@@ -149,9 +159,9 @@ class Progress:
             self._limits.check(row.name, left * least)
             left = min(left, self._limits.left())
         row.estimate = now - row.began + left
-        if row.estimate >= _LONG and self._face is not None:
-            keeps = "" if self._limits is None else f"; Ctrl-C keeps {self._limits.keeps}"
-            self._face.say(f"{row.name}: about {said(left)} and {memory_used() / 1e9:.1f} GB{keeps}")
+        if row.estimate >= _LONG and self._face is not None and self._limits is not None:
+            words = f"about {said(left)} and {memory_used() / 1e9:.1f} GB; Ctrl-C keeps {self._limits.keeps}"
+            self._face.say(f"{row.name}: {words}")
 
     def _is_ready(self, row: Row) -> bool:
         """Whether to show a row, which is added now if it is time for it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poprisk._core.notebook import duration, time_left
+from poprisk._core.text import one_line
 
 BEAT = 4.0
 """Within a call whose costs are announced: the longest time without a word, in seconds."""
@@ -24,6 +25,8 @@ class Row:
     began: float
     words: str = ""
     doing: str = ""
+    first: tuple[float, int] | None = None
+    """When the first part was done, which may have taken longer than the others, and how much that was."""
     estimate: float | None = None
     """Estimated seconds of all the work, as soon as its speed is known."""
     shown: bool = False
@@ -36,7 +39,10 @@ class Row:
         return time_left(self.seconds_left(now))
 
     def seconds_left(self, now: float) -> float:
-        return (now - self.began) / (self.done - self.skipped) * (self.total - self.done)
+        since, before = (self.began, self.skipped)
+        if self.first is not None and self.done > self.first[1]:
+            since, before = self.first
+        return (now - since) / max(self.done - before, 1) * (self.total - self.done)
 
 
 def open_face(clock: Callable[[], float]) -> Any:
@@ -64,16 +70,22 @@ class Terminal:
 
         self._narrow = narrow = console.width < _NARROW
         bar = BarColumn(bar_width=None if narrow else 40)
-        more = TextColumn("{task.percentage:>3.0f}%" if narrow else "{task.fields[count]} {task.fields[said]}")
+        more = TextColumn(
+            "{task.percentage:>3.0f}%" if narrow else "{task.fields[count]} {task.fields[said]}", markup=False
+        )
         self._clock, self._said_at = clock, clock()
-        self._progress = Progress(TextColumn("{task.description}"), bar, more, console=console, expand=narrow)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False), bar, more, console=console, expand=narrow
+        )
         self._tasks: dict[Row, Any] = {}
 
     def add(self, row: Row, counted: str) -> None:
         if not self._tasks:
             self._progress.start()
         total, count = row.total or None, f"{row.done}/{row.total}" if row.total else ""
-        self._tasks[row] = self._progress.add_task(row.name, total=total, completed=row.done, said="", count=count)
+        self._tasks[row] = self._progress.add_task(
+            one_line(row.name), total=total, completed=row.done, said="", count=count
+        )
 
     def is_due(self, row: Row) -> bool:
         return bool(row.doing) or row.done % max(1, row.total // 200) == 0 or row.done >= row.total
@@ -81,7 +93,7 @@ class Terminal:
     def show(self, row: Row) -> None:
         self._said_at = self._clock()
         words = ", ".join(part for part in (row.words, row.time_left(self._clock())) if part)
-        name = f"{row.name}: {row.doing}" if row.doing else row.name
+        name = one_line(f"{row.name}: {row.doing}" if row.doing else row.name)
         about = {"completed": row.done, "total": row.total, "count": f"{row.done}/{row.total}"}
         self._progress.update(self._tasks[row], description=name, said=words, refresh=bool(row.doing), **about)
 
@@ -101,7 +113,7 @@ class Terminal:
         elif finished:
             total = self._progress.tasks[self._progress.task_ids.index(task)].total
             count = f"{total:.0f}/{total:.0f}"
-            self._progress.update(task, completed=total, description=row.name, said="", count=count)
+            self._progress.update(task, completed=total, description=one_line(row.name), said="", count=count)
 
     def close(self) -> None:
         self._progress.stop()
@@ -185,5 +197,5 @@ class Lines:
 
 def write_line(text: str) -> None:
     """Write a line of progress to stderr; messages that nobody asked for go to the logger ``poprisk`` instead."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{one_line(text)}\n")
     sys.stderr.flush()

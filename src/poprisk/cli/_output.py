@@ -10,6 +10,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from poprisk._core.text import printable
+
 
 def stdout() -> Console:
     """The console that results are printed to."""
@@ -65,7 +67,7 @@ def table(
         first = int(named)
         for row in rows:
             cells = ", ".join(f"{heading} {cell}" for heading, cell in list(zip(headings, row, strict=True))[first:])
-            yield Text(f"{row[0]}: {cells}" if named else cells)
+            yield Text(printable(f"{row[0]}: {cells}" if named else cells))
         return
     drawn = Table(title=title, title_justify="left", title_style="")
     for place, heading in enumerate(headings):

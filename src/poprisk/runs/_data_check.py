@@ -1,12 +1,11 @@
 """Bad data are refused: values that are not finite, labels that the loss cannot mean; with their number and place."""
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from poprisk._core.autodiff import IGNORED, Inputs, take_examples
+from poprisk._core.autodiff import IGNORED, Inputs
 from poprisk.errors import DataError, PopRiskWarning, RunError
 
 if TYPE_CHECKING:
@@ -49,11 +48,18 @@ def check_targets(which: str, targets: Tensor, loss: object) -> None:
         must, do = f"class indices from 0 (or {ignored} for places to ignore)", "count the classes from 0"
         if bool(left_out.all()):
             raise DataError(
-                f"{which} targets are all {ignored}, the label that cross_entropy ignores: pass the class indices"
+                f"{which} targets must be class indices, but all are {ignored}, the label that cross_entropy ignores: "
+                "pass the class indices"
             )
         if bool((nothing := left_out.reshape(len(targets), -1).all(1)).any()):
             found = _count(nothing, f"have only the label {ignored}, which cross_entropy ignores")
             _warn(f"{which} targets: {found}; they count with a loss of 0: leave these examples out")
+    elif loss == "cross_entropy" and targets.dim() < 2:
+        got = f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
+        raise DataError(
+            f"{which} targets must be class indices as whole numbers, or probabilities of every class, got {got}: pass "
+            "targets.long() if they are classes"
+        )
     elif loss == "cross_entropy":
         must, do = "class indices or probabilities", "pass class indices as whole numbers, or probabilities"
     elif loss == "logistic":
@@ -74,23 +80,17 @@ def check_varied(inputs: Inputs, targets: Tensor) -> None:
             _warn(f"{say}: if this is not meant, check how they were read")
 
 
-def check_classes(module: nn.Module, loss: object, examples: dict[str, tuple[Inputs, Tensor]]) -> None:
-    """Check that the labels of each set are among the classes of a module; its first outputs are computed for this.
-
-    Raises:
-        DataError: some are not.
-    """
-    if _ignored_class(loss) is None:
+def check_classes(loss: object, which: str, targets: Tensor, classes: int | None) -> None:
+    """Check that labels are among the classes that a model has outputs for; a DataError if they are not."""
+    if _ignored_class(loss) is None or targets.is_floating_point() or classes is None:
         return
-    for which, (inputs, targets) in examples.items():
-        classes = None if targets.is_floating_point() else _classes(module, take_examples(inputs, slice(0, 1)), targets)
-        if classes is not None and bool((beyond := targets >= classes).any()):
-            rows = _rows(beyond)
-            raise DataError(
-                f"{which} targets must be class indices from 0 to {classes - 1}, as the model has {classes} outputs, "
-                f"but {_count(rows, 'have others')} with {int(targets[rows].max())}: give the model "
-                f"{int(targets.max()) + 1} outputs, or correct the labels"
-            )
+    if bool((beyond := targets >= classes).any()):
+        rows = _rows(beyond)
+        raise DataError(
+            f"{which} targets must be class indices from 0 to {classes - 1}, as the model has {classes} outputs, "
+            f"but {_count(rows, 'have others')} with {int(targets[rows].max())}: give the model "
+            f"{int(targets.max()) + 1} outputs, or correct the labels"
+        )
 
 
 def check_converged(run: "Run") -> None:
@@ -111,24 +111,6 @@ def check_converged(run: "Run") -> None:
         f"the {what} not finite from step {first} of {steps} on, so that there is nothing to analyze: train again with "
         "a lower learning rate or with clip_norm, and check the inputs"
     )
-
-
-def _classes(module: nn.Module, inputs: Any, targets: Tensor) -> int | None:
-    """Number of classes of a module's outputs; None where it cannot be told."""
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            first = next((p for p in module.parameters() if p.is_floating_point()), None)
-            parts = inputs if isinstance(inputs, tuple) else (inputs,)
-            cast = [x.to(first.dtype) if first is not None and x.is_floating_point() else x for x in parts]
-            outputs = module(*cast)
-    except Exception:
-        return None  # the training says what is wrong
-    finally:
-        module.train(training)
-    fits = isinstance(outputs, Tensor) and outputs.dim() == targets.dim() + 1
-    return outputs.shape[1] if fits else None
 
 
 def _ignored_class(loss: object) -> int | None:

@@ -53,7 +53,10 @@ class Run:
     ) -> None:
         manifest = storage.read_manifest()
         if manifest is None:
-            raise DataError(f"{getattr(storage, 'path', 'the storage')} is not a recorded run: it has no manifest")
+            raise DataError(
+                f"{getattr(storage, 'path', 'the storage')} is not a recorded run: it has no manifest; "
+                "pass the directory that poprisk train or train(path=…) wrote"
+            )
         self._storage, self._manifest, self._tolerate, self._trust = storage, manifest, tolerate, trust
         self.layout = Layout.from_json(manifest["layout"])
         if problem is not None and manifest["problem"] is not None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, probe, resolve_loss, slices
 from poprisk._core.cluster import current_cluster, is_remote
-from poprisk._core.costs import working_memory
+from poprisk._core.costs import current_limits, working_memory
 from poprisk._core.progress import training_progress
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.risk._retraining.members import (
@@ -210,7 +210,7 @@ def _stacked(
     width = _members_at_once(trainer, memory, held, largest)
     steps = last - first
     work = 6.0 * members.count * run.num_weights * steps * (len(run.batch(0)) if run.num_steps else 0)
-    shown = work > _SMALL_WORK if progress is None else progress
+    shown = progress if progress is not None or current_limits() is not None else work > _SMALL_WORK
     found: list[dict[int, Tensor]] = []
     states: list[tuple[Tensor, ...]] = []
     chunks = list(slices(members.count, width))
