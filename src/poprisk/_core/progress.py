@@ -1,11 +1,11 @@
 """How far some work is, and how long it will still take: on a terminal, in a notebook, or as lines in a log."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Event, RLock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from poprisk._core.costs import Limits, as_limits, current_limits, held, is_out_of_memory, memory_used, said
 from poprisk._core.progress_faces import BEAT, Lines, Row, open_face
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Report = Callable[[int, "Tensor"], None]
+T = TypeVar("T")
 _LONG = 10.0
 """Work that takes longer than this many seconds is announced."""
 _PATIENCE = 1.0
@@ -216,6 +217,18 @@ class Progress:
             if not any(each._face is self._face for each in self._outer):
                 self._face.close()
             self._face = None
+
+
+def tracked(items: Sequence[T], name: str) -> Iterator[T]:
+    """The items one after another, as work of a call whose costs are announced.
+
+    >>> list(tracked([2, 3], "example"))
+    [2, 3]
+    """
+    with Progress(name, len(items), shown=None, patient=True) as progress:
+        for item in items:
+            yield item
+            progress.advance()
 
 
 @contextmanager

@@ -1,15 +1,12 @@
 """Bad data are refused: values that are not finite, labels that the loss cannot mean; with their number and place."""
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from poprisk._core.autodiff import IGNORED, Inputs
 from poprisk.errors import DataError, PopRiskWarning, RunError
-
-if TYPE_CHECKING:
-    from poprisk.runs._run import Run
 
 _FEW = 20
 """Number of examples below which equal ones are taken to be meant."""
@@ -93,7 +90,7 @@ def check_classes(loss: object, which: str, targets: Tensor, classes: int | None
         )
 
 
-def check_converged(run: "Run") -> None:
+def check_converged(run: Any) -> None:
     """Check that a run has finite weights and losses at its end; what came before says nothing about them.
 
     Raises:

@@ -1,8 +1,9 @@
 """A first look at a problem before it is trained: model, loss and examples are tried together on a few examples."""
 
 import inspect
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,6 @@ from poprisk._core.store import where
 from poprisk._core.text import one_line
 from poprisk.errors import DataError, PopRiskError
 from poprisk.runs._data_check import check_classes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from poprisk.runs._problem import Problem
 
 _FEW = 2
 
@@ -44,7 +40,7 @@ def check_takes(what: str, function: Any, *arguments: str, **named: Any) -> None
         raise DataError(one_line(f"{wanted}, got {signature}: {error}; change what it takes")) from None
 
 
-def first_look(problem: "Problem", module: nn.Module) -> None:
+def first_look(problem: Any, module: nn.Module) -> None:
     """Try the model and the loss on the first examples, with its buffers kept as they are.
 
     Raises:
@@ -66,7 +62,7 @@ def first_look(problem: "Problem", module: nn.Module) -> None:
         look.at("test", *problem.test)
 
 
-def _augmented(problem: "Problem") -> Any:
+def _augmented(problem: Any) -> Any:
     """The first inputs, augmented as in a step."""
     if problem.augment is None:
         return problem.inputs
@@ -90,7 +86,7 @@ def _described(inputs: Any) -> str:
 
 
 class _Look:
-    def __init__(self, problem: "Problem", module: nn.Module) -> None:
+    def __init__(self, problem: Any, module: nn.Module) -> None:
         self.problem, self.module = problem, module
         self.dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
 
@@ -157,7 +153,7 @@ class _Look:
 
 
 @contextmanager
-def _of_user(must: str, do: str) -> "Iterator[None]":
+def _of_user(must: str, do: str) -> Iterator[None]:
     """Turn an error of the model or of the loss into one line."""
     try:
         yield

@@ -337,8 +337,8 @@ class Problem:
             why = "it was not made by Problem.build" if source is None else source["reason"]
             raise DataError(
                 f"problem {description['name']!r} cannot be rebuilt, but is needed: {why}; pass problem=…, with "
-                f"examples {description['data']} of fingerprint {description['fingerprint'][:12]} and the model factory "
-                f"{description['make_model']['path'] or 'that was used'}"
+                f"examples {description['data']} of fingerprint {description['fingerprint'][:12]} and the model "
+                f"factory {description['make_model']['path'] or 'that was used'}"
             )
         source = located(source, folder, None)
         call = Importable(source["path"], source["arguments"], folder=source.get("folder"))
