@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -67,29 +68,43 @@ def measured(name: str, run: Path, args: argparse.Namespace) -> dict[str, Any]:
     )
     started = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert started.stderr is not None
+    killer = threading.Timer(args.limit_s, started.kill)
+    killer.start()
     lines: list[tuple[float, str]] = []
     for line in started.stderr:
         lines.append((time.perf_counter(), line.rstrip()))
         print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
     _, status, usage = os.wait4(started.pid, 0)
     ended = time.perf_counter()
+    killer.cancel()
     begun = next((place for place, (_, line) in enumerate(lines) if line == "ready"), None)
-    if status or begun is None:
+    if begun is None:
         return {"call": name, "failed": lines[-1][1] if lines else status}
     lines = lines[begun:]
     times = [when for when, _ in lines] + [ended]
-    announced = [(when, float(found[1])) for when, line in lines if (found := re.search(r"about ([\d.]+) s", line))]
-    first = announced[0] if announced else None
-    seconds = ended - times[0]
+    seconds, rows = ended - times[0], []
+    for (when, line), (after, _) in zip(lines, [*lines[1:], (ended, "")], strict=True):
+        if found := re.match(r"([^:]+): about ([\d.]+) (s|h) and ([\d.]+) GB", line):
+            rows.append(
+                {"work": found[1], "at": when - times[0], "left": float(found[2]) * (3600 if found[3] == "h" else 1)}
+            )
+        elif rows and line.startswith(rows[-1]["work"]):
+            rows[-1]["until"] = after - times[0]
+    for row in rows:  # a stage ends with its last line; a beat of another one comes at most a few seconds later
+        row["took"] = max(row.get("until", row["at"]) - row["at"], 1e-9)
+        row["ratio"] = row["left"] / row["took"]
+    told = sum(row["left"] for row in rows) + seconds - sum(row["took"] for row in rows)
     return {
         "call": name,
+        **({"killed": True} if status else {}),
         "seconds": seconds,
-        "estimate": None if first is None else first[1] + first[0] - times[0],
-        "ratio": None if first is None else (first[1] + first[0] - times[0]) / seconds,
-        "announced_after": None if first is None else first[0] - times[0],
+        "announced": rows,
+        "estimate": told,
+        "ratio": told / seconds,
         "peak_gb": usage.ru_maxrss * 1024 / 1e9,
         "limit_gb": args.memory,
         "silence": max(b - a for a, b in itertools.pairwise(times)),
+        "lines": [f"{when - times[0]:.1f} {line}" for when, line in lines][-40:],
     }
 
 
@@ -103,6 +118,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--memory", type=float, default=4.0, help="limit in GB")
     parser.add_argument("--optimizer", default="AdamW")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds after which a call is killed")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     import torch

@@ -84,9 +84,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     (True, False)
     """
     words = str(error).lower()
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(each in words for each in _OUT_OF_MEMORY)
-    )
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(each in words for each in _OUT_OF_MEMORY)
 
 
 def working_memory(usual: int) -> int:
