@@ -1,5 +1,7 @@
 """``poprisk train``: a user's own script recorded with no other code, gone on with, and reopened without a flag."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false
+
 import json
 import re
 import shutil

@@ -28,8 +28,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(progress_faces, "BEAT", 1e9)  # nothing is said because this machine is slow
+def clock():
     return Clock()
 
 

@@ -1,5 +1,7 @@
 """The page to play with: whole in one file, refused input, and in a real browser the library's numbers."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false
+
 import html
 import json
 import math

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import bad_inputs as bad
+import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -44,6 +45,7 @@ def folder(tmp_path_factory):
 def _there(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users have no such checks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -8,7 +8,7 @@ from threading import Event, RLock, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from poprisk._core.costs import Limits, as_limits, current_limits, held, is_out_of_memory, memory_used, said
-from poprisk._core.progress_faces import BEAT, Lines, Row, open_face
+from poprisk._core.progress_faces import Lines, Row, open_face
 from poprisk.errors import LimitError
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Progress:
         ended = Event()
 
         def go_on() -> None:
-            while not ended.wait(BEAT / 4):
+            while not ended.wait(_PATIENCE):
                 self._innermost.beat()
 
         thread = Thread(target=go_on, name="poprisk-progress", daemon=True)
