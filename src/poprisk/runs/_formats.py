@@ -104,7 +104,7 @@ def as_factory(model: Any) -> Callable[..., Any]:
         return CopiesOf(model)
     if not callable(model):
         raise HyperparameterError(
-            f"make_model must be a module or a function that builds one, got a {type(model).__name__}"
+            f"make_model must be a module or a function that builds one, got a {type(model).__name__}: pass either"
         )
     return model
 

@@ -169,7 +169,7 @@ class Problem:
             torch.manual_seed(self.seed)
             module = self.make_model(**self.arguments)
         if not isinstance(module, nn.Module):
-            raise DataError(f"make_model must return a torch module, got {type(module).__name__}")
+            raise DataError(f"make_model must return a torch module, got {type(module).__name__}: return one")
         return module.to(device=self.device if device is None else device, dtype=dtype)
 
     def check_fits(self, module: nn.Module) -> None:
