@@ -18,15 +18,6 @@ def stdout() -> Console:
     return Console(file=sys.stdout)
 
 
-def printable(text: str) -> str:
-    r"""Text without characters that a terminal would obey; it may come from a file.
-
-    >>> printable("a\x1b[2Jb")
-    'a?[2Jb'
-    """
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
 def show(lines: Iterable[RenderableType], found: Mapping[str, Any], as_json: bool) -> None:
     """Print the outcome: its lines or, with ``--json``, the object and nothing else."""
     if as_json:
