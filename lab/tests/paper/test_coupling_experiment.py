@@ -1,3 +1,4 @@
+# type: ignore  # the project checks the types of src and lab/src
 """Train-test coupling at its smoke size: what is stored is what happened, the command, its figure and its page."""
 
 import io

@@ -1,3 +1,4 @@
+# type: ignore  # the project checks the types of src and lab/src
 """Functions of scripts: loaded as Python would run the file, named so that another process and place finds them."""
 
 import sys

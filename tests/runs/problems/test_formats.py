@@ -1,3 +1,4 @@
+# type: ignore  # the project checks the types of src and lab/src
 """Problems take what people have: NumPy arrays, datasets, loaders, losses as modules, a module itself."""
 
 import numpy as np
