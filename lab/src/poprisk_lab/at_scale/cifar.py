@@ -142,7 +142,7 @@ def auc(score: Tensor, wrong: Tensor) -> float:
     1.0
     """
     values, place, counts = score.double().unique(return_inverse=True, return_counts=True)
-    rank = (counts.cumsum(0) - (counts - 1) / 2)[place]
+    rank = (counts.cumsum(0) - (counts.double() - 1) / 2)[place]
     bad, good = int(wrong.sum()), int((~wrong).sum())
     return 1 - float((rank[wrong].sum() - bad * (bad + 1) / 2) / (bad * good)) if bad and good and len(values) else 0.5
 
