@@ -1,21 +1,21 @@
 """CIFAR-10N with augmentation and batch normalization: risk along one run, and labels judged without further training.
 
-``python -m poprisk_lab.at_scale.cifar DATA OUTPUT``, with CIFAR-10 and the labels of CIFAR-10N in ``DATA`` (either as
+``python -m poprisk_lab.at_scale.cifar --data DATA --output FILE``, with CIFAR-10 and the labels of CIFAR-10N (either as
 :mod:`poprisk_lab.data.cifar` reads them, or images packed by :mod:`.packed_images`), trains ResNet-18 once alone, with
-its time taken, then the five folds of confident learning side by side: about six minutes on an H200. ``--tiny`` needs
+its time taken, then the five folds of confident learning side by side: about six minutes on an H200. ``--smoke`` needs
 no files. What is compared was written down before, in RULE.md.
 """
 
 import argparse
-import json
 import multiprocessing
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from poprisk import KeepBest, TailAverage, hold_back, out_of_sample_probabilities
+from poprisk._core.store import load_result, save_result
 from poprisk.optim import KeptRisk
+from poprisk_lab.at_scale.numbers import CIFAR
 from poprisk_lab.at_scale.packed_images import unpack_images
 from poprisk_lab.data.cifar import cifar10, human_labels
 from poprisk_lab.recipes.cifar_run import augmented, residual_network
 
 FOLDS = 5
-_DIRECTIONS = 96
 _MEAN, _SPREAD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 Arrays = dict[str, np.ndarray]
+Save = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Watch:
             torch.cuda.synchronize()
 
 
-def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> tuple[dict[str, Any], Arrays]:
+def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> dict[str, Any]:
     """The run with KeepBest: its risk along the way, its labels judged from it, and what each part took."""
     data, watch = Data(arrays, config, device), Watch(device)
     rows = torch.arange(len(data.labels))
@@ -206,7 +208,7 @@ def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> tup
     found = watch.time("probabilities", lambda: out_of_sample_probabilities(keeper, data=(images, kept_labels)))
     wrong = kept_labels != data.clean[kept]
     seconds = watch.seconds
-    result = {
+    return {
         "config": asdict(config),
         "trained": len(kept),
         "held": len(held),
@@ -225,19 +227,6 @@ def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> tup
             "margins along the run": {"area under margin": round(auc(seen["sum"].cpu()[kept], wrong), 5)},
         },
     }
-    stored = {"kept": kept, "held": held, "probabilities": found.probabilities, "seen": plain.cpu(), "last": last.cpu()}
-    stored["features"], stored["held_features"] = _leading(
-        keeper.features((images, kept_labels))[0], keeper.features()[0]
-    )
-    halved = {name: x.half() if x.is_floating_point() else x for name, x in stored.items()}
-    return result, {name: x.numpy() for name, x in halved.items()}
-
-
-def _leading(points: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """The leading directions of the features, which are stored for later questions."""
-    mean = points.mean(0)
-    vectors = torch.linalg.eigh((points - mean).T @ (points - mean))[1][:, -_DIRECTIONS:]
-    return (points - mean) @ vectors, (held - mean) @ vectors
 
 
 def _plain(risk: KeptRisk) -> dict[str, Any]:
@@ -346,27 +335,30 @@ def _work(config: CifarConfig, arrays_path: str, device: str, place: str) -> Any
 
 
 def study(
-    folder: Path | None, output: Path, names: list[str], config: CifarConfig, limit: float, earlier: Path | None = None
+    folder: Path | None,
+    names: list[str],
+    config: CifarConfig,
+    limit: float,
+    save: Save,
+    earlier: Path | None = None,
 ) -> dict[str, Any]:
     """Each label set's run, the first one alone, and then its folds side by side.
 
     Args:
         folder: Folder of the data; None makes some up.
-        output: Folder for the results.
         names: Label sets.
         config: The recipe.
         limit: Seconds after which no other label set is begun, and folds are scored as far as they are.
+        save: Stores the result so far.
         earlier: A result to go on from: its runs are not repeated.
     """
     began = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    output.mkdir(parents=True, exist_ok=True)
     arrays = load(folder)
     _say(began, "images are there")
     result: dict[str, Any] = {"versions": versions(device), "runs": {}, "confident_learning": {}}
     if earlier is not None:
-        result = json.loads(earlier.read_text(encoding="utf-8"))
-        result = result.get("result", result)
+        result = load_result(earlier, CIFAR)["result"]
     parts = Path(tempfile.mkdtemp())
     np.savez(parts / "arrays.npz", allow_pickle=False, **arrays)
     for name in names:
@@ -378,30 +370,29 @@ def study(
             if result["runs"]:
                 tasks.insert(0, mine)
             else:
-                _keep(result, output, judged_run(arrays, mine, device))
+                _keep(result, judged_run(arrays, mine, device), save)
                 _say(began, f"{name}: {result['runs'][name]['seconds']} {result['runs'][name]['auc']}")
         if tasks:
-            _side_by_side(tasks, parts, str(device), result, output, limit - (time.perf_counter() - began))
+            _side_by_side(tasks, parts, str(device), result, save, limit - (time.perf_counter() - began))
         if (judged := _scored(result, name, parts, arrays)) is not None:
             result["confident_learning"][name] = judged
         result["wall_seconds"] = time.perf_counter() - began
-        (output / "cifar.json").write_text(json.dumps(result, indent=1))
+        save(result)
         _say(began, f"{name}: {result['confident_learning'].get(name)}")
     shutil.rmtree(parts)
     return result
 
 
-def _keep(result: dict[str, Any], output: Path, found: tuple[dict[str, Any], Arrays]) -> None:
+def _keep(result: dict[str, Any], found: dict[str, Any], save: Save) -> None:
     """Store a judged run; the clock of the first one counts, which ran alone."""
-    name = found[0]["config"]["labels"]
     alone = next(iter(result["runs"].values()), None)
-    result["runs"][name] = found[0] if alone is None else {**found[0], "bare_step": alone["bare_step"]}
-    np.savez_compressed(output / f"probabilities_{name}.npz", allow_pickle=False, **found[1])
-    (output / "cifar.json").write_text(json.dumps(result, indent=1))
+    timed = {} if alone is None else {"bare_step": alone["bare_step"]}
+    result["runs"][found["config"]["labels"]] = {**found, **timed}
+    save(result)
 
 
 def _side_by_side(
-    tasks: list[CifarConfig], parts: Path, device: str, result: dict[str, Any], output: Path, seconds: float
+    tasks: list[CifarConfig], parts: Path, device: str, result: dict[str, Any], save: Save, seconds: float
 ) -> None:
     """Train until all are done, or the time is over."""
     context = multiprocessing.get_context("spawn")
@@ -414,7 +405,7 @@ def _side_by_side(
         try:
             for done in as_completed(waiting, timeout=max(seconds, 1.0)):
                 if (found := done.result()) is not None:
-                    _keep(result, output, found)
+                    _keep(result, found, save)
         except TimeoutError:
             for process in list(pool._processes.values()):
                 process.kill()
@@ -444,17 +435,19 @@ def _say(began: float, what: str) -> None:
 def main() -> None:
     """Run the study and store it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("output", type=Path, help="folder for the results")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--labels", nargs="+", default=["worse", "random1"])
     parser.add_argument("--limit", type=float, default=500.0, help="seconds after which folds are scored as they are")
     parser.add_argument("--earlier", type=Path, help="a result whose runs are not repeated")
     parser.add_argument("--epochs", type=int)
-    parser.add_argument("--tiny", action="store_true", help="a tiny network and made-up images")
+    parser.add_argument("--smoke", action="store_true", help="a tiny network and made-up images, no files")
     given = parser.parse_args()
-    config = TINY if given.tiny else CifarConfig()
+    config = TINY if given.smoke else CifarConfig()
     config = config if given.epochs is None else replace(config, epochs=given.epochs)
-    study(None if given.tiny else given.data, given.output, given.labels, config, given.limit, given.earlier)
+    data = None if given.smoke else given.data
+    save = partial(save_result, given.output, CIFAR, asdict(config))
+    study(data, given.labels, config, given.limit, save, given.earlier)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ def influence_on(
         targets: Targets of the queries.
         loss: Ψ; default: the loss that was trained.
         parameters: Differentiate by these parameters of the model alone, with all others at their recorded values:
-            ``"last_layer"``, ``"lora"``, or names of parameters or modules, or patterns. Less work, and an answer to
-            another question: what the removal does through these parameters. Default: all that were trained.
+            ``"last_layer"``, ``"lora"``, or names of parameters or modules, or patterns. Less memory, and an answer
+            to another question: what the removal does through these parameters. Default: all that were trained.
 
     Raises:
         RunError: the run allows no exact analysis.
