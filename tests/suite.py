@@ -72,9 +72,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _isolated(tmp_path_factory, monkeypatch):
-    """Every test starts from one seed, and warnings given once per process are given again."""
+    """Every test starts from one seed, warnings given once per process are given again, and no clock makes words."""
     torch.manual_seed(0)
+    from poprisk._core import progress_faces
     from poprisk.optim import backends
+
+    monkeypatch.setattr(progress_faces, "BEAT", float("inf"))
 
     backends.fall_back.cache_clear()
     monkeypatch.setenv("POPRISK_CACHE_DIR", os.environ.get("POPRISK_CACHE_DIR") or str(_cache(tmp_path_factory)))

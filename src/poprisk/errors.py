@@ -60,6 +60,10 @@ class RunError(PopRiskError, RuntimeError):
     """A training run cannot be recorded, resumed, opened or replayed as requested."""
 
 
+class LimitError(RunError):
+    """A call would take longer, or more memory, than it was allowed."""
+
+
 class UntrustedError(RunError):
     """A file names code that this user has not run on this machine; ``call`` is the call that was not made."""
 

@@ -1,4 +1,4 @@
-# type: ignore
+# type: ignore  # the project checks the types of src and lab/src
 """``poprisk train``: a user's own script recorded with no other code, gone on with, and reopened without a flag."""
 
 import json
@@ -170,7 +170,10 @@ def test_a_directory_goes_on_only_with_its_own_run(folder, capsys):
         (["task.py"], "expected an import path"),
         (["task.py:no_task"], "must return a Problem, got int"),
         (["task.py:breaks"], r"task.py:breaks failed: .*task.py, line \d+: KeyError: 'nothing'"),
-        (["task.py:wrong_shapes", "--steps", "2"], "the training failed: .*RuntimeError: mat1 and mat2 shapes"),
+        (
+            ["task.py:wrong_shapes", "--steps", "2"],
+            "the model must take the training inputs .*RuntimeError: mat1 and mat2 shapes",
+        ),
         (["broken.py:make_task"], r"broken.py, line 2: SyntaxError"),
         (["exits.py:make_task"], r"exits.py, line 1: SystemExit: 4; put code that exits the process under if __name__"),
         (["nowhere.module:function"], "nowhere.module:function cannot be imported"),

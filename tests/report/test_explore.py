@@ -1,3 +1,4 @@
+# type: ignore  # the project checks the types of src and lab/src
 """The page to play with: whole in one file, refused input, and in a real browser the library's numbers."""
 
 import html
@@ -85,10 +86,14 @@ def test_command_writes_one_file_that_needs_nothing_else(capsys, tmp_path):
     page = target.read_text(encoding="utf-8")
     assert page == explore_page(builtin_kernel())
     assert [p.name for p in target.parent.iterdir()] == ["page.html"]
-    for outside in ("http", "//cdn", "src=", "@import", "fetch(", "XMLHttpRequest", "url("):
+    for outside in ("http:", "https:", "//cdn", "src=", "@import", "fetch(", "XMLHttpRequest", "url("):
         assert outside not in page
     assert re.findall(r'href="([^"]*)"', page) == ["data:,"]
     assert "__" not in page.replace("__proto__", "")
+    policy = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page).group(1)
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+    assert 'style="' not in page  # the policy would ignore it
 
 
 def test_a_file_name_cannot_leave_its_place_in_the_page(tmp_path):
@@ -196,6 +201,9 @@ async function play(positions) {
 
 def played(browser, kernel, path, positions):
     page = explore_page(kernel).replace("</body>", PLAY.replace("POSITIONS", json.dumps(positions)))
+    page = page.replace(
+        "; script-src 'sha256-", "; script-src 'unsafe-inline' 'not-a-hash-"
+    )  # for the script added here
     path.write_text(page, encoding="utf-8")
     found = re.search(r'<pre id="notes">(.*?)</pre>', browser(path), re.S)
     assert found, "the page's scripts did not finish"

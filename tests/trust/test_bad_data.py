@@ -7,8 +7,9 @@ import torch
 from cli_calls import call
 from torch import nn
 
-from poprisk import Problem
-from poprisk.errors import DataError, PopRiskWarning
+from poprisk import Problem, Recorder, RiskMeter, analyze, audit, population_risk, train
+from poprisk.errors import DataError, PopRiskWarning, RunError
+from poprisk.risk import Unrolled
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -43,7 +44,7 @@ def test_values_that_are_not_finite(value):
     ("loss", "targets", "message"),
     [
         ("cross_entropy", having(Y, -1, 3, 5), "2 of 12 examples have others, the first is example 3"),
-        ("cross_entropy", torch.full((12,), -100), "all -100, the label that cross_entropy ignores"),
+        ("cross_entropy", torch.full((12,), -100), "all are -100, the label that cross_entropy ignores"),
         (
             "cross_entropy",
             having(X[:, :2].abs(), -0.5, 2),
@@ -58,8 +59,74 @@ def test_targets_that_do_not_fit_the_loss(loss, targets, message):
         Problem(partial(network, 1 if loss == "logistic" else 2), loss, X, targets)
 
 
+@pytest.mark.parametrize("loss", ["cross_entropy", nn.CrossEntropyLoss(label_smoothing=0.1)])
+def test_labels_beyond_the_outputs(loss):
+    said = "class indices from 0 to 1, as the model has 2 outputs, but 2 of 12 examples have others"
+    with pytest.raises(DataError, match=f"training targets must be {said}, the first is example 3.* with 7: give"):
+        train(Problem(network, loss, X, having(Y, 7, 3, 5)), torch.optim.SGD, 1, progress=False)
+    problem = Problem(partial(network, 7), loss, X, having(Y, 7, 4), test=(X, having(Y, 6, 0)))
+    with pytest.raises(DataError, match=r"training targets .* 1 of 12 .* the first is example 4"):
+        train(problem, torch.optim.SGD, 1, progress=False)
+    problem = Problem(partial(network, 2), loss, X, Y, test=(X, having(Y, 2, 0)))
+    with pytest.raises(DataError, match=r"test targets .* the first is example 0"):
+        train(problem, torch.optim.SGD, 1, progress=False)
+
+
+def test_labels_of_places():
+    class Places(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 5))
+
+        def forward(self, x):
+            return x[:, None] * self.weight
+
+    x = torch.randn(12, 5)
+    with pytest.raises(DataError, match=r"0 to 2, as the model has 3 outputs, but 1 of 12 .* example 2 with 3: give"):
+        train(Problem(Places, "cross_entropy", x, having(torch.zeros(12, 5).long(), 3, 2)), torch.optim.SGD, 1)
+
+
+def test_sets_without_differences():
+    x, y = X.repeat(2, 1), Y.repeat(2)
+    with pytest.warns(PopRiskWarning, match="training inputs are the same for all 24 examples, from example 0 on"):
+        Problem(network, "cross_entropy", torch.zeros_like(x), y)
+    with pytest.warns(PopRiskWarning, match="training targets are the same for all 24 examples"):
+        Problem(network, "cross_entropy", x, torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_run_whose_loss_is_not_finite_is_not_analyzed(every, tmp_path, capsys):
+    problem = Problem(partial(network, 1), "squared", 10 * X, X[:, :1])
+    grows = partial(torch.optim.SGD, lr=1e8)
+    run = train(problem, grows, 12, every=every, path=tmp_path / "run", progress=False)
+    first = int((~run.losses.isfinite()).nonzero()[0])
+    assert 0 < first < 12
+    for analysis in (population_risk, audit, analyze, RiskMeter().read, Unrolled):
+        with pytest.raises(RunError, match=f"not finite from step {first} of 12 on.*lower learning rate"):
+            analysis(run)
+    code, out, err = call(capsys, "analyze", tmp_path / "run")
+    assert (code, out) == (2, "")
+    assert f"from step {first} of 12 on" in err.splitlines()[-1]
+
+
+def test_a_loss_that_was_not_finite_for_a_while(tmp_path):
+    problem = Problem(network, "cross_entropy", X, Y)
+    module = problem.module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Recorder(None, module, optimizer, problem=problem, verify_steps=0) as recorder:
+        for k in range(4):
+            with recorder.step(torch.arange(12)) as step:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(module(X), Y)
+                loss.backward()
+                step.loss = loss.detach() * (float("inf") if k == 1 else 1.0)
+                optimizer.step()
+    assert len(audit(recorder.run, tier="any", progress=False)) == 12
+
+
 def test_good_data_stay_good():
-    some_ignored = Problem(network, "cross_entropy", X, having(Y, -100, 3))
+    with pytest.warns(PopRiskWarning, match="1 of 12 examples have only the label -100.*the first is example 3"):
+        some_ignored = Problem(network, "cross_entropy", X, having(Y, -100, 3))
     probabilities = Problem(network, "cross_entropy", X, torch.softmax(X[:, :2], 1))
     logistic = Problem(partial(network, 1), "logistic", X, Y.float())
     whole_numbers = Problem(network, "cross_entropy", torch.randint(5, (12, 3)), Y)

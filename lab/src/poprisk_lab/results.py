@@ -139,6 +139,22 @@ SCRIPTS: dict[str, Script] = {
         device="GPU",
         smoke="",
     ),
+    "at_scale_cifar": Script(
+        "CIFAR-10N, ResNet-18: risk along the run, and wrong labels against five folds",
+        ("-m", "poprisk_lab.at_scale.cifar", "--data", "{data}/cifar10", "--output", "{output}"),
+        data="cifar10",
+        device="GPU",
+    ),
+    "at_scale_lora": Script(
+        "influence of 1,000 preference pairs on a language model fine-tuned with LoRA",
+        ("-m", "poprisk_lab.at_scale.lora", "--data", "{data}/smollm2", "--output", "{output}"),
+        data="smollm2",
+        device="GPU",
+    ),
+    "influence_ranking": Script(
+        "influence through some of the parameters beside all of them, against real removals",
+        ("-m", "poprisk_lab.at_scale.ranking", "--output", "{output}"),
+    ),
     "mutation": Script(
         "which tests notice when the code that the paper table cites is broken",
         ("-m", "poprisk_lab.mutation.survey", "--output", "{output}"),

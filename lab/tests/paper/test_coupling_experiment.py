@@ -1,3 +1,4 @@
+# type: ignore  # the project checks the types of src and lab/src
 """Train-test coupling at its smoke size: what is stored is what happened, the command, its figure and its page."""
 
 import io
@@ -244,7 +245,8 @@ def test_interrupt_writes_nothing(capsys, tmp_path, monkeypatch):
 def test_progress_on_a_terminal_is_a_bar(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(
-        "poprisk._core.progress._console", lambda: Console(file=screen, force_terminal=True, width=90, _environ={})
+        "poprisk._core.progress_faces._console",
+        lambda: Console(file=screen, force_terminal=True, width=90, _environ={}),
     )
     with Progress("coupling") as progress:
         progress.update(0, total=3, doing="first")

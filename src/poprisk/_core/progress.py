@@ -1,44 +1,37 @@
 """How far some work is, and how long it will still take: on a terminal, in a notebook, or as lines in a log."""
 
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from threading import Event, RLock, Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from poprisk._core.notebook import time_left
+from poprisk._core.costs import Limits, as_limits, current_limits, held, is_out_of_memory, memory_used, said
+from poprisk._core.progress_faces import Lines, Row, open_face
+from poprisk.errors import LimitError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Report = Callable[[int, "Tensor"], None]
-_NARROW = 72
+T = TypeVar("T")
+_LONG = 10.0
+"""Work that takes longer than this many seconds is announced."""
+_PATIENCE = 1.0
+_MEASURED = 0.5
+"""Seconds of work from which the speed is known."""
 
 
-@dataclass
-class _Row:
-    """One line of progress."""
-
-    name: str
-    total: int
-    done: int
-    skipped: int
-    """Part of ``done`` that took no work here: it was done before, or found done."""
-    began: float
-    words: str = ""
-    doing: str = ""
-
-    def time_left(self, now: float) -> str:
-        """Time left at the speed so far; empty if it is unknown, or if nothing is left."""
-        worked = self.done - self.skipped
-        if worked <= 0 or self.done >= self.total:
-            return ""
-        return time_left((now - self.began) / worked * (self.total - self.done))
+_LOCK = RLock()
+_OPEN: ContextVar["tuple[Progress, ...]"] = ContextVar("poprisk_progress", default=())
 
 
 class Progress:
     """Shows how far some work is: a bar on a terminal, one output in a notebook, otherwise lines of text on stderr.
+
+    As soon as the speed is known, work of more than 10 seconds is announced with its time and memory, and work that
+    would go beyond the limits of the call (:func:`poprisk._core.costs.limits`) is refused.
 
     Args:
         name: What is under way; several names give several bars.
@@ -46,6 +39,8 @@ class Progress:
         start: Units that were done before.
         counted: How lines of text say how much is done.
         shown: Whether to show anything; None shows bars, but no lines of text.
+        patient: Whether to show nothing of what is done in a second, and no lines of what takes less than ten.
+        least: Units below which the work is of no use: if a time limit allows fewer, it is refused. Default: all.
         clock: Seconds, to measure the speed.
 
     >>> with Progress("jobs", 4, shown=False) as progress:
@@ -60,18 +55,44 @@ class Progress:
         start: int = 0,
         counted: str = "{done} of {total}",
         shown: bool | None = True,
-        clock: Callable[[], float] = time.perf_counter,
+        patient: bool = False,
+        least: int | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         names = [name] if isinstance(name, str) else list(name)
-        self._rows = {each: _Row(each, total, start, start, clock()) for each in names}
-        self._first, self._counted, self._shown, self._clock = names[0], counted, shown, clock
+        self._limits = current_limits()
+        if clock is None:
+            clock = time.perf_counter if self._limits is None else self._limits.clock
+        self._rows = {each: Row(each, total, start, start, clock()) for each in names}
+        self._first, self._counted, self._clock = names[0], counted, clock
+        self._shown = shown
+        if self._limits is not None and shown is not False:
+            self._shown = self._limits.shown if shown is None or self._limits.shown is False else shown
+        self._patient, self._least = patient, least
         self._face: Any = None
+        self._outer: tuple[Progress, ...] = ()
+        self._innermost = self
+        """The innermost progress within this one: what is under way."""
 
     def __enter__(self) -> "Progress":
+        self._outer = _OPEN.get()
+        self._patient = self._patient or any(row.total for each in self._outer for row in each._rows.values())
         if self._shown is not False:
-            face = _face(list(self._rows.values()), self._counted, self._clock)
-            self._face = None if self._shown is None and isinstance(face, _Lines) else face
+            around = next((each._face for each in reversed(self._outer) if each._face is not None), None)
+            face: Any = open_face(self._clock) if around is None else around
+            if self._shown is not None or not isinstance(face, Lines):
+                self._face = face
+                _OPEN.set((*self._outer, self))
+                self._mark(self)
+        for row in self._rows.values() if self._face is not None and not self._patient else ():
+            self._add(row)
         return self
+
+    def _add(self, row: Row) -> None:
+        with _LOCK:
+            if not row.shown:
+                self._face.add(row, self._counted)
+                row.shown = True
 
     def update(
         self,
@@ -92,123 +113,173 @@ class Progress:
             total: Units in all, if that has changed.
             worked: False if what is new since the last update took no work, so that it does not count as speed.
             name: Which of the bars, if there are several.
+
+        Raises:
+            LimitError: what is left would go beyond the limits of the call.
         """
-        if self._face is None:
+        if self._face is None and self._limits is None:
             return
         row = self._rows[self._first if name is None else name]
         if not worked:
             row.skipped += done - row.done
         row.done, row.doing, row.total = done, doing, row.total if total is None else total
+        self._measure(row)
+        if self._face is None or not self._is_ready(row):
+            return
         if self._face.is_due(row):
             row.words = words if isinstance(words, str) else words()
             self._face.show(row)
 
+    def advance(self, units: int = 1) -> None:
+        """Tell that so many more units are done; see :meth:`update`."""
+        self.update(self._rows[self._first].done + units)
+
+    def fits(self, units: int) -> bool:
+        """Whether the limits of the call leave time for so many more units at the speed so far."""
+        row = self._rows[self._first]
+        if self._limits is None or row.done <= row.skipped:
+            return True
+        left = max(row.total - row.done, 1)
+        return row.seconds_left(self._clock()) * units / left <= self._limits.left()
+
+    def _measure(self, row: Row) -> None:
+        """Estimate the time of all the work once its speed is known; announce it, and hold it to the limits."""
+        now, worked = self._clock(), row.done - row.skipped
+        if row.estimate is not None or worked <= 0 or row.done >= row.total:
+            return
+        if row.first is None:
+            row.first = now, row.done
+            if now - row.began < _LONG:  # otherwise it is announced now
+                return
+            row.first = row.began, row.skipped
+        if now - row.first[0] < _MEASURED:
+            return
+        left = row.seconds_left(now)
+        if self._limits is not None:
+            least = 1.0 if self._least is None else max(self._least - worked, 0) / (row.total - row.done)
+            self._limits.check(row.name, left * least)
+            left = min(left, self._limits.left())
+        row.estimate = now - row.began + left
+        if row.estimate >= _LONG and self._face is not None and self._limits is not None:
+            words = f"about {said(left)} and {memory_used() / 1e9:.1f} GB; Ctrl-C keeps {self._limits.keeps}"
+            self._face.say(f"{row.name}: {words}")
+
+    def _is_ready(self, row: Row) -> bool:
+        """Whether to show a row, which is added now if it is time for it."""
+        if not row.shown:
+            long = (row.estimate or 0.0) >= _LONG
+            if not long and (isinstance(self._face, Lines) or self._clock() - row.began < _PATIENCE):
+                return False
+            self._add(row)
+        return True
+
+    def _mark(self, innermost: "Progress") -> None:
+        for each in self._outer:
+            each._innermost = innermost
+
+    def beat(self) -> None:
+        """Say what is under way, if nothing was said for a while."""
+        row = self._rows[self._first]
+        with _LOCK:
+            if self._face is not None and self._face.is_silent(self._clock()):
+                self._add(row)
+                self._face.beat(row)
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Let a thread say what is under way whenever nothing was said for a while."""
+        if self._face is None:
+            yield
+            return
+        ended = Event()
+
+        def go_on() -> None:
+            while not ended.wait(_PATIENCE):
+                self._innermost.beat()
+
+        thread = Thread(target=go_on, name="poprisk-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._face is not None:
-            self._face.close(finished=kind is None)
+        if self._face is None:
+            return
+        _OPEN.set(self._outer)
+        with _LOCK:
+            self._mark(self._outer[-1] if self._outer else self)
+            for row in self._rows.values():
+                if row.shown:
+                    self._face.remove(row, finished=kind is None, nested=bool(self._outer))
+            if not any(each._face is self._face for each in self._outer):
+                self._face.close()
             self._face = None
 
 
-def _face(rows: list[_Row], counted: str, clock: Callable[[], float]) -> Any:
-    from poprisk._core.notebook import in_notebook
+def tracked(items: Sequence[T], name: str) -> Iterator[T]:
+    """The items one after another, as work of a call whose costs are announced.
 
-    if in_notebook():
-        return _Notebook(rows, clock)
-    console = _console()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return _Terminal(rows, console, clock)
-    return _Lines(rows, counted, clock)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(file=sys.stderr)
-
-
-class _Terminal:
-    """A bar for each row; on a narrow terminal without words."""
-
-    def __init__(self, rows: list[_Row], console: Any, clock: Callable[[], float]) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        narrow = console.width < _NARROW
-        bar = BarColumn(bar_width=None if narrow else 40)
-        more = (
-            [TextColumn("{task.percentage:>3.0f}%")]
-            if narrow
-            else [MofNCompleteColumn(), TextColumn("{task.fields[said]}")]
-        )
-        self._clock = clock
-        self._progress = Progress(TextColumn("{task.description}"), bar, *more, console=console, expand=narrow)
-        self._tasks = {r.name: self._progress.add_task(r.name, total=r.total, completed=r.done, said="") for r in rows}
-        self._progress.start()
-
-    def is_due(self, row: _Row) -> bool:
-        return bool(row.doing) or row.done % max(1, row.total // 200) == 0 or row.done >= row.total
-
-    def show(self, row: _Row) -> None:
-        said = ", ".join(part for part in (row.words, row.time_left(self._clock())) if part)
-        name = f"{row.name}: {row.doing}" if row.doing else row.name
-        task = self._tasks[row.name]
-        self._progress.update(
-            task, completed=row.done, total=row.total, description=name, said=said, refresh=bool(row.doing)
-        )
-
-    def close(self, finished: bool) -> None:
-        for name, task in self._tasks.items() if finished else ():
-            self._progress.update(task, completed=self._progress.tasks[task].total, description=name, said="")
-        self._progress.stop()
-
-
-class _Notebook:
-    """One output for each row, which is replaced."""
-
-    def __init__(self, rows: list[_Row], clock: Callable[[], float]) -> None:
-        from poprisk._core.notebook import NotebookBar
-
-        self._bars = {row.name: NotebookBar(row.name, row.done, row.total, clock=clock) for row in rows}
-
-    def is_due(self, row: _Row) -> bool:
-        return bool(row.doing) or self._bars[row.name].is_due(row.done)
-
-    def show(self, row: _Row) -> None:
-        words = ", ".join(part for part in (row.doing, row.words) if part)
-        self._bars[row.name].update(row.done, words, total=row.total, skipped=row.skipped)
-
-    def close(self, finished: bool) -> None:
-        for bar in self._bars.values():
-            bar.finish() if finished else bar.stop()
-
-
-class _Lines:
-    """A line when something begins, otherwise at each tenth of the way."""
-
-    def __init__(self, rows: list[_Row], counted: str, clock: Callable[[], float]) -> None:
-        self._counted, self._clock = counted, clock
-        self._told = {row.name: 10 * row.done // max(row.total, 1) for row in rows}
-
-    def is_due(self, row: _Row) -> bool:
-        return bool(row.doing) or 10 * row.done // max(row.total, 1) > self._told[row.name]
-
-    def show(self, row: _Row) -> None:
-        self._told[row.name] = 10 * row.done // max(row.total, 1)
-        counted = self._counted.format(done=row.done, total=row.total)
-        line = ", ".join(part for part in (counted, row.words, row.time_left(self._clock())) if part)
-        write_line(f"{row.name}: {line}; next: {row.doing}" if row.doing else f"{row.name}: {line}")
-
-    def close(self, finished: bool) -> None:
-        pass
+    >>> list(tracked([2, 3], "example"))
+    [2, 3]
+    """
+    with Progress(name, len(items), shown=None, patient=True) as progress:
+        for item in items:
+            yield item
+            progress.advance()
 
 
 @contextmanager
-def training_progress(name: str, start: int, steps: int, shown: bool | None = True) -> Iterator[Report]:
+def limits(
+    name: str,
+    *,
+    budget: float | None = None,
+    memory: int | str | None = None,
+    progress: bool | None = True,
+    keeps: str = "nothing",
+    lower: str = "fewer examples",
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Limits]:
+    """Hold what is done within the block to limits; within another such block, to the limits of that one.
+
+    Args:
+        name: The call.
+        budget: Seconds that it may take.
+        memory: Bytes that the process may use, or words such as "2 GB".
+        progress: Whether to show progress.
+        keeps: What an interrupt keeps, for the announcement of long work.
+        lower: What to lower if memory runs out.
+        clock: Seconds.
+
+    Raises:
+        HyperparameterError: a limit is not a positive number.
+        LimitError: within the block, work would take longer or more memory than is allowed.
+
+    >>> with limits("example", budget=3.0, memory="2 GB", progress=False) as found:
+    ...     found.memory, 2 < found.left() < 3
+    (2000000000, True)
+    """
+    outer = current_limits()
+    if outer is not None:
+        yield outer
+        return
+    found = as_limits(name, budget, memory, shown=progress, keeps=keeps, lower=lower, clock=clock)
+    try:
+        with held(found), Progress(name, 0, shown=progress, patient=True) as about, about.beating():
+            yield found
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first = (str(error) or type(error).__name__).splitlines()[0][:100]
+        raise LimitError(f"{name} ran out of memory ({first}): set a limit with memory=…, or use {lower}") from error
+
+
+@contextmanager
+def training_progress(
+    name: str, start: int, steps: int, shown: bool | None = True, *, patient: bool = False
+) -> Iterator[Report]:
     """A function to call with (number of steps done, loss) after each step; it reads the loss only to show it."""
-    with Progress(name, steps, start=start, counted="step {done} of {total}", shown=shown) as progress:
+    with Progress(name, steps, start=start, counted="step {done} of {total}", shown=shown, patient=patient) as progress:
         yield lambda step, loss: progress.update(step, lambda: f"loss {float(loss):.3g}")
-
-
-def write_line(text: str) -> None:
-    """Write a line of progress to stderr; messages that nobody asked for go to the logger ``poprisk`` instead."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from poprisk.cli._options import AsJson, Budget, Clean, ProblemReference, Retrain, RunDirectory, Trust, examples, opened
+from poprisk.cli._options import (
+    AsJson,
+    Budget,
+    Clean,
+    Memory,
+    ProblemReference,
+    Retrain,
+    RunDirectory,
+    Trust,
+    examples,
+    opened,
+)
 from poprisk.cli._outcome import interrupt_says, user_code
 from poprisk.cli._output import show
 
@@ -22,6 +33,7 @@ def analyze(
     run: RunDirectory,
     budget: Budget = None,
     retrain: Retrain = None,
+    memory: Memory = None,
     clean: Clean = None,
     problem: ProblemReference = None,
     trust: Trust = False,
@@ -40,19 +52,21 @@ def analyze(
     kept = KeptAnalysis(found, budget, retrain, targets)
     if again:
         kept.forget()
-    analysis = analyzed(found, kept, targets)
+    analysis = analyzed(found, kept, targets, memory)
     summary, where = summary_lines(analysis), f"Kept in {kept.folder}. " if kept.finished else ""
     after = f"\n{where}For all charts and examples: poprisk report {shlex.quote(str(run))}"
     found_out = {**analysis_json(analysis), "kept": kept.folder.as_posix() if kept.finished else None}
     show([*summary, *_left_out(analysis.left_out, summary), after], found_out, as_json)
 
 
-def analyzed(run: "Run", kept: "KeptAnalysis", clean: "CleanTargets | None" = None) -> "Analysis":
+def analyzed(
+    run: "Run", kept: "KeptAnalysis", clean: "CleanTargets | None" = None, memory: str | None = None
+) -> "Analysis":
     """The analysis of a run with the options of ``kept``; shows progress, and says what is kept after an interrupt."""
     from poprisk.report import analyze as analyze_run
 
     with interrupt_says(kept.words), user_code("the analysis"):
-        return analyze_run(run, budget=kept.budget, retrain=kept.retrain, clean=clean, kept=kept)
+        return analyze_run(run, budget=kept.budget, retrain=kept.retrain, clean=clean, kept=kept, memory=memory)
 
 
 def _left_out(reasons: dict[str, str], told: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poprisk.cli._options import AsJson, ProblemReference, RunDirectory, Trust, examples, number, opened
+from poprisk.cli._options import AsJson, Memory, ProblemReference, RunDirectory, Trust, examples, number, opened
 from poprisk.cli._outcome import note, user_code
 from poprisk.cli._output import show, stdout, table
 
@@ -72,6 +72,17 @@ def audit(
         int,
         number(0, 100, "Number of trainings that may be spent on predictions of unseen examples: 0, or at least 3."),
     ] = 0,
+    budget: Annotated[
+        float | None,
+        number(
+            0.1,
+            1e6,
+            "Seconds that the audit may take; exact columns that would take longer are left out. Default: about 10 for "
+            "the exact columns, no limit with --tier exact.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: Memory = None,
     problem: ProblemReference = None,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -95,7 +106,8 @@ def audit(
     audited = _kept_table(found)
     if audited is None:
         with user_code("the audit"):
-            audited = audit_run(found, tier=tier, moments=moments, retrain_budget=retrain)  # type: ignore[arg-type]  # checked there
+            limits = {"budget": budget, "memory": memory}
+            audited = audit_run(found, tier=tier, moments=moments, retrain_budget=retrain, **limits)  # type: ignore[arg-type]  # checked there
     if output is not None:
         audited.save(output)
     written = [] if output is None else [f"Wrote {output}"]

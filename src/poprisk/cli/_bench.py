@@ -38,7 +38,7 @@ def bench(
 
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not torch.cuda.is_available()):
-        raise HyperparameterError(f"device must be cpu, or cuda if available, got {chosen}")
+        raise HyperparameterError(f"device must be cpu, or cuda if available, got {chosen}: use one of them")
     with Progress("bench", len(CASES) + 1, counted="{done} of {total} cases") as progress:
         cases = {}
         for place, (name, shapes) in enumerate(CASES.items()):

@@ -79,6 +79,14 @@ Budget = Annotated[
         show_default=False,
     ),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help='Memory that the process may use, e.g. "2 GB": work is done in smaller pieces. Default: no limit.',
+        show_default=False,
+    ),
+]
 Retrain = Annotated[
     int | None,
     number(

@@ -32,9 +32,13 @@ def run(app: typer.Typer, arguments: list[str] | None) -> int:
         try:
             code: Any = app(arguments, standalone_mode=False)
         except _CommandLineError as error:
-            return fail(error.format_message())  # type: ignore[attr-defined]
-        except (PopRiskError, OSError) as error:
+            return fail(_usage(error))
+        except PopRiskError as error:
             return fail(str(error))
+        except OSError as error:
+            return fail(_of_path(error))
+        except MemoryError as error:
+            return fail(f"memory ran out ({error or 'MemoryError'}): use --memory, or a smaller model or batch")
         except (KeyboardInterrupt, typer.Abort, Interrupted) as interrupt:
             kept, code = str(interrupt), EXIT_INTERRUPTED
     if code == EXIT_INTERRUPTED:
@@ -47,6 +51,21 @@ def fail(message: str) -> int:
     if message.strip():
         typer.echo(f"poprisk: error: {_line(message)}", err=True)
     return EXIT_WRONG
+
+
+def _usage(error: Any) -> str:
+    """An error of the command line, and where to read what is expected; empty if the help was printed instead."""
+    said, context = error.format_message(), getattr(error, "ctx", None)
+    command = "poprisk" if context is None else context.command_path.replace("main", "poprisk")
+    return f"{said.rstrip('.')}; see {command} --help" if said.strip() else ""
+
+
+def _of_path(error: OSError) -> str:
+    """An error of a path."""
+    if error.filename is None:
+        return str(error)
+    where = error.filename if isinstance(error.filename, str) else repr(error.filename)
+    return f"expected a path that can be used, got {where}: {error.strerror}; check the path and its permissions"
 
 
 def note(message: str) -> None:
@@ -103,15 +122,17 @@ def user_code(doing: str) -> Iterator[None]:
     """Report errors in the user's code on one line, with their place."""
     try:
         yield
-    except (PopRiskError, OSError, _CommandLineError, typer.Exit, typer.Abort, Interrupted):
+    except (PopRiskError, _CommandLineError, typer.Exit, typer.Abort, Interrupted, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
         from poprisk._core.store import where
 
         frames = traceback.extract_tb(error.__traceback__)
         if frames and str(Path(frames[-1].filename).resolve()).startswith(_HERE):
             raise  # a bug in this library: show its traceback
-        raise DataError(f"{doing} failed: {where(error)}") from error
+        raise DataError(f"{doing} failed: {where(error)}; correct what is there, and try again") from error
 
 
 def _say_warnings() -> None:
@@ -128,5 +149,6 @@ def _say_warnings() -> None:
 
 
 def _line(message: str) -> str:
-    """On one line, and without characters that a terminal would obey; they may come from a file."""
-    return " ".join("".join(c if c.isprintable() or c.isspace() else "?" for c in message).split())
+    from poprisk._core.text import one_line
+
+    return one_line(message)

@@ -10,19 +10,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from poprisk._core.text import printable
+
 
 def stdout() -> Console:
     """The console that results are printed to."""
     return Console(file=sys.stdout)
-
-
-def printable(text: str) -> str:
-    r"""Text without characters that a terminal would obey; it may come from a file.
-
-    >>> printable("a\x1b[2Jb")
-    'a?[2Jb'
-    """
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def show(lines: Iterable[RenderableType], found: Mapping[str, Any], as_json: bool) -> None:
@@ -65,7 +58,7 @@ def table(
         first = int(named)
         for row in rows:
             cells = ", ".join(f"{heading} {cell}" for heading, cell in list(zip(headings, row, strict=True))[first:])
-            yield Text(f"{row[0]}: {cells}" if named else cells)
+            yield Text(printable(f"{row[0]}: {cells}" if named else cells))
         return
     drawn = Table(title=title, title_justify="left", title_style="")
     for place, heading in enumerate(headings):

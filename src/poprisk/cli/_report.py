@@ -6,7 +6,18 @@ from typing import Annotated
 import typer
 
 from poprisk.cli._analyze import analyzed
-from poprisk.cli._options import AsJson, Budget, Clean, ProblemReference, Retrain, RunDirectory, Trust, examples, opened
+from poprisk.cli._options import (
+    AsJson,
+    Budget,
+    Clean,
+    Memory,
+    ProblemReference,
+    Retrain,
+    RunDirectory,
+    Trust,
+    examples,
+    opened,
+)
 from poprisk.cli._outcome import note
 from poprisk.cli._output import show
 from poprisk.errors import DataError
@@ -25,6 +36,7 @@ def report(
     ),
     budget: Budget = None,
     retrain: Retrain = None,
+    memory: Memory = None,
     examples: Annotated[
         bool,
         typer.Option("--examples/--no-examples", help="Whether to include pictures and texts of the examples."),
@@ -55,7 +67,7 @@ def report(
     if kept.finished:
         note(f"using the parts kept in {kept.folder}: {', '.join(kept.finished)}")
     command = report_command(run, output, kept.budget, kept.retrain, examples, clean, problem)
-    page = write_report(analyzed(found, kept, targets), output, examples=examples, command=command)
+    page = write_report(analyzed(found, kept, targets, memory), output, examples=examples, command=command)
     about = {"page": page.as_posix(), "bytes": page.stat().st_size, "run": run.as_posix()}
     options = {"budget": kept.budget, "retrain": kept.retrain, "examples": examples}
     show([f"Wrote {page}: open it in a browser"], {**about, **options}, as_json)

@@ -163,6 +163,7 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
     start = 0 if manifest is None else manifest["num_steps"]
     with user_code("making the model"):
         module = problem.module()
+        problem.check_fits(module)
         made = make_optimizer([p for p in module.parameters() if p.requires_grad])
     if manifest is not None:
         _check_same(manifest, made, output)

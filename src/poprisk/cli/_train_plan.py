@@ -169,7 +169,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}): name an existing file") from None
     except ValueError as error:
-        raise DataError(f"{path} is not valid TOML ({error})") from None
+        raise DataError(f"{path} is not valid TOML ({error}): correct it there") from None
     known = {"task", "arguments", "optimizer", "output", "labels", "refit", *LIMITS}
     strange = next((name for name in content if name not in known), None)
     if strange is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from poprisk._core.autodiff import FlatModel, Inputs, take_examples
 from poprisk._core.linalg import default_generator
+from poprisk._core.progress import tracked
 from poprisk.errors import DataError
 from poprisk.operators._batch_law import BatchLaw, Sampling, batch_laws
 from poprisk.operators._step_maps import scale_rows
@@ -138,7 +139,7 @@ def drift_diffusion(
     parts: list[Tensor] = []
     remainders: list[Tensor] = []
     begin = u = model.outputs(w, test_inputs).reshape(-1)
-    for k, law in enumerate(laws, start):
+    for k, law in enumerate(tracked(laws, "drift and diffusion"), start):
         step, after = step_in_dtype_of(model, trajectory.step(k)), in_dtype_of(model, trajectory.weights(k + 1))
         if sample is None or len(law.pool) <= 2 * sample:
             mean, drawn = batch_gradients(model, w, inputs, targets, step, law)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from poprisk._core.autodiff import FlatModel, Inputs, SegmentCurvature, SegmentJacobian, take_examples
 from poprisk._core.linalg import LinearOperator, from_functions
+from poprisk._core.progress import tracked
 from poprisk.operators._drift_diffusion import in_dtype_of, step_in_dtype_of
 from poprisk.operators._reach import effective_preconditioners
 from poprisk.operators._step_maps import Block, scale_rows
@@ -66,7 +67,8 @@ class RunPath:
         check_run(run, targets, stop)
         stop = run.num_steps if stop is None else stop
         momentum, weights, steps = in_dtype_of(model, run.buffer(start)), [in_dtype_of(model, run.weights(start))], []
-        for k in range(start, stop):  # in order: a sparse run computes what lies between its checkpoints again
+        # In order: a sparse run computes what lies between its checkpoints again.
+        for k in tracked(range(start, stop), "reading the steps"):
             steps.append(step_in_dtype_of(model, run.step(k)))
             weights.append(in_dtype_of(model, run.weights(k + 1)))
         return cls(model, inputs, targets, test_inputs, start, steps, weights, momentum)
@@ -165,7 +167,7 @@ class StretchedWindow:
         self.count = len(path.steps) if count is None else count
         self._p = path.output_gradient.numel() // len(path.targets)
         ends = range(0, self.count, length)
-        self.stretches = [self._stretch(a, min(a + length, self.count)) for a in ends]
+        self.stretches = [self._stretch(a, min(a + length, self.count)) for a in tracked(ends, "linearizing the steps")]
 
     def _stretch(self, a: int, b: int) -> Stretch:
         path, nodes = self.path, self._nodes
@@ -222,7 +224,7 @@ class StretchedWindow:
             V = z.new_zeros(len(self.path.momentum), k + 1)
             V[:, -1] = self.path.momentum
         train, tested, j = torch.zeros_like(z), None, 0
-        for stretch in self.stretches:
+        for stretch in tracked(self.stretches, "operators, forward"):
             moved: Block | None = None
             for maps in stretch.steps:
                 rows = maps.read(z, moved)
@@ -257,7 +259,7 @@ class StretchedWindow:
         seen: list[Block] = []
         self.forward(H, watch=lambda j, F, rows: seen.append(rows))
         dz, dV = torch.zeros_like(H), None
-        for stretch in reversed(self.stretches):
+        for stretch in tracked(self.stretches[::-1], "operators, backward"):
             dmoved = stretch.train.pull(stretch.curvature.apply(dz)).neg_()
             for maps in reversed(stretch.steps):
                 step, weigh = maps.step, self.effective_preconditioners[len(seen) - 1][:, None]

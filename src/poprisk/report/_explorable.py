@@ -7,6 +7,7 @@ The page explores the filter over the first r singular directions of the kernel
 with capacity r, ridge η and time t; :math:`r = \operatorname{rank}, \eta = 0, t = \infty` interpolates the targets.
 """
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def kernel_from_file(path: str | Path) -> ExplorableKernel:
 def _arrays(path: Path) -> dict[str, Tensor]:
     try:
         archive: Any = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(
             f"{path} is not a NumPy archive ({error}): write one with numpy.savez(file, K_SS=…, K_QS=…, signal=…)"
         ) from None

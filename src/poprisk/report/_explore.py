@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from poprisk._core.store import write_text
+from poprisk.report._drawing.templates import policy_of
 from poprisk.report._explorable import ExplorableKernel, builtin_kernel, kernel_from_file
 
 _DECADES = 12.0
@@ -41,12 +42,14 @@ def explore_page(kernel: ExplorableKernel) -> str:
     """The page as HTML text, self-contained.
 
     >>> page = explore_page(builtin_kernel())
-    >>> page.startswith("<!doctype html>"), "http" in page
+    >>> page.startswith("<!doctype html>"), "://" in page
     (True, False)
     """
     template = files("poprisk.report").joinpath("explore.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(kernel)).replace("<", "\\u003c")  # no name may close the script element
-    return template.replace("__TITLE__", html.escape(kernel.name)).replace("__DATA__", data)
+    style, script = (template.split(f"<{name}>")[1].split(f"</{name}>")[0] for name in ("style", "script"))
+    page = template.replace("__POLICY__", policy_of(style, script))
+    return page.replace("__TITLE__", html.escape(kernel.name)).replace("__DATA__", data)
 
 
 def page_data(kernel: ExplorableKernel) -> dict[str, Any]:

@@ -50,13 +50,10 @@ class Deletions:
     Args:
         held: What each training leaves out.
         renormalize: Whether the others get the weight of those left out.
-        progress: Whether to show progress on stderr; None shows it for long trainings on a terminal.
     """
 
-    def __init__(
-        self, held: list[Int[Tensor, "c"]], *, renormalize: bool = True, progress: bool | None = False
-    ) -> None:
-        self._held, self._renormalize, self._progress = held, renormalize, progress
+    def __init__(self, held: list[Int[Tensor, "c"]], *, renormalize: bool = True) -> None:
+        self._held, self._renormalize = held, renormalize
         self.steps: list[int] = []
         """Steps before which weights are kept."""
         self._blocks: list[tuple[int, Retrained]] = []
@@ -84,7 +81,7 @@ class Deletions:
     def _train(self, run: Run, start: int, stop: int, resume: Retrained | None = None) -> None:
         members = members_without(run.num_examples, self._held[start:stop], renormalize=self._renormalize)
         steps = self.steps
-        trained = retrain(run, members, keep=steps, stop=max(steps), resume=resume, progress=self._progress)
+        trained = retrain(run, members, keep=steps, stop=max(steps), resume=resume, progress=None)
         self._blocks.append((stop, trained))
 
 

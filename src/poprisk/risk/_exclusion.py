@@ -219,6 +219,10 @@ def exclusion(
     if method == "linearized":
         found = excluded_outputs(unrolled, chosen, mass_preserving=mass_preserving, groups=groups)
         predicted = exclusion_at(unrolled, found, unrolled.stop, loss=loss)
+        if len(found.examples) < len(chosen):
+            early = f"{len(found.examples)} of {len(chosen)} examples were followed, because the time ended"
+            predicted = replace(predicted, note="; ".join(each for each in (predicted.note, early) if each))
+            chosen = found.examples
     else:
         outputs, moved, radius = corrected_displacement(unrolled, chosen, groups)
         flat = outputs.reshape(len(outputs), -1)

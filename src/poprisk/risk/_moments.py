@@ -37,7 +37,7 @@ def choose_moments(run: Run, number: int = 20) -> list[int]:
         RunError: the run has no steps.
     """
     if not isinstance(number, int) or number < 1:
-        raise HyperparameterError(f"moments must be a positive integer, got {number!r}")
+        raise HyperparameterError(f"moments must be a positive integer, got {number!r}: use 20")
     steps = run.num_steps
     if not steps:
         raise RunError("the run has no steps: record at least one")

@@ -19,6 +19,8 @@ from typing import Literal, get_args
 from jaxtyping import Int
 from torch import Tensor
 
+from poprisk._core.costs import is_out_of_memory
+from poprisk._core.progress import limits
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._exclusion import MOST_EXAMPLES, check_controls, choose_examples, exclusion_risk
 from poprisk.risk._first_order import first_order_risk
@@ -30,6 +32,7 @@ from poprisk.risk._under_training import under_training
 from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate, narrower
 from poprisk.runs import Run, as_run
 
+_KEPT = "the examples followed so far, if they are 32 or more"
 RiskMethod = Literal["auto", "held_back", "exclusion", "leverage", "first_order", "k_fold"]
 
 
@@ -145,6 +148,9 @@ def population_risk(
     examples: int | Int[Tensor, "m"] | None = None,
     controls: int | None = None,
     seed: int = 0,
+    budget: float | None = None,
+    memory: int | str | None = None,
+    progress: bool = True,
 ) -> RiskEstimate:
     r"""Population risk: the expected loss of a trained model on new data from the same source, from its training run.
 
@@ -167,6 +173,10 @@ def population_risk(
             to 32, if that takes about half a minute at most. 0 trains nothing, and then exclusion and first order are
             not valid.
         seed: Seed for the random draw and for the folds.
+        budget: Seconds that the call may take: exclusion then uses fewer examples, 32 or more, and a method that would
+            take longer is left out. None sets no limit.
+        memory: Bytes that the process may use, or "2 GB": work is done in smaller pieces. None sets no limit.
+        progress: Whether to announce on stderr what takes longer than ten seconds, and to show how far it is.
 
     Returns:
         Value, standard error, verdict, reason, target and cost. The standard error is that of the estimate as the risk
@@ -174,7 +184,8 @@ def population_risk(
         unseen mistake is part of the error.
 
     Raises:
-        RunError: the run allows no exact analysis, or nothing was held back in it.
+        RunError: the run allows no exact analysis, its loss is not finite at the end, or nothing was held back in it.
+        LimitError: a limit allows no method.
         DataError: fewer than 3 examples.
         HyperparameterError: an unknown method, one that needs a larger budget, or one that does not know these weights.
 
@@ -191,6 +202,19 @@ def population_risk(
     """
     _check(method, retrain_budget, weights)
     check_controls(controls)
+    with limits("population_risk", budget=budget, memory=memory, progress=progress, keeps=_KEPT):
+        return _answer(run, method, retrain_budget, weights, examples, controls, seed)
+
+
+def _answer(
+    run: Run | Unrolled | str | Path,
+    method: RiskMethod,
+    retrain_budget: int,
+    weights: Weights | None,
+    examples: int | Int[Tensor, "m"] | None,
+    controls: int | None,
+    seed: int,
+) -> RiskEstimate:
     run = run if isinstance(run, Unrolled) else as_run(run)
     question = Question(run, _asked_weights(run, method, weights), retrain_budget, examples, seed, controls=controls)
     if method == "auto":
@@ -262,6 +286,8 @@ def _estimated(road: Road, question: Question) -> RiskEstimate:
     except RunError:
         raise
     except (DataError, RuntimeError) as error:  # from PyTorch: an operation without the derivatives needed
+        if is_out_of_memory(error):
+            raise
         raise RunError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
@@ -299,4 +325,4 @@ def _check(method: str, budget: int, weights: str | None) -> None:
     if not isinstance(budget, int) or budget < 0:
         raise HyperparameterError(f"retrain_budget must be a number of trainings, 0 or more, got {budget!r}")
     if weights not in (None, *get_args(Weights)):
-        raise HyperparameterError(f'weights must be "kept" or "last", got {weights!r}')
+        raise HyperparameterError(f'weights must be "kept" or "last", got {weights!r}: use one of them')

@@ -45,7 +45,8 @@ def as_examples(which: str, inputs: Any, targets: Any = None) -> tuple[Inputs, T
     """
     if isinstance(inputs, DataLoader | Dataset):
         if targets is not None:
-            raise DataError(f"a {type(inputs).__name__} brings its own targets: leave targets out")
+            kind = type(inputs).__name__
+            raise DataError(f"{which} targets must be left out with a {kind}, which has its own, got some: pass one")
         return _of_dataset(which, inputs)
     if targets is None:
         raise DataError(
@@ -71,8 +72,8 @@ def as_loss(loss: Any, targets: Tensor) -> str | ExampleLoss:
         )
     if any(getattr(loss, each, None) is not None for each in ("weight", "pos_weight")):
         raise HyperparameterError(
-            f"{name} with class weights is no mean of losses of examples (it divides by the batch's weights): pass "
-            "a function of one example's outputs and target, such as lambda u, y: weight[y] * cross_entropy(u, y)"
+            f"{name} with class weights must be the mean of its examples' losses, but divides by the batch's weights: "
+            "pass a function of one example's outputs and target, such as lambda u, y: weight[y] * cross_entropy(u, y)"
         )
     one = targets.dim() == 1
     if type(loss) is nn.CrossEntropyLoss:
@@ -85,13 +86,25 @@ def as_loss(loss: Any, targets: Tensor) -> str | ExampleLoss:
     return _OfOne(loss)
 
 
+def check_plain(name: Any, seed: Any, arguments: Any) -> None:
+    """Refuse a name, a seed or arguments of the wrong type."""
+    if not isinstance(name, str):
+        raise HyperparameterError(f"name must be a text, got {name!r}: pass name='my problem'")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise HyperparameterError(f"seed must be a whole number of 64 bits, got {seed!r}: pass seed=0")
+    if arguments is not None and not (isinstance(arguments, Mapping) and all(isinstance(k, str) for k in arguments)):
+        raise HyperparameterError(
+            f"arguments must be a dict of keyword arguments of make_model, got {arguments!r}: pass one"
+        )
+
+
 def as_factory(model: Any) -> Callable[..., Any]:
     """A function that builds the module: the one given, or one that copies the module given."""
     if isinstance(model, nn.Module):
         return CopiesOf(model)
     if not callable(model):
         raise HyperparameterError(
-            f"make_model must be a module or a function that builds one, got a {type(model).__name__}"
+            f"make_model must be a module or a function that builds one, got a {type(model).__name__}: pass either"
         )
     return model
 
@@ -131,6 +144,9 @@ class _OfOne:
 
 def _tensor(what: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+            raise DataError(f"{what} must be an ordinary tensor with values, got a {kind} one: pass a dense tensor")
         return value
     if isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
         shapes = {tuple(each.shape) for each in value}
@@ -140,11 +156,15 @@ def _tensor(what: str, value: Any) -> Tensor:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise DataError(f"{what} cannot be made an array: {error}") from None
+        first = str(error).partition(". ")[0]
+        raise DataError(
+            f"{what} cannot be made an array ({first}): rows must have one length; pad or cut them"
+        ) from None
     if array.dtype.kind not in "biuf":
-        hint = "; number the classes: _, targets = numpy.unique(labels, return_inverse=True)"
-        strings = array.dtype.kind in "OUS" and "targets" in what
-        raise DataError(f"{what} must be numbers, got {array.dtype} {list(array.shape)}{hint if strings else ''}")
+        number = "number the classes: _, targets = numpy.unique(labels, return_inverse=True)"
+        hint = number if array.dtype.kind in "OUS" and "targets" in what else "pass tensors, arrays or a Dataset"
+        got = f"{array.dtype} {list(array.shape)}" if array.shape else type(value).__name__
+        raise DataError(f"{what} must be numbers, got {got}: {hint}")
     if array.dtype.kind == "f" and array.dtype != np.float16:
         array = array.astype(np.dtype(str(torch.get_default_dtype()).removeprefix("torch.")), copy=False)
     elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
@@ -197,7 +217,8 @@ def _of_dataset(which: str, data: Any) -> tuple[Inputs, Tensor]:
 def _parted(which: str, parts: list[Tensor]) -> tuple[Inputs, Tensor]:
     if len(parts) < 2:
         raise DataError(
-            f"an example of the {which} dataset must be a tuple of inputs and target, got {len(parts)} part"
+            f"an example of the {which} dataset must be a tuple of inputs and target, got {len(parts)} part: return "
+            "both"
         )
     *inputs, targets = parts
     return tuple(inputs) if len(inputs) > 1 else inputs[0], _target(targets)

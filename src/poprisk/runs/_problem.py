@@ -23,9 +23,10 @@ from poprisk._core.store import (
     resolve,
 )
 from poprisk.errors import DataError, HyperparameterError
-from poprisk.runs._data_check import check_finite, check_targets
+from poprisk.runs._data_check import check_finite, check_targets, check_varied
 from poprisk.runs._edits import edited, new_targets
-from poprisk.runs._formats import as_examples, as_factory, as_loss
+from poprisk.runs._first_look import check_takes, first_look
+from poprisk.runs._formats import as_examples, as_factory, as_loss, check_plain
 
 Augmentation = Callable[[Inputs, Generator], Inputs]
 BatchLoss = Callable[[Tensor, Tensor], Tensor]
@@ -91,9 +92,18 @@ class Problem:
         seed: int = 0,
         allow_nonfinite: bool = False,
     ) -> None:
+        check_plain(name, seed, arguments)
         if isinstance(make_model, nn.Module) and arguments:
             raise HyperparameterError("a module is built already: leave arguments out, or pass its class instead")
         self.make_model, self.arguments = as_factory(make_model), dict(arguments or {})
+        check_takes("make_model", self.make_model, **self.arguments)
+        for what, function, taken in (
+            ("show", show, ("index",)),
+            ("augment", augment, ("inputs", "generator")),
+            ("batch_loss", batch_loss, ("outputs", "targets")),
+        ):
+            if function is not None:
+                check_takes(what, function, *taken)
         self.inputs, self.targets = as_examples("training", inputs, targets)
         _check_examples("training", self.inputs, self.targets)
         self.test: tuple[Inputs, Tensor] | None = None
@@ -101,11 +111,14 @@ class Problem:
             self.test = as_examples("test", *test) if isinstance(test, tuple) else as_examples("test", test)
             _check_examples("test", *self.test)
         self.loss = as_loss(loss, self.targets)
+        if callable(self.loss):
+            check_takes("loss", self.loss, "outputs", "target")
         for which, examples in (("training", (self.inputs, self.targets)), ("test", self.test)):
             if examples is not None:
                 check_finite(which, _named(*examples), allow_nonfinite)
                 check_targets(which, examples[1], self.loss)
-        self.name, self.augment, self.seed = name, augment, seed
+        check_varied(self.inputs, self.targets)
+        self.name, self.augment, self.seed, self.allow_nonfinite = name, augment, seed, allow_nonfinite
         self._show, self._batch_loss, self._example_loss = show, batch_loss, resolve_loss(self.loss)
         self._source: Importable | None = None
         self._splits: list[dict[str, Any]] = []
@@ -123,10 +136,15 @@ class Problem:
         """
         function = resolve(factory) if isinstance(factory, str) else factory
         if not callable(function):
-            raise DataError(f"{factory!r} must be a function that returns a Problem, got {type(function).__name__}")
+            raise DataError(
+                f"{factory!r} must be a function that returns a Problem, got {type(function).__name__}: name one"
+            )
+        check_takes(f"{factory!r}", function, **arguments)
         problem = function(**arguments)
         if not isinstance(problem, cls):
-            raise DataError(f"{factory!r} must return a Problem, got {type(problem).__name__}")
+            raise DataError(
+                f"{factory!r} must return a Problem, got {type(problem).__name__}: end with return Problem(…)"
+            )
         problem._source = described(factory, arguments) if isinstance(factory, str) else importable(function, arguments)
         problem.remember(lasting=False)
         return problem
@@ -152,8 +170,22 @@ class Problem:
             torch.manual_seed(self.seed)
             module = self.make_model(**self.arguments)
         if not isinstance(module, nn.Module):
-            raise DataError(f"make_model must return a torch module, got {type(module).__name__}")
+            raise DataError(f"make_model must return a torch module, got {type(module).__name__}: return one")
         return module.to(device=self.device if device is None else device, dtype=dtype)
+
+    def check_fits(self, module: nn.Module) -> None:
+        """Try a module and the loss on the first examples, before a training.
+
+        Raises:
+            DataError: the module does not take the inputs, the loss does not take its outputs and the targets, or
+                labels are beyond its outputs.
+        """
+        first_look(self, module)
+
+    @property
+    def example_loss(self) -> ExampleLoss:
+        """The loss of one example's outputs and target."""
+        return self._example_loss
 
     def model(self, dtype: torch.dtype | None = None) -> FlatModel:
         """The model as functions of its flat weights, with this problem's loss."""
@@ -335,9 +367,9 @@ class Problem:
         if source is None or source["path"] is None:
             why = "it was not made by Problem.build" if source is None else source["reason"]
             raise DataError(
-                f"problem {description['name']!r} cannot be rebuilt: {why}; pass problem=…, with examples "
-                f"{description['data']} of fingerprint {description['fingerprint'][:12]} and the model factory "
-                f"{description['make_model']['path'] or 'that was used'}"
+                f"problem {description['name']!r} cannot be rebuilt, but is needed: {why}; pass problem=…, with "
+                f"examples {description['data']} of fingerprint {description['fingerprint'][:12]} and the model "
+                f"factory {description['make_model']['path'] or 'that was used'}"
             )
         source = located(source, folder, None)
         call = Importable(source["path"], source["arguments"], folder=source.get("folder"))
@@ -375,6 +407,8 @@ def _named(inputs: Inputs, targets: Tensor) -> dict[str, Tensor]:
 
 
 def _check_examples(which: str, inputs: Inputs, targets: Tensor) -> None:
+    if not _parts(inputs):
+        raise DataError(f"{which} inputs must be a tensor or a tuple of tensors, got an empty tuple: pass the inputs")
     shapes = {name: list(x.shape) for name, x in _named(inputs, targets).items()}
     if len({shape[0] if shape else 0 for shape in shapes.values()}) != 1 or not len(targets.reshape(-1)):
         raise DataError(f"{which} inputs and targets must have the same number of examples, at least 1, got {shapes}")

@@ -14,6 +14,7 @@ from poprisk._core.html import card, sparkline
 from poprisk._core.store import WriterLock
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.runs import _checkpoint as checkpoint
+from poprisk.runs._data_check import check_converged
 from poprisk.runs._gradient_check import Unexplained
 from poprisk.runs._held_back import Kept
 from poprisk.runs._layout import Layout
@@ -52,7 +53,10 @@ class Run:
     ) -> None:
         manifest = storage.read_manifest()
         if manifest is None:
-            raise DataError(f"{getattr(storage, 'path', 'the storage')} is not a recorded run: it has no manifest")
+            raise DataError(
+                f"{getattr(storage, 'path', 'the storage')} is not a recorded run: it has no manifest; "
+                "pass the directory that poprisk train or train(path=…) wrote"
+            )
         self._storage, self._manifest, self._tolerate, self._trust = storage, manifest, tolerate, trust
         self.layout = Layout.from_json(manifest["layout"])
         if problem is not None and manifest["problem"] is not None:
@@ -367,15 +371,17 @@ class Run:
 
 
 def as_run(run: Run | str | Path) -> Run:
-    """A run as it is, or opened from its directory.
+    """A run to analyze: as it is, or opened from its directory.
 
     Raises:
         DataError: It is neither, or there is no run in the directory.
+        RunError: Its loss or its weights are not finite at the end.
     """
     if isinstance(run, str | Path):
-        return Run.load(run)
+        run = Run.load(run)
     if not isinstance(run, Run):
         raise DataError(
             f"expected a Run or the path of its directory, got {type(run).__name__}: record one with train()"
         )
+    check_converged(run)
     return run

@@ -128,6 +128,7 @@ def train_followed(
     batch_size = examples if batch_size is None else batch_size
     _check(examples, steps, batch_size, accumulate, resume, path)
     module = problem.module(dtype)
+    problem.check_fits(module)
     trainable = [p for p in module.parameters() if p.requires_grad]
     made = optimizer(trainable)
     base = [float(group["lr"]) for group in made.param_groups]

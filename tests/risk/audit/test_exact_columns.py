@@ -1,5 +1,6 @@
 """The exact tier against real trainings without the example."""
 
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -74,10 +75,18 @@ def test_many_steps_of_a_tiny_network_are_not_cheap():
     assert price(100) < _CHEAP < price(100_000)
 
 
-def test_it_says_how_far_it_is(run, capfd):
+def test_it_says_how_far_it_is(run, capfd, monkeypatch):
     audit(run, tier="exact", progress=True)
     shown = capfd.readouterr().err
-    assert "exact columns: step 24 of 24" in shown  # one pass back, one forward, 12 steps each
+    assert shown.splitlines()[-1].startswith("audit: step ")  # the exact columns are not worth a word here
+    monkeypatch.setattr("poprisk._core.progress._LONG", 0.0)
+    monkeypatch.setattr("poprisk._core.progress._MEASURED", 0.0)
+    audit(run, tier="exact", progress=True)
+    shown = capfd.readouterr().err
+    for part in ("influence", "exclusion"):  # one pass back, one forward
+        assert re.search(rf"^{part}: about \d+ s and ", shown, re.MULTILINE)
+        assert f"{part}: {12 * run.num_examples} of {12 * run.num_examples}" in shown
+    assert "Ctrl-C keeps the other columns once the exact ones have begun" in shown
     audit(run, tier="exact", progress=False)
     assert not capfd.readouterr().err
 

@@ -1,3 +1,4 @@
+# type: ignore  # the project checks the types of src and lab/src
 """Problems take what people have: NumPy arrays, datasets, loaders, losses as modules, a module itself."""
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_two_outcomes_are_the_logistic_loss():
     ("loss", "message"),
     [
         (nn.MSELoss(reduction="sum"), "must have reduction='mean', got 'sum'"),
-        (nn.CrossEntropyLoss(weight=torch.ones(2)), "class weights is no mean of losses"),
+        (nn.CrossEntropyLoss(weight=torch.ones(2)), "class weights must be the mean of its examples' losses"),
     ],
 )
 def test_a_loss_that_is_no_mean_is_refused(loss, message):
@@ -149,7 +150,7 @@ class Stream(IterableDataset):
     ("examples", "message"),
     [
         ((X,), "training targets are missing"),
-        ((Listed(), CLASSES), "brings its own targets"),
+        ((Listed(), CLASSES), "targets must be left out with a Listed"),
         ((Stream(),), "must have __len__ and __getitem__"),
         ((X, ["cat", "dog"] * 6), "number the classes"),
         (([[1.0], [1.0, 2.0]], [0, 1]), "cannot be made an array"),

@@ -1,21 +1,21 @@
 """CIFAR-10N with augmentation and batch normalization: risk along one run, and labels judged without further training.
 
-``python -m poprisk_lab.at_scale.cifar DATA OUTPUT``, with CIFAR-10 and the labels of CIFAR-10N in ``DATA`` (either as
+``python -m poprisk_lab.at_scale.cifar --data DATA --output FILE``, with CIFAR-10 and the labels of CIFAR-10N (either as
 :mod:`poprisk_lab.data.cifar` reads them, or images packed by :mod:`.packed_images`), trains ResNet-18 once alone, with
-its time taken, then the five folds of confident learning side by side: about six minutes on an H200. ``--tiny`` needs
+its time taken, then the five folds of confident learning side by side: about six minutes on an H200. ``--smoke`` needs
 no files. What is compared was written down before, in RULE.md.
 """
 
 import argparse
-import json
 import multiprocessing
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from poprisk import KeepBest, TailAverage, hold_back, out_of_sample_probabilities
+from poprisk._core.store import load_result, save_result
 from poprisk.optim import KeptRisk
+from poprisk_lab.at_scale.numbers import CIFAR
 from poprisk_lab.at_scale.packed_images import unpack_images
 from poprisk_lab.data.cifar import cifar10, human_labels
 from poprisk_lab.recipes.cifar_run import augmented, residual_network
 
 FOLDS = 5
-_DIRECTIONS = 96
 _MEAN, _SPREAD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 Arrays = dict[str, np.ndarray]
+Save = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def auc(score: Tensor, wrong: Tensor) -> float:
     1.0
     """
     values, place, counts = score.double().unique(return_inverse=True, return_counts=True)
-    rank = (counts.cumsum(0) - (counts - 1) / 2)[place]
+    rank = (counts.cumsum(0) - (counts.double() - 1) / 2)[place]
     bad, good = int(wrong.sum()), int((~wrong).sum())
     return 1 - float((rank[wrong].sum() - bad * (bad + 1) / 2) / (bad * good)) if bad and good and len(values) else 0.5
 
@@ -175,7 +177,7 @@ class Watch:
             torch.cuda.synchronize()
 
 
-def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> tuple[dict[str, Any], Arrays]:
+def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> dict[str, Any]:
     """The run with KeepBest: its risk along the way, its labels judged from it, and what each part took."""
     data, watch = Data(arrays, config, device), Watch(device)
     rows = torch.arange(len(data.labels))
@@ -206,7 +208,7 @@ def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> tup
     found = watch.time("probabilities", lambda: out_of_sample_probabilities(keeper, data=(images, kept_labels)))
     wrong = kept_labels != data.clean[kept]
     seconds = watch.seconds
-    result = {
+    return {
         "config": asdict(config),
         "trained": len(kept),
         "held": len(held),
@@ -225,19 +227,6 @@ def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> tup
             "margins along the run": {"area under margin": round(auc(seen["sum"].cpu()[kept], wrong), 5)},
         },
     }
-    stored = {"kept": kept, "held": held, "probabilities": found.probabilities, "seen": plain.cpu(), "last": last.cpu()}
-    stored["features"], stored["held_features"] = _leading(
-        keeper.features((images, kept_labels))[0], keeper.features()[0]
-    )
-    halved = {name: x.half() if x.is_floating_point() else x for name, x in stored.items()}
-    return result, {name: x.numpy() for name, x in halved.items()}
-
-
-def _leading(points: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """The leading directions of the features, which are stored for later questions."""
-    mean = points.mean(0)
-    vectors = torch.linalg.eigh((points - mean).T @ (points - mean))[1][:, -_DIRECTIONS:]
-    return (points - mean) @ vectors, (held - mean) @ vectors
 
 
 def _plain(risk: KeptRisk) -> dict[str, Any]:
@@ -257,8 +246,8 @@ def _accuracy(outputs: Tensor, labels: Tensor) -> float:
     return float((outputs.argmax(1) == labels).float().mean())
 
 
-def fold_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> Arrays:
-    """One fold of confident learning: the outputs for its own examples, after every epoch."""
+def fold_run(arrays: Arrays, config: CifarConfig, device: torch.device, place: Path | None = None) -> Arrays:
+    """One fold of confident learning: the outputs for its own examples, after every epoch; kept in a file so far."""
     data = Data(arrays, config, device)
     order = torch.randperm(len(data.labels), generator=torch.Generator().manual_seed(config.seed))
     out = order[config.fold :: FOLDS].sort().values
@@ -266,21 +255,26 @@ def fold_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> Array
     left[out] = False
     run = Training(data, left.nonzero().squeeze(1), config)
     average = TailAverage(run.model, run.optimizer, tail=config.tail)
-    found: dict[str, list[np.ndarray]] = {"raw": [], "mean": []}
-    images = data.images[out.to(device)]
+    kinds: dict[str, list[np.ndarray]] = {"raw": [], "mean": []}
+    images, found = data.images[out.to(device)], Arrays()
     for _ in range(config.epochs):
         run.epoch()
-        found["raw"].append(run.outputs(images).cpu().numpy().astype(np.float16))
+        kinds["raw"].append(run.outputs(images).cpu().numpy().astype(np.float16))
         with average.swapped(0):
-            found["mean"].append(run.outputs(images).cpu().numpy().astype(np.float16))
-    steps = np.array(config.epochs * run.per_epoch)
-    return {"out": out.numpy(), "steps": steps, **{name: np.stack(each) for name, each in found.items()}}
+            kinds["mean"].append(run.outputs(images).cpu().numpy().astype(np.float16))
+        steps = np.array(config.epochs * run.per_epoch)
+        found = {"out": out.numpy(), "steps": steps, **{name: np.stack(each) for name, each in kinds.items()}}
+        if place is not None:
+            np.savez(place.with_suffix(".part.npz"), allow_pickle=False, **found)
+            place.with_suffix(".part.npz").replace(place)
+    return found
 
 
 def confident_learning(run: Mapping[str, Any], folds: list[Arrays], arrays: Arrays, kept: np.ndarray) -> dict[str, Any]:
     """AUC of confident learning on the examples that the run was trained on, and what its folds take one by one."""
-    epochs, labels = run["config"]["epochs"], run["config"]["labels"]
-    at_kept = min(epochs - 1, max(0, round(run["kept"]["step"] / run["steps"] * epochs) - 1))
+    planned, labels = run["config"]["epochs"], run["config"]["labels"]
+    epochs = min(len(fold["raw"]) for fold in folds)
+    at_kept = min(epochs - 1, max(0, round(run["kept"]["step"] / run["steps"] * planned) - 1))
     y, rows = torch.from_numpy(arrays[labels]).long()[kept], torch.from_numpy(kept)
     wrong = y != torch.from_numpy(arrays["clean"]).long()[rows]
     found = {}
@@ -294,7 +288,7 @@ def confident_learning(run: Mapping[str, Any], folds: list[Arrays], arrays: Arra
             outputs[torch.from_numpy(fold["out"])] = torch.from_numpy(fold[kind][epoch].astype(np.float32))
         found[f"{FOLDS} folds, {name}"] = label_aucs(outputs[rows].softmax(1), y, wrong)
     steps = sum(int(fold["steps"]) for fold in folds)
-    return {"auc": found, "steps": steps, "seconds": steps * run["bare_step"]}
+    return {"auc": found, "epochs": epochs, "steps": steps, "seconds": steps * run["bare_step"]}
 
 
 def load(folder: Path | None) -> Arrays:
@@ -330,59 +324,102 @@ def _squares() -> Arrays:
     return {**labels, "train": images[:600], "test": images[600:], "test_labels": clean[600:]}
 
 
-def _work(task: tuple[str, CifarConfig], arrays_path: str, device: str) -> tuple[Any, ...]:
+def _work(config: CifarConfig, arrays_path: str, device: str, place: str) -> Any:
     torch.set_num_threads(1)
     with np.load(arrays_path) as stored:
         arrays = dict(stored)
-    kind, config = task
-    if kind == "fold":
-        return kind, config, fold_run(arrays, config, torch.device(device))
-    return kind, config, judged_run(arrays, config, torch.device(device))
+    if config.fold is None:
+        return judged_run(arrays, config, torch.device(device))
+    fold_run(arrays, config, torch.device(device), Path(place))
+    return None
 
 
-def study(folder: Path | None, output: Path, names: list[str], config: CifarConfig, workers: int) -> dict[str, Any]:
-    """The first label set's run alone, then its folds and all other trainings side by side."""
+def study(
+    folder: Path | None,
+    names: list[str],
+    config: CifarConfig,
+    limit: float,
+    save: Save,
+    earlier: Path | None = None,
+) -> dict[str, Any]:
+    """Each label set's run, the first one alone, and then its folds side by side.
+
+    Args:
+        folder: Folder of the data; None makes some up.
+        names: Label sets.
+        config: The recipe.
+        limit: Seconds after which no other label set is begun, and folds are scored as far as they are.
+        save: Stores the result so far.
+        earlier: A result to go on from: its runs are not repeated.
+    """
     began = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    output.mkdir(parents=True, exist_ok=True)
     arrays = load(folder)
     _say(began, "images are there")
     result: dict[str, Any] = {"versions": versions(device), "runs": {}, "confident_learning": {}}
-    rows: dict[str, np.ndarray] = {}
-
-    def save(name: str, found: tuple[dict[str, Any], Arrays]) -> None:
-        result["runs"][name], rows[name] = found[0], found[1]["kept"]
-        np.savez_compressed(output / f"probabilities_{name}.npz", allow_pickle=False, **found[1])
-        (output / "cifar.json").write_text(json.dumps(result, indent=1))
-        _say(began, f"{name}: {found[0]['seconds']} {found[0]['auc']} {found[0]['probabilities']}")
-
-    save(names[0], judged_run(arrays, replace(config, labels=names[0]), device))
-    step = result["runs"][names[0]]["bare_step"]
-    path = Path(tempfile.mkdtemp()) / "arrays.npz"
-    np.savez(path, allow_pickle=False, **arrays)
-    tasks = [("fold", replace(config, labels=names[0], fold=i)) for i in range(FOLDS)]
-    for name in names[1:]:
-        tasks.append(("run", replace(config, labels=name)))
-        tasks += [("fold", replace(config, labels=name, fold=i)) for i in range(FOLDS)]
-    folds: dict[str, list[Arrays]] = {name: [] for name in names}
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_work, task, str(path), str(device)) for task in tasks]):
-            kind, config, found = done.result()
-            if kind == "run":
-                found[0]["bare_step"] = step  # its own clock ran beside others
-                save(config.labels, found)
+    if earlier is not None:
+        result = load_result(earlier, CIFAR)["result"]
+    parts = Path(tempfile.mkdtemp())
+    np.savez(parts / "arrays.npz", allow_pickle=False, **arrays)
+    for name in names:
+        if time.perf_counter() - began > limit:
+            break
+        mine = replace(config, labels=name)
+        tasks = [] if name in result["confident_learning"] else [replace(mine, fold=i) for i in range(FOLDS)]
+        if name not in result["runs"]:
+            if result["runs"]:
+                tasks.insert(0, mine)
             else:
-                folds[config.labels].append(found)
-                _say(began, f"fold {config.fold} of {config.labels}")
-            for name, parts in folds.items():
-                if len(parts) == FOLDS and name in rows and name not in result["confident_learning"]:
-                    judged = confident_learning(result["runs"][name], parts, arrays, rows[name])
-                    result["confident_learning"][name] = judged
-                    _say(began, f"{name}: {judged}")
-            result["wall_seconds"] = time.perf_counter() - began
-            (output / "cifar.json").write_text(json.dumps(result, indent=1))
-    shutil.rmtree(path.parent)
+                _keep(result, judged_run(arrays, mine, device), save)
+                _say(began, f"{name}: {result['runs'][name]['seconds']} {result['runs'][name]['auc']}")
+        if tasks:
+            _side_by_side(tasks, parts, str(device), result, save, limit - (time.perf_counter() - began))
+        if (judged := _scored(result, name, parts, arrays)) is not None:
+            result["confident_learning"][name] = judged
+        result["wall_seconds"] = time.perf_counter() - began
+        save(result)
+        _say(began, f"{name}: {result['confident_learning'].get(name)}")
+    shutil.rmtree(parts)
     return result
+
+
+def _keep(result: dict[str, Any], found: dict[str, Any], save: Save) -> None:
+    """Store a judged run; the clock of the first one counts, which ran alone."""
+    alone = next(iter(result["runs"].values()), None)
+    timed = {} if alone is None else {"bare_step": alone["bare_step"]}
+    result["runs"][found["config"]["labels"]] = {**found, **timed}
+    save(result)
+
+
+def _side_by_side(
+    tasks: list[CifarConfig], parts: Path, device: str, result: dict[str, Any], save: Save, seconds: float
+) -> None:
+    """Train until all are done, or the time is over."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(tasks), context) as pool:
+        places = [str(parts / f"{task.labels}_{task.fold}.npz") for task in tasks]
+        waiting = [
+            pool.submit(_work, task, str(parts / "arrays.npz"), device, place)
+            for task, place in zip(tasks, places, strict=True)
+        ]
+        try:
+            for done in as_completed(waiting, timeout=max(seconds, 1.0)):
+                if (found := done.result()) is not None:
+                    _keep(result, found, save)
+        except TimeoutError:
+            for process in list(pool._processes.values()):
+                process.kill()
+
+
+def _scored(result: Mapping[str, Any], name: str, parts: Path, arrays: Arrays) -> dict[str, Any] | None:
+    """Confident learning by the folds as far as they are; None where one has not begun."""
+    places = [parts / f"{name}_{i}.npz" for i in range(FOLDS)]
+    if name not in result["runs"] or not all(place.exists() for place in places):
+        return None
+    run, labels = result["runs"][name], torch.from_numpy(arrays[name]).long()
+    (kept, _), _ = hold_back((torch.arange(len(labels)), labels), run["config"]["share"], seed=run["config"]["seed"])
+    folds = [dict(np.load(place)) for place in places]
+    return confident_learning(run, folds, arrays, kept.numpy())
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -398,16 +435,19 @@ def _say(began: float, what: str) -> None:
 def main() -> None:
     """Run the study and store it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("output", type=Path, help="folder for the results")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--labels", nargs="+", default=["worse", "random1"])
-    parser.add_argument("--workers", type=int, default=11)
+    parser.add_argument("--limit", type=float, default=500.0, help="seconds after which folds are scored as they are")
+    parser.add_argument("--earlier", type=Path, help="a result whose runs are not repeated")
     parser.add_argument("--epochs", type=int)
-    parser.add_argument("--tiny", action="store_true", help="a tiny network and made-up images")
+    parser.add_argument("--smoke", action="store_true", help="a tiny network and made-up images, no files")
     given = parser.parse_args()
-    config = TINY if given.tiny else CifarConfig()
+    config = TINY if given.smoke else CifarConfig()
     config = config if given.epochs is None else replace(config, epochs=given.epochs)
-    study(None if given.tiny else given.data, given.output, given.labels, config, given.workers)
+    data = None if given.smoke else given.data
+    save = partial(save_result, given.output, CIFAR, asdict(config))
+    study(data, given.labels, config, given.limit, save, given.earlier)
 
 
 if __name__ == "__main__":

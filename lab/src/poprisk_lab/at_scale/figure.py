@@ -26,16 +26,18 @@ def draw(results: Path) -> Figure:
         results: Folder with the stored results.
     """
     runs = load_result(results / f"{CIFAR}.json", CIFAR)["result"]["runs"]
-    lora = load_result(results / f"{LORA}.json", LORA)["result"]
+    place = results / f"{LORA}.json"
+    lora = load_result(place, LORA)["result"] if place.exists() else {}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-        panels = figure.subplots(1, len(runs) + 1)
-        for axes, (name, run) in zip(panels[:-1], runs.items(), strict=True):
+        panels = figure.subplots(1, len(runs) + ("removals" in lora), squeeze=False)[0]
+        for axes, (name, run) in zip(panels, runs.items(), strict=False):
             _along(axes, run)
             axes.set_title(_TITLES[name])
         panels[0].set_ylabel("accuracy (%)")
         panels[0].legend(frameon=False, fontsize=8.5, loc="lower right")
-        _removals(panels[-1], lora["removals"])
+        if "removals" in lora:
+            _removals(panels[-1], lora["removals"])
     return figure
 
 

@@ -1,12 +1,11 @@
 """Influence of every preference pair on a language model fine-tuned with LoRA, and a check by real removals.
 
-``python -m poprisk_lab.at_scale.lora DATA OUTPUT``, with ``blocks.safetensors`` and ``preferences.safetensors`` of
-SmolLM2-135M-Instruct and 1,000 pairs of UltraFeedback in ``DATA``: a few minutes on an H200. ``--tiny`` needs no files.
-What is compared was written down before, in RULE.md.
+``python -m poprisk_lab.at_scale.lora --data DATA --output FILE``, with ``blocks.safetensors`` and
+``preferences.safetensors`` of SmolLM2-135M-Instruct and 1,000 pairs of UltraFeedback in ``DATA``, on a GPU. ``--smoke``
+needs no files. What is compared was written down before, in RULE.md.
 """
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -20,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from poprisk import Problem, Run, train
+from poprisk._core.store import save_result
 from poprisk.risk import Unrolled, influence_on
 from poprisk_lab.at_scale.blocks import language_model
+from poprisk_lab.at_scale.numbers import LORA
 from poprisk_lab.data.preferences import PairTokens, load_preferences, synthetic_preferences
 
 
@@ -223,12 +224,12 @@ def _versions(device: torch.device) -> dict[str, str]:
 def main() -> None:
     """Run the study and store it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path, nargs="?")
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="a tiny random model and synthetic pairs")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--smoke", action="store_true", help="a tiny random model and synthetic pairs, no files")
     given = parser.parse_args()
-    save = lambda result: given.output.write_text(json.dumps(result, indent=1))  # noqa: E731
-    study(None if given.tiny else given.data, TINY if given.tiny else LoraConfig(), save)
+    config = TINY if given.smoke else LoraConfig()
+    study(None if given.smoke else given.data, config, partial(save_result, given.output, LORA, asdict(config)))
 
 
 if __name__ == "__main__":

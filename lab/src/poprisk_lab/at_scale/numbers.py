@@ -1,18 +1,16 @@
-"""What the page on knowing at scale shows, from the stored results; and how results of the GPU are stored."""
+"""What the page on knowing at scale shows, from the stored results."""
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from poprisk._core.store import load_result, save_result
-from poprisk_lab.at_scale.ranking import KIND as RANKING
+from poprisk._core.store import load_result
 
-CIFAR, LORA = "at_scale_cifar", "at_scale_lora"
+CIFAR, LORA, RANKING = "at_scale_cifar", "at_scale_lora", "influence_ranking"
 BAR_POINTS, BAR_TIME, BAR_COST, BAR_SECONDS = 0.005, 0.1, 0.25, 600
+_PLANNED = ("worse", "random1")
 _SCORES = ("self-confidence", "normalized margin")
 _LABELS = {"worse": "worse, 40% wrong", "random1": "random1, 17% wrong", "aggre": "aggre, 9% wrong"}
 Row = Mapping[str, Any]
@@ -21,9 +19,10 @@ Row = Mapping[str, Any]
 def page_slots(results: Path) -> dict[str, Any]:
     """The slots of ``page.md.jinja``."""
     cifar = load_result(results / f"{CIFAR}.json", CIFAR)["result"]
-    lora = load_result(results / f"{LORA}.json", LORA)["result"]
-    ranking = load_result(results / "influence_ranking.json", RANKING)
-    return {**cifar_slots(cifar), **lora_slots(lora), **ranking_slots(ranking)}
+    place = results / f"{LORA}.json"
+    lora = lora_slots(load_result(place, LORA)["result"]) if place.exists() else {}
+    ranking = load_result(results / f"{RANKING}.json", RANKING)
+    return {**cifar_slots(cifar), **ranking_slots(ranking), "has_lora": bool(lora), **lora}
 
 
 def cifar_slots(found: Row) -> dict[str, Any]:
@@ -39,6 +38,8 @@ def cifar_slots(found: Row) -> dict[str, Any]:
     return {
         "device": found["versions"]["device"],
         "runs": len(found["runs"]),
+        "cifar_note": found.get("note", ""),
+        "left_out": [_LABELS[name] for name in _PLANNED if name not in judged],
         "epochs": first["config"]["epochs"],
         "moments": [_moment_row(name, run) for name, run in found["runs"].items()],
         "largest_gap": f"{100 * max(moments.values()):.2f}",
@@ -112,6 +113,15 @@ _WAYS = {
 
 def lora_slots(found: Row) -> dict[str, Any]:
     """The part about the language model."""
+    if "influence" not in found:
+        return {
+            "unfinished": f"{found['influence_unfinished_after']:.0f}",
+            "pairs": found["pairs"],
+            "lora_weights": f"{found['weights']:,}",
+            "lora_steps": found["steps"],
+            "lora_device": found["versions"]["device"],
+            "training_seconds": f"{found['training_seconds']:.0f}",
+        }
     groups = found["removals"]
     predicted, measured = (
         torch.tensor([row[key] for row in groups], dtype=torch.float64) for key in ("predicted", "measured")
@@ -123,6 +133,7 @@ def lora_slots(found: Row) -> dict[str, Any]:
     total = found["training_seconds"] + found["influence_seconds"]
     ends = None not in chosen and bool(random)
     return {
+        "unfinished": "",
         "pairs": found["pairs"],
         "lora_weights": f"{found['weights']:,}",
         "lora_steps": found["steps"],
@@ -168,21 +179,3 @@ def ranking_slots(saved: Row) -> dict[str, Any]:
         "ranking_sets": saved["config"]["sets"],
         "ranking_examples": saved["config"]["examples"],
     }
-
-
-def main() -> None:
-    """Store what the GPU wrote: ``python -m poprisk_lab.at_scale.numbers FOLDER RESULTS``."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("results", type=Path)
-    given = parser.parse_args()
-    for name, file in ((CIFAR, "cifar.json"), (LORA, "lora.json")):
-        place = next(given.folder.rglob(file), None)
-        if place is not None:
-            found = json.loads(place.read_text(encoding="utf-8"))
-            config = found["config"] if "config" in found else next(iter(found["runs"].values()))["config"]
-            print(save_result(given.results / f"{name}.json", name, config, found))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Influence through some of the parameters beside all of them: who ranks real removals best?
 
-``python -m poprisk_lab.at_scale.ranking OUTPUT`` trains two small networks on digits, and each of them again without
-random sets of examples: about two minutes on two cores. What is compared was written down before, in RULE.md.
+``python -m poprisk_lab.at_scale.ranking --output FILE`` trains two small networks on digits, and each of them again
+without random sets of examples: about two minutes on two cores. What is compared was written down before, in RULE.md.
 """
 
 import argparse
@@ -20,8 +20,7 @@ from poprisk import Problem, Run, train
 from poprisk._core.store import save_result
 from poprisk.risk import influence_on, retrain
 from poprisk.risk._retraining.members import Members
-
-KIND = "influence_ranking"
+from poprisk_lab.at_scale.numbers import RANKING
 
 
 @dataclass(frozen=True)
@@ -174,11 +173,11 @@ def study(config: RankingConfig) -> dict[str, Any]:
 def main() -> None:
     """Run the study and store it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     config = SMOKE if given.smoke else RankingConfig()
-    save_result(given.output, KIND, asdict(config), study(config))
+    save_result(given.output, RANKING, asdict(config), study(config))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from poprisk._core.progress import write_line
+from poprisk._core.progress_faces import write_line
 from poprisk._core.store import load_result, save_result
 from poprisk.errors import DataError
 

@@ -155,6 +155,12 @@ PAGES: tuple[Page, ...] = (
         drawings=(Drawing("lab/docs/recipes.png", "poprisk_lab.recipes.figure:draw", dpi=140),),
     ),
     Page(
+        "lab/docs/at_scale.md",
+        "poprisk_lab.at_scale.numbers:page_slots",
+        "poprisk_lab.at_scale/page.md.jinja",
+        drawings=(Drawing("lab/docs/at_scale.png", "poprisk_lab.at_scale.figure:draw", dpi=140),),
+    ),
+    Page(
         "lab/docs/scaling.md",
         "poprisk_lab.costs.page.numbers:page_slots",
         "poprisk_lab.costs.page/page.md.jinja",

@@ -81,7 +81,7 @@ def writable_directory(path: str | Path) -> Path:
     """
     directory = Path(path)
     if directory.exists() and not directory.is_dir():
-        raise NotADirectoryError(f"the output directory {path} is a file; choose another name")
+        raise NotADirectoryError(f"the output directory must be a folder, but {path} is a file; choose another name")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f".{secrets.token_hex(6)}.tmp"

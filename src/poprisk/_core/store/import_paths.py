@@ -83,7 +83,9 @@ def resolve(path: str) -> Any:
     """
     module, colon, name = path.rpartition(":")
     if not colon or not module or not name:
-        raise DataError(f'expected an import path "package.module:function" or "script.py:function", got {path!r}')
+        raise DataError(
+            f'expected an import path "package.module:function" or "script.py:function", got {path!r}: pass one'
+        )
     if is_script(path):
         return function_of(*split_script(path))
     try:
@@ -91,7 +93,9 @@ def resolve(path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise DataError(f"{path} cannot be imported ({error}): make it importable, e.g. through PYTHONPATH") from None
+        raise DataError(
+            f"{path} cannot be imported, got {error}: make it importable, e.g. through PYTHONPATH"
+        ) from None
     return found
 
 

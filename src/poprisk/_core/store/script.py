@@ -67,8 +67,8 @@ def load_script(file: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name], _FILES[name]
         exits = isinstance(error, SystemExit)
-        advice = "; put code that exits the process under if __name__ == '__main__':" if exits else ""
-        raise DataError(f"{where(error, file)}{advice}") from error
+        advice = "put code that exits the process under if __name__ == '__main__':" if exits else "correct it there"
+        raise DataError(f"the script must run, but failed: {where(error, file)}; {advice}") from error
     except BaseException:
         del sys.modules[name], _FILES[name]
         raise
@@ -87,7 +87,7 @@ def function_of(file: Path, name: str) -> Any:
         if not hasattr(found, part):
             own = [k for k, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
             listed = f"it defines {', '.join(own)}" if own else "it defines no function"
-            raise DataError(f"{file} has no {name!r}: {listed}")
+            raise DataError(f"{file} has no {name!r}: {listed}; name what it defines")
         found = getattr(found, part)
     return found
 

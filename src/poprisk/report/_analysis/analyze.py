@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from poprisk._core.progress import Progress
+from poprisk._core.progress import Progress, limits
 from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError, UntrustedError
 from poprisk.report._analysis.contents import Contents, example_contents
 from poprisk.report._analysis.curves import (
@@ -111,6 +111,7 @@ def analyze(
     clean: CleanTargets | None = None,
     kept: KeptAnalysis | None = None,
     parts: Sequence[str] = PARTS,
+    memory: int | str | None = None,
     progress: bool | Callable[[str], None] = True,
 ) -> Analysis:
     r"""Analyze a recorded run within a time budget: what it learned, what it memorized, which labels look wrong.
@@ -128,6 +129,7 @@ def analyze(
             loop of your own or of a trainer) is kept in its directory, with pictures or texts of its examples, so
             that ``poprisk report``, ``audit`` and ``compare`` show it.
         parts: Names of the parts to compute; others are used if they are kept. Default: all.
+        memory: Bytes that the process may use, or "2 GB": work is done in smaller pieces. None sets no limit.
         progress: Whether to show progress, or a function that is called with the name of each part before it is
             computed.
 
@@ -151,14 +153,28 @@ def analyze(
     """
     check_options(budget, retrain)
     if unknown := [part for part in parts if part not in PARTS]:
-        raise HyperparameterError(f"parts must be among {', '.join(PARTS)}, got {unknown[0]!r}")
+        raise HyperparameterError(f"parts must be among {', '.join(PARTS)}, got {unknown[0]!r}: give only these")
     run = as_run(run)
     if not run.num_steps:
         raise RunError("the run has no steps, so there is nothing to analyze: train it first")
     if kept is None and run.path is not None and not can_rebuild(run) and _has_problem(run):
         kept = KeptAnalysis.of(run, budget, retrain, clean)
-    if callable(progress):
-        return _Work(run, budget, retrain, clean, kept, parts, progress).done()
+    shown, lower = progress is True, "a smaller budget"
+    with limits("analysis", memory=memory, progress=shown, keeps="the finished parts", lower=lower):
+        if callable(progress):
+            return _Work(run, budget, retrain, clean, kept, parts, progress).done()
+        return _shown(run, budget, retrain, clean, kept, parts, shown)
+
+
+def _shown(
+    run: Run,
+    budget: float,
+    retrain: int,
+    clean: CleanTargets | None,
+    kept: KeptAnalysis | None,
+    parts: Sequence[str],
+    progress: bool,
+) -> Analysis:
     with Progress("analysis", len(PARTS), counted="{done} of {total} parts", shown=progress) as bar:
         # Parts differ too much to tell the time left.
         began = lambda part: bar.update(PARTS.index(part), doing=part, worked=False)  # noqa: E731
@@ -271,6 +287,11 @@ class _Work:
                 part = Part(compute())
             else:
                 part = Part(None, self._too_expensive(needed))
+        except KeyboardInterrupt:
+            if self.kept is not None:
+                raise
+            self.missing = "interrupted before it was computed; analyze the run again"
+            part = Part(None, self.missing)
         except PopRiskError as error:
             part = Part(None, _first_line(error))
         except RuntimeError as error:  # from PyTorch: an operation without the derivatives needed, or out of memory
@@ -320,10 +341,10 @@ class _Work:
         needed = exact_seconds(self.run)
         if needed <= self.budget and exact_obstacle(self.run) is None:
             try:
-                return audit(self.run, tier="exact", progress=False)
+                return audit(self.run, tier="exact")
             except RunError:
                 pass  # tier "auto" computes the other columns and says why these are missing
-        return audit(self.run, tier="any" if needed > self.budget else "auto", progress=False)
+        return audit(self.run, tier="any" if needed > self.budget else "auto")
 
     def _risk_seconds(self, examples: int) -> float:
         run = self.run

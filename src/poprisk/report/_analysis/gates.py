@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from poprisk._core.progress import tracked
 from poprisk.errors import PopRiskWarning, RunError
 from poprisk.optim import PopRiskAdamW
 from poprisk.runs import (
@@ -73,7 +74,7 @@ def gate_curve(run: Run, moments: int = _MOMENTS) -> GateCurve:
     steps = _chosen(run.num_steps, moments)
     overall: list[dict[str, float]] = []
     layers: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for k in range(steps[-1] + 1):
+    for k in tracked(range(steps[-1] + 1), "replaying the steps"):
         again.prepare(k)
         if k in steps:
             overall.append(again.optimizer.overall_diagnostics().to_floats())

@@ -64,7 +64,9 @@ class CleanTargets:
             with np.load(path, allow_pickle=False) as archive:
                 arrays = {name: torch.as_tensor(archive[name]).double() for name in ("train", "test")}
         except (KeyError, ValueError, TypeError, zipfile.BadZipFile, AttributeError) as error:
-            raise DataError(f"{path} must be a .npz file with the arrays train and test: {error}") from None
+            raise DataError(
+                f"{path} must be a .npz file with the arrays train and test, got {error}: write it with numpy.savez"
+            ) from None
         return cls(**arrays)
 
     def check(self, problem: Problem) -> None:

@@ -32,7 +32,20 @@ def render(name: str, scripts: tuple[str, ...] = (), *, data: Any = None, **valu
     """
     environment = _environment()
     style, script = _text("page.css"), "\n".join(map(_text, scripts))
-    policy = "; ".join(
+    # No text may close the script element that contains it.
+    packed = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
+    return environment.get_template(name).render(
+        policy=policy_of(style, script), style=style, script=script, data=packed, **values
+    )
+
+
+def policy_of(style: str, script: str) -> str:
+    """The content security policy of a page: its own style and script, pictures inside it, and nothing else.
+
+    >>> policy_of("p {}", "").startswith("default-src 'none'; style-src 'sha256-")
+    True
+    """
+    return "; ".join(
         [
             "default-src 'none'",
             f"style-src '{_hash(style)}'",
@@ -40,9 +53,6 @@ def render(name: str, scripts: tuple[str, ...] = (), *, data: Any = None, **valu
             *("img-src data:", "base-uri 'none'", "form-action 'none'"),
         ]
     )
-    # No text may close the script element that contains it.
-    packed = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
-    return environment.get_template(name).render(policy=policy, style=style, script=script, data=packed, **values)
 
 
 def _environment() -> Any:

@@ -1,8 +1,5 @@
 """The exact tier: columns from an example's effect through the recorded training."""
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -10,15 +7,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.autodiff import take_examples
-from poprisk._core.progress import Report, training_progress
-from poprisk.errors import DataError, PopRiskError, RunError
+from poprisk._core.costs import current_limits, is_out_of_memory
+from poprisk.errors import DataError, LimitError, PopRiskError, RunError
 from poprisk.operators import Window
 from poprisk.risk._audit.table import AuditTable
 from poprisk.risk._classes import class_view, own_and_other
 from poprisk.risk._exclusion import exclusion
 from poprisk.risk._influence.matrix import cast_inputs, self_influence
 from poprisk.risk._influence.sensitivity import Unrolled
-from poprisk.risk._influence.step_jacobian import StepJacobian
 from poprisk.runs import Run
 
 _CHEAP = 10.0
@@ -48,9 +44,7 @@ def exact_obstacle(run: Run) -> str | None:
     return None
 
 
-def exact_columns(
-    run: Run, table: AuditTable, obstacle: str | None, *, demanded: bool, progress: bool = False
-) -> AuditTable:
+def exact_columns(run: Run, table: AuditTable, obstacle: str | None, *, demanded: bool) -> AuditTable:
     """The table with the exact columns if they are possible and cheap enough, else with a note.
 
     Args:
@@ -58,7 +52,6 @@ def exact_columns(
         table: The columns that every run has.
         obstacle: Why they are not possible, if known.
         demanded: Whether to compute them at any cost, and to raise if they are not possible.
-        progress: Whether to show progress on stderr.
 
     Raises:
         RunError: they are demanded, but the run's model, optimizer or loss does not allow them.
@@ -66,18 +59,22 @@ def exact_columns(
     if obstacle is not None:
         return _with_note(table, f"no exact columns: {obstacle}")
     price = seconds(run)
-    if not demanded and price > _CHEAP:
-        return _with_note(
-            table, f'exact columns would take about {price:.0f} s, over the limit of {_CHEAP:.0f} s: use tier="exact"'
-        )
+    limits = current_limits()
+    allowed = _CHEAP if limits is None or limits.budget is None else limits.left()
+    if not demanded and price > allowed:
+        over = f"over the limit of {_CHEAP:.0f} s" if allowed == _CHEAP else "over what is left of the budget"
+        return _with_note(table, f'exact columns would take about {price:.0f} s, {over}: use tier="exact"')
     try:
-        unrolled = _Shown(run)
-        with unrolled.shown(table.columns["loss"].mean(), progress):
-            columns = {"self_influence": _numbers(self_influence(unrolled).value)}
-            columns |= _left_out(unrolled, table)
+        unrolled = Unrolled(run)
+        columns = {"self_influence": _numbers(self_influence(unrolled).value)}
+        columns |= _left_out(unrolled, table)
         columns |= _displacement(unrolled)
+    except KeyboardInterrupt:
+        return _with_note(table, "no exact columns: interrupted")
     except (PopRiskError, RuntimeError) as error:  # of PyTorch: an operation without the derivatives it takes
-        if demanded:
+        if is_out_of_memory(error):
+            raise
+        if demanded and not isinstance(error, LimitError):
             raise RunError(f"the exact tier is not possible for this run: {_first_line(error)}") from error
         return _with_note(table, f"no exact columns: {_first_line(error)}")
     notes = [unrolled.note] if unrolled.note else []
@@ -94,31 +91,6 @@ def seconds(run: Run) -> float:
     batch = len(run.batch(0))
     multiplications = _PASSES * _PER_DIRECTION * run.num_examples * run.num_steps * batch * run.num_weights
     return multiplications / _PER_SECOND + _PASSES * run.num_steps * _STEP_OVERHEAD
-
-
-class _Shown(Unrolled):
-    """A run that reports how many of its steps have been linearized."""
-
-    _report: Report | None = None
-    _loss: Tensor
-    _taken = 0
-
-    @contextmanager
-    def shown(self, loss: Tensor, progress: bool) -> Iterator[None]:
-        """Show the progress of both passes."""
-        turns = math.ceil(self.num_examples / self.columns_at_a_time())
-        total = _PASSES * turns * (self.stop - self.start)
-        with training_progress("exact columns", 0, total, shown=progress) as self._report:
-            self._loss = loss
-            yield
-        self._report = None
-
-    def step(self, k: int) -> StepJacobian:
-        """See the base class."""
-        self._taken += 1
-        if self._report is not None:
-            self._report(self._taken, self._loss)
-        return super().step(k)
 
 
 def _left_out(unrolled: Unrolled, table: AuditTable) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch.func import vmap
 
 from poprisk._core.autodiff import resolve_loss
 from poprisk._core.estimate import Estimate
-from poprisk._core.progress import training_progress
+from poprisk._core.progress import limits, training_progress
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._audit.count import agreement, count_wrong
 from poprisk.risk._audit.exact import exact_columns, exact_obstacle
@@ -25,6 +25,7 @@ from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, judge_count, no_count
 from poprisk.runs import Problem, Run, as_run
 
 Tier = Literal["auto", "any", "exact"]
+_KEPT = "the other columns once the exact ones have begun"
 _OUTLIER = 3.5
 """Robust standard deviations beyond which a residual is suspect: Iglewicz and Hoaglin's rule."""
 
@@ -37,6 +38,8 @@ def audit(
     out_of_fold: Float[Tensor, "n classes"] | None = None,
     retrain_budget: int = 0,
     batch_size: int = 1024,
+    budget: float | None = None,
+    memory: int | str | None = None,
     progress: bool = True,
 ) -> AuditTable:
     r"""Find the training labels that are probably wrong, from one recorded run.
@@ -78,6 +81,9 @@ def audit(
         out_of_fold: Class probabilities of each example by networks trained without it, if you have them.
         retrain_budget: Number of trainings allowed for out-of-sample probabilities: 0, or at least 3 folds.
         batch_size: Number of examples evaluated at a time.
+        budget: Seconds that the call may take; exact columns that would take longer are left out, with a note. None
+            leaves them out from about 10 s, unless they are required.
+        memory: Bytes that the process may use, or "2 GB": work is done in smaller pieces. None sets no limit.
         progress: Whether to show progress on stderr.
 
     Returns:
@@ -102,10 +108,22 @@ def audit(
     (7, 0, 3)
     """
     if tier not in ("auto", "any", "exact"):
-        raise HyperparameterError(f'tier must be "auto", "any" or "exact", got {tier!r}')
+        raise HyperparameterError(f'tier must be "auto", "any" or "exact", got {tier!r}: use one of them')
     if retrain_budget and not retrain_budget >= FEWEST_FOLDS:
         raise HyperparameterError(f"retrain_budget must be 0 or at least {FEWEST_FOLDS}, got {retrain_budget!r}")
-    run = as_run(run)
+    with limits("audit", budget=budget, memory=memory, progress=progress, keeps=_KEPT, lower="moments or batch_size"):
+        return _audited(as_run(run), tier, moments, out_of_fold, retrain_budget, batch_size, progress)
+
+
+def _audited(
+    run: Run,
+    tier: Tier,
+    moments: int,
+    out_of_fold: Tensor | None,
+    retrain_budget: int,
+    batch_size: int,
+    progress: bool,
+) -> AuditTable:
     if run.num_examples < 3:
         raise DataError(f"an audit needs at least 3 training examples, got {run.num_examples}")
     obstacle = exact_obstacle(run)
@@ -115,7 +133,7 @@ def audit(
     table = looked.table(_unseen(looked, out_of_fold, retrain_budget, batch_size))
     if tier == "any":
         return table
-    return exact_columns(run, table, obstacle, demanded=tier == "exact", progress=progress)
+    return exact_columns(run, table, obstacle, demanded=tier == "exact")
 
 
 def _unseen(looked: "_Look", out_of_fold: Tensor | None, retrain_budget: int, batch_size: int) -> Unseen | None:
@@ -273,7 +291,9 @@ def _check_probabilities(given: Tensor, view: ClassView | None, n: int) -> None:
         raise DataError("out_of_fold needs targets that are classes: leave it out")
     if not isinstance(given, Tensor) or given.shape != (n, view.num_classes) or not given.is_floating_point():
         got = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        raise DataError(f"out_of_fold must be a tensor of probabilities of shape {[n, view.num_classes]}, got {got}")
+        raise DataError(
+            f"out_of_fold must be a tensor of probabilities of shape {[n, view.num_classes]}, got {got}: pass one"
+        )
     low, sums = float(given.min()), given.double().sum(1)
     if not low >= 0 or not bool(((sums - 1).abs() < 1e-3).all()):
         raise DataError(

@@ -18,10 +18,13 @@ from poprisk._core.autodiff import (
     take_examples,
     take_first_way,
 )
-from poprisk.errors import DataError
+from poprisk._core.progress import Progress
+from poprisk.errors import DataError, LimitError
 from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.step_jacobian import StepJacobian
 
+FEWEST = 32
+"""Number of examples that are worth a result, if there is no time for more."""
 _ROUNDINGS = 100.0
 """Displacements of an output of up to this many rounding errors say nothing about the model."""
 
@@ -64,6 +67,7 @@ class ExclusionSweep:
         examples: Indices of the training examples, each left out alone.
         mass_preserving: Whether the weights of the others grow by n/(n - 1), as in a mean over n - 1 examples.
         groups: Number of the group of each training example: an example is left out with its group; default: alone.
+        advance: Called after each step with the number of examples that were taken along.
 
     >>> from poprisk import Problem, train
     >>> y = torch.tensor([[0.0], [0.0], [3.0]])
@@ -83,9 +87,10 @@ class ExclusionSweep:
         *,
         mass_preserving: bool = True,
         groups: Int[Tensor, "n"] | None = None,
+        advance: Callable[[int], None] = lambda _: None,
     ) -> None:
         n = unrolled.num_examples
-        self.unrolled, self.examples = unrolled, examples
+        self.unrolled, self.examples, self._taken = unrolled, examples, advance
         self._groups = (torch.arange(n) if groups is None else groups).to(unrolled.device)
         left_out = self._groups.bincount()[self._groups][examples.to(unrolled.device)].to(unrolled.dtype)
         self.others = n / (n - left_out) if mass_preserving else torch.ones_like(left_out)
@@ -105,6 +110,7 @@ class ExclusionSweep:
         while self.step < k:
             self._advance(self.unrolled.step(self.step))
             self.step += 1
+            self._taken(len(self.examples))
         return self._blocks[0]
 
     def outputs_at(self, k: int) -> ExcludedOutputs:
@@ -176,13 +182,25 @@ def excluded_outputs(
     mass_preserving: bool = True,
     groups: Int[Tensor, "n"] | None = None,
 ) -> ExcludedOutputs:
-    """Outputs at the end of the run with and without each example, as many at a time as memory allows."""
-    parts = [
-        ExclusionSweep(unrolled, examples[rows], mass_preserving=mass_preserving, groups=groups).outputs_at(
-            unrolled.stop
-        )
-        for rows in slices(len(examples), unrolled.columns_at_a_time())
-    ]
+    """Outputs at the end of the run with and without each example, as many at a time as memory allows.
+
+    Where a time limit or Ctrl-C ends this early, those of the examples so far, if there are a few.
+    """
+    steps, parts, done = unrolled.stop - unrolled.start, [], 0
+    least = min(FEWEST, len(examples)) * steps
+    with Progress("exclusion", len(examples) * steps, shown=None, patient=True, least=least) as progress:
+        for rows in slices(len(examples), unrolled.columns_at_a_time()):
+            enough = done >= FEWEST
+            if enough and not progress.fits(len(examples[rows]) * steps):
+                break
+            try:
+                options = {"mass_preserving": mass_preserving, "groups": groups, "advance": progress.advance}
+                parts.append(ExclusionSweep(unrolled, examples[rows], **options).outputs_at(unrolled.stop))
+            except (KeyboardInterrupt, LimitError):
+                if not enough:
+                    raise
+                break
+            done += len(examples[rows])
     return joined(parts)
 
 

@@ -14,13 +14,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from poprisk._core.autodiff import EXACT_DTYPES, FlatModel, slices, take_examples
+from poprisk._core.costs import working_memory
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._influence.batch_derivatives import BatchDerivatives
 from poprisk.risk._influence.linear_stack import batch_derivatives, linear_layers
 from poprisk.risk._influence.parameter_choice import Parameters, choose_parameters
 from poprisk.risk._influence.step_jacobian import GateMode, StepJacobian, clip_direction, rule_jacobian
-from poprisk.runs import FlatRule, Run, check_first_steps, flat_rule
+from poprisk.runs import FlatRule, Run, as_run, check_first_steps, flat_rule
 
 State = tuple[Tensor, ...]
 
@@ -52,11 +53,11 @@ class LinearizedRun:
         graphs: bool | None = None,
         parameters: Parameters | None = None,
     ) -> None:
-        _check_run(run, dtype, gate)
+        _check_run(run, dtype, gate, stop)
         stop = run.num_steps if stop is None else stop
         if not 0 <= start < stop <= run.num_steps:
             raise DataError(f"a run to differentiate needs 0 ≤ start < stop ≤ {run.num_steps}, got {start} and {stop}")
-        self.run, self.start, self.stop, self.memory, self.graphs = run, start, stop, memory, graphs
+        self.run, self.start, self.stop, self.memory, self.graphs = run, start, stop, working_memory(memory), graphs
         self.gate: GateMode = gate
         """Whether the gate is differentiated, or held at its recorded values."""
         self.dtype = run.layout.dtype if dtype is None else dtype
@@ -74,7 +75,8 @@ class LinearizedRun:
         self._linear_rule = manifest["optimizer"]["name"] == "torch.optim.SGD"
         self.clip_norm: float | None = (manifest.get("training") or {}).get("clip_norm")
         """The norm to which ``train`` clipped gradients; if known, the clipping factor is differentiated."""
-        self._states = OptimizerStates(self.rule, self.weights, lambda k: self.batch(k).gradient, stop, memory // 2)
+        gradient = lambda k: self.batch(k).gradient  # noqa: E731
+        self._states = OptimizerStates(self.rule, self.weights, gradient, stop, self.memory // 2)
         self._check_separable()
         check_first_steps(run, whole)
 
@@ -292,7 +294,7 @@ def _spacing(steps: int, state_bytes: int, memory: int) -> int:
     return max(1, round(steps**0.5))
 
 
-def _check_run(run: Run, dtype: torch.dtype | None, gate: str) -> None:
+def _check_run(run: Run, dtype: torch.dtype | None, gate: str, stop: int | None) -> None:
     run.require_exact()
     if run.augmented:
         raise RunError(
@@ -301,6 +303,8 @@ def _check_run(run: Run, dtype: torch.dtype | None, gate: str) -> None:
         )
     if not run.num_steps:
         raise RunError("the run has no steps to differentiate: record at least one")
+    if stop is None or stop == run.num_steps:
+        as_run(run)
     if run.num_examples < 3:
         raise DataError(f"influence needs at least 3 training examples, got {run.num_examples}")
     if gate not in ("differentiated", "frozen"):

@@ -16,6 +16,7 @@ from torch import Tensor
 from poprisk._core.autodiff import ExampleLoss, FlatModel, Inputs, slices, take_examples
 from poprisk._core.estimate import Estimate
 from poprisk._core.linalg import LinearOperator, from_functions, hutchinson_diagonal, xdiag
+from poprisk._core.progress import Progress
 from poprisk.errors import DataError
 from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.parameter_choice import Parameters
@@ -71,8 +72,8 @@ def influence_on(
         targets: Targets of the queries.
         loss: Ψ; default: the loss that was trained.
         parameters: Differentiate by these parameters of the model alone, with all others at their recorded values:
-            ``"last_layer"``, ``"lora"``, or names of parameters or modules, or patterns. Less work, and an answer to
-            another question: what the removal does through these parameters. Default: all that were trained.
+            ``"last_layer"``, ``"lora"``, or names of parameters or modules, or patterns. Less memory, and an answer
+            to another question: what the removal does through these parameters. Default: all that were trained.
 
     Raises:
         RunError: the run allows no exact analysis.
@@ -81,12 +82,13 @@ def influence_on(
     unrolled = as_unrolled(run, parameters=parameters)
     inputs, targets = _queries(unrolled, inputs, targets)
     model, w = evaluation_model(unrolled, loss), unrolled.last_weights
-    parts = []
-    for rows in slices(len(targets), unrolled.columns_at_a_time()):
-        queries = model.per_example_gradients(w, take_examples(inputs, rows), targets[rows])
-        found = unrolled.adjoint(queries.T).weights
-        assert found is not None
-        parts.append(-found)
+    parts, steps = [], unrolled.stop - unrolled.start
+    with Progress("influence", len(targets) * steps, shown=None, patient=True) as progress:
+        for rows in slices(len(targets), unrolled.columns_at_a_time()):
+            queries = model.per_example_gradients(w, take_examples(inputs, rows), targets[rows])
+            found = unrolled.adjoint(queries.T, advance=progress.advance).weights
+            assert found is not None
+            parts.append(-found)
     return torch.cat(parts)
 
 

@@ -126,6 +126,7 @@ class Unrolled(LinearizedRun):
         *,
         wrt: tuple[By, ...] = ("weights",),
         on_step: Callable[[StepJacobian, Tensor], None] | None = None,
+        advance: Callable[[int], None] = lambda _: None,
     ) -> Adjoint:
         r"""The derivatives of q functions :math:`\psi(w_T)`, given their gradients, by everything that went in.
 
@@ -133,13 +134,14 @@ class Unrolled(LinearizedRun):
             covectors: :math:`\nabla\psi(w_T)`, one per column.
             wrt: What to differentiate by: some of "weights", "labels", "inputs", "initial".
             on_step: Called with every step, last first, and the derivatives [q, b, p] by that step's labels alone.
+            advance: Called after each step with the number of functions that were taken through it.
 
         Raises:
             DataError: shapes that do not fit, or a query that is not finite.
         """
         self._check_covectors(covectors, wrt)
         parts = [
-            self._adjoint(covectors[:, part].to(self.device, self.dtype), wrt, on_step)
+            self._adjoint(covectors[:, part].to(self.device, self.dtype), wrt, on_step, advance)
             for part in slices(covectors.shape[1], self.columns_at_a_time())
         ]
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in wrt}
@@ -205,7 +207,11 @@ class Unrolled(LinearizedRun):
         return ReplayedSteps(work, capture=self.device.type == "cuda").take if wanted and replay else work
 
     def _adjoint(
-        self, covectors: Tensor, wrt: tuple[By, ...], on_step: Callable[[StepJacobian, Tensor], None] | None
+        self,
+        covectors: Tensor,
+        wrt: tuple[By, ...],
+        on_step: Callable[[StepJacobian, Tensor], None] | None,
+        advance: Callable[[int], None],
     ) -> Adjoint:
         q, n = covectors.shape[1], self.num_examples
         blocks = [covectors.T.contiguous()]
@@ -228,6 +234,7 @@ class Unrolled(LinearizedRun):
             by_labels = take(step)
             if on_step is not None and by_labels is not None:
                 on_step(step, by_labels.clone())
+            advance(q)
         return found.adjoint(blocks[0])
 
     def _check_directions(self, kinds: dict[str, Tensor]) -> None:

@@ -57,7 +57,7 @@ class LeverageControls:
         order = control_order(found.examples, run.num_examples, self.seed)
         if self._deletions is None:
             groups = excluded_together(duplicate_groups(run.problem.inputs))
-            self._deletions = Deletions(same_group(groups, found.examples[order]), progress=None)
+            self._deletions = Deletions(same_group(groups, found.examples[order]))
         deletions = self._deletions
 
         def with_controls(count: int) -> Leverage:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk._core.autodiff import resolve_loss
+from poprisk._core.progress import Progress
 from poprisk.errors import RunError
 from poprisk.risk._controls import Control, controlled_risk
 from poprisk.risk._duplicates import duplicate_groups
@@ -135,9 +136,10 @@ def leverage(
         raise RunError("the run has no steps: record at least one")
     trained, groups = _trained(run), duplicate_groups(run.problem.inputs)
     chosen, together = _choose(run, trained, excluded_together(groups), examples, seed)
-    tangents = Tangents(run, chosen, seed)
     moments, wanted = choose_steps(run, steps)
-    read = [tangents.at(k) for k in moments]
+    tangents = Tangents(run, chosen, seed)
+    with Progress("leverage", len(moments) * tangents.units, shown=None, patient=True) as progress:
+        read = [tangents.at(k, progress.advance) for k in moments]
     distinct = len(groups[trained].unique())
     found, halves = _follow(run, tangents, read, len(trained), together), None
     if len(chosen) < len(trained):

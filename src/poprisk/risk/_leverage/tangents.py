@@ -8,7 +8,7 @@ Where the Jacobian is too large to hold, its columns are added up in a fixed num
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,22 +71,28 @@ class Tangents:
         self._mapped = True
         self._normalized: list[Normalized] = []
 
-    def at(self, k: int) -> Tangent:
-        """The outputs and the kernel at the weights before step k."""
+    @property
+    def units(self) -> int:
+        """Number of rows that each kernel takes, of one output of each example, for progress."""
+        return len(self.examples) * (1 if self.run.manifest["optimizer"]["name"] == "torch.optim.SGD" else 2)
+
+    def at(self, k: int, advance: Callable[[int], None] = lambda _: None) -> Tangent:
+        """The outputs and the kernel at the weights before step k; ``advance`` is told of the ``units`` done."""
         self.network.go_to(k)
         self._normalized = normalized_layers(self.module, self.inputs) if self.network.moving else []
         outputs = self.network.outputs()
         flat = outputs[self.examples].reshape(len(self.examples), -1)
         pace = pace_at(self.run, k)
-        move = pace.move if pace.lr is None else self._bounded(pace, flat, len(self.run.batch(max(0, k - 1))))
+        move = pace.move if pace.lr is None else self._bounded(pace, flat, len(self.run.batch(max(0, k - 1))), advance)
         scale, d, rows = move.sqrt().to(self.dtype), self.run.num_weights, []
         for part in slices(len(self.examples), max(1, _CHUNK // (d * flat.shape[1]))):
             found = self._rows(part).cpu() * scale
             rows.append(found if len(self.examples) * flat.shape[1] * d <= _HELD else self._grouped(found))
+            advance(len(self.examples[part]))
         jacobian = torch.cat(rows)
         return Tangent(k, flat, jacobian @ jacobian.T, pace.decay, pace.inertia, outputs)
 
-    def _bounded(self, pace: Pace, outputs: Tensor, batch: int) -> Float[Tensor, "d"]:
+    def _bounded(self, pace: Pace, outputs: Tensor, batch: int, advance: Callable[[int], None]) -> Float[Tensor, "d"]:
         """An adaptive optimizer's pace, with the squared gradients at these weights where they are larger.
 
         The running mean of squared gradients knows nothing of a weight that had no gradient yet.
@@ -98,6 +104,7 @@ class Tangents:
         for part in slices(m, max(1, _CHUNK // (self.run.num_weights * p))):
             each = (residuals[part] @ self._rows(part).cpu().unflatten(0, (-1, p))).squeeze(1)
             total, squares = total + each.sum(0), squares + each.square().sum(0)
+            advance(len(each))
         mean = total / m
         noise = (1 - (batch - 1) / max(self.run.num_examples - 1, 1)) / batch  # of a mean over a batch of some of them
         square = mean.square() + (squares / m - mean.square()).clamp_min(0) * max(noise, 0.0)

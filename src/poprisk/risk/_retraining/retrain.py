@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, probe, resolve_loss, slices
 from poprisk._core.cluster import current_cluster, is_remote
+from poprisk._core.costs import current_limits, working_memory
 from poprisk._core.progress import training_progress
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.risk._retraining.members import (
@@ -100,6 +101,7 @@ def retrain(
             [0.]])
     """
     check_members(run, members, keep)
+    memory = working_memory(memory)
     last = run.num_steps if stop is None else stop
     _resumed(run, members, keep, last, resume)
     held, why = (0, "to keep each of them") if folder is not None else _stackable(run, dtype)
@@ -208,11 +210,11 @@ def _stacked(
     width = _members_at_once(trainer, memory, held, largest)
     steps = last - first
     work = 6.0 * members.count * run.num_weights * steps * (len(run.batch(0)) if run.num_steps else 0)
-    shown = work > _SMALL_WORK if progress is None else progress
+    shown = progress if progress is not None or current_limits() is not None else work > _SMALL_WORK
     found: list[dict[int, Tensor]] = []
     states: list[tuple[Tensor, ...]] = []
     chunks = list(slices(members.count, width))
-    with training_progress(f"{members.count} trainings", 0, max(steps * len(chunks), 1), shown=shown) as report:
+    with training_progress(f"{members.count} trainings", 0, max(steps * len(chunks), 1), shown, patient=True) as report:
         for c, chunk in enumerate(chunks):
             found.append({})
             for k, w, state, loss in trainer.steps(chunk, last, resume):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from poprisk._core.progress import write_line
+from poprisk._core.progress_faces import write_line
 from poprisk._core.statistics import mean_over_seeds
 from poprisk.errors import ClosedGateWarning, MissingExtraError
 from poprisk.optim import PopRiskAdamW, join_gate

@@ -1,0 +1,171 @@
+"""A first look at a problem before it is trained: model, loss and examples are tried together on a few examples."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parameter import is_lazy
+
+from poprisk._core.autodiff import take_examples
+from poprisk._core.store import where
+from poprisk._core.text import one_line
+from poprisk.errors import DataError, PopRiskError
+from poprisk.runs._data_check import check_classes
+
+_FEW = 2
+
+
+def check_takes(what: str, function: Any, *arguments: str, **named: Any) -> None:
+    """Check that something can be called with these arguments, as far as its signature tells.
+
+    Raises:
+        DataError: it cannot.
+
+    >>> check_takes("loss", lambda outputs, target: outputs, "outputs", "target")
+    """
+    if not callable(function):
+        raise DataError(f"{what} must be a function{_of(arguments)}, got {type(function).__name__}: pass a function")
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        wanted = f"{what} must be a function{_of((*arguments, *named))}"
+        raise DataError(one_line(f"{wanted}, got {signature}: {error}; change what it takes")) from None
+
+
+def first_look(problem: Any, module: nn.Module) -> None:
+    """Try the model and the loss on the first examples, with its buffers kept as they are.
+
+    Raises:
+        DataError: the model cannot be trained on these examples with this loss; the message says why.
+    """
+    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+        raise DataError(
+            f"make_model must return a module with all its weights, got {lazy[0]!r} without a shape: call the lazy "
+            "module on an example in make_model"
+        )
+    if not any(p.requires_grad for p in module.parameters()):
+        raise DataError(
+            "make_model must return a module with weights to train, got one without a parameter that requires a "
+            "gradient: add a layer, or call requires_grad_(True)"
+        )
+    look = _Look(problem, module)
+    look.at("training", _augmented(problem), problem.targets)
+    if problem.test is not None:
+        look.at("test", *problem.test)
+
+
+def _augmented(problem: Any) -> Any:
+    """The first inputs, augmented as in a step."""
+    if problem.augment is None:
+        return problem.inputs
+    given = take_examples(problem.inputs, slice(0, min(_FEW, len(problem))))
+    with _of_user(f"augment must take the inputs ({_described(given)})", "correct it"):
+        found = problem.augment(given, torch.Generator().manual_seed(0))
+    same = type(found) is type(given) if isinstance(given, tuple) else isinstance(found, Tensor)
+    if not same or not all(
+        isinstance(x, Tensor) and len(x) == len(y) for x, y in zip(_parts(found), _parts(given), strict=False)
+    ):
+        got = _described(found) if isinstance(found, Tensor | tuple) else type(found).__name__
+        raise DataError(f"augment must return inputs in the form it takes, {_described(given)}, got {got}: return them")
+    return found
+
+
+def _described(inputs: Any) -> str:
+    return " and ".join(
+        f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        for x in _parts(inputs)
+    )
+
+
+class _Look:
+    def __init__(self, problem: Any, module: nn.Module) -> None:
+        self.problem, self.module = problem, module
+        self.dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+
+    def at(self, which: str, inputs: Any, targets: Tensor) -> None:
+        """Look at the first examples of a set."""
+        problem, rows = self.problem, slice(0, min(_FEW, len(targets)))
+        batch = [x.to(self.dtype) if x.is_floating_point() else x for x in _parts(take_examples(inputs, rows))]
+        wanted = targets[rows].to(self.dtype) if targets.is_floating_point() else targets[rows]
+        with _of_user(
+            f"the model must take the {which} inputs ({_described(tuple(batch))})", "correct make_model or the inputs"
+        ):
+            outputs = self._outputs(batch)
+        count = len(wanted)
+        if not isinstance(outputs, Tensor):
+            raise DataError(
+                f"the model must return one tensor of outputs, got {type(outputs).__name__}: let its forward return "
+                "only what the loss takes"
+            )
+        if outputs.dim() < 1 or len(outputs) != count:
+            raise DataError(
+                f"the model must return outputs for each of its {count} inputs, got shape {list(outputs.shape)}: keep "
+                "the first axis for the examples"
+            )
+        if not outputs.requires_grad:
+            raise DataError(
+                "the model's outputs must depend on its weights, got outputs without a gradient: remove detach() and "
+                "no_grad() from its forward"
+            )
+        if not problem.allow_nonfinite and not bool(outputs.isfinite().all()):
+            raise DataError(
+                f"the model's outputs must be finite, got NaN or infinite ones for the first {which} examples before "
+                "the first step: check the scale of the inputs and the initial weights"
+            )
+        classes = outputs.shape[1] if outputs.dim() == targets.dim() + 1 else None
+        check_classes(problem.loss, which, targets, classes)
+        self._loss(which, outputs, wanted)
+
+    def _outputs(self, batch: list[Tensor]) -> Any:
+        training = [(m, m.training) for m in self.module.modules()]
+        buffers = {name: b.clone() for name, b in self.module.named_buffers()}
+        self.module.eval()
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                return functional_call(self.module, buffers, tuple(batch))
+        finally:
+            for each, before in training:
+                each.training = before
+
+    def _loss(self, which: str, outputs: Tensor, targets: Tensor) -> None:
+        shapes = f"outputs {list(outputs.shape)} and {which} targets {str(targets.dtype).removeprefix('torch.')} "
+        with _of_user(f"loss must take {shapes}{list(targets.shape)}", "correct the loss or the targets"):
+            losses = [self.problem.example_loss(u, y) for u, y in zip(outputs, targets, strict=True)]
+        for loss in losses:
+            if not isinstance(loss, Tensor) or loss.dim() != 0:
+                got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise DataError(
+                    f"loss must return a scalar for one example, got {got}: sum or average over its outputs"
+                )
+            if not loss.requires_grad:
+                raise DataError(
+                    "loss must depend on the model's outputs, got a value without a gradient: compute it from the "
+                    "outputs with torch functions"
+                )
+
+
+@contextmanager
+def _of_user(must: str, do: str) -> Iterator[None]:
+    """Turn an error of the model or of the loss into one line."""
+    try:
+        yield
+    except PopRiskError:
+        raise
+    except Exception as error:
+        raise DataError(one_line(f"{must}, but got an error at {where(error)}: {do}")) from error
+
+
+def _of(arguments: tuple[str, ...]) -> str:
+    return f" of ({', '.join(arguments)})" if arguments else " without arguments"
+
+
+def _parts(inputs: Any) -> tuple[Tensor, ...]:
+    return inputs if isinstance(inputs, tuple) else (inputs,)
