@@ -10,6 +10,7 @@ from torch import Tensor, nn
 class LastFeatures:
     """While it is open, watches the linear layers of a model.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> with LastFeatures(model) as features:
     ...     outputs = model(torch.zeros(4, 2))
