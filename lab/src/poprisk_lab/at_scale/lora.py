@@ -149,7 +149,7 @@ def groups(scores: Tensor, config: LoraConfig) -> dict[str, Tensor]:
     return found
 
 
-def study(data: Path | None, config: LoraConfig, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def study(data: Path | None, config: LoraConfig, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """Fine-tune, compute the influence of all pairs on the queries, and remove groups of pairs."""
     began = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
