@@ -92,7 +92,7 @@ def trained(capsys, *options):
 
 def test_a_convolutional_network_with_batch_norm_and_augmentation(folder, capsys):
     first = [trained(capsys, "--output", f"runs/{seed}", "--seed", seed) for seed in (0, 1)]
-    code, _, err = call(capsys, "report", "runs/0", "--budget", 1, "--output", "report.html")
+    code, _, err = call(capsys, "report", "runs/0", "--budget", 0.1, "--output", "report.html")
     assert code == 0, err
     page = html.unescape((folder / "report.html").read_text())
     assert "<h1>runs/0</h1>" in page
@@ -112,7 +112,7 @@ def test_a_convolutional_network_with_batch_norm_and_augmentation(folder, capsys
     second = [trained(capsys, "--labels", "decisions.json", "--output", f"again/{s}", "--seed", s) for s in (0, 1)]
     for before, after in zip(first, second, strict=True):
         assert after["test"]["loss"] < 0.6 * before["test"]["loss"]
-    code, out, err = call(capsys, "compare", "runs/0", "runs/0-corrected", "--budget", 1, "--output", "compare.html")
+    code, out, err = call(capsys, "compare", "runs/0", "runs/0-corrected", "--budget", 0.1, "--output", "compare.html")
     assert code == 0, err
     assert re.sub(r"\s+", " ", out).count("0-corrected is best on the test set") == 1
 
