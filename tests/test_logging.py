@@ -18,7 +18,7 @@ SOURCE = Path(poprisk.__file__).parent
 def may_write(path):
     """The command line, modules that are programs, and the progress that was asked for."""
     inside = path.relative_to(SOURCE)
-    return inside.parts[0] in ("cli", "cli.py") or path.name == "__main__.py" or path.stem.endswith("progress")
+    return inside.parts[0] in ("cli", "cli.py") or path.name == "__main__.py" or path.stem.startswith("progress")
 
 
 def calls(path):

@@ -89,7 +89,13 @@ def test_transfer_is_exact_for_a_linear_model_in_the_span(rule):
     """Each test input is a combination of training inputs, and the model is linear: A holds the coefficients."""
     x = draw("mlp", 4)[:3]
     coefficients = torch.randn(5, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    problem = Problem(make_linear, "cross_entropy", x, torch.tensor([0, 1, 1]), test=(coefficients @ x, torch.zeros(5)))
+    problem = Problem(
+        make_linear,
+        "cross_entropy",
+        x,
+        torch.tensor([0, 1, 1]),
+        test=(coefficients @ x, torch.zeros(5, dtype=torch.long)),
+    )
     run = train(problem, optimizer(rule), 6, batch_size=2, progress=False)
     assert_exact(Window.of_run(run, dense=True), torch.kron(coefficients, torch.eye(2, dtype=torch.float64)))
 

@@ -127,7 +127,13 @@ def test_a_run_of_the_rest_of_a_problem_is_opened_by_its_path(tmp_path):
 
 def test_a_problem_may_have_inputs_of_several_tensors():
     x = torch.arange(20.0).reshape(20, 1)
-    data = Problem(torch.nn.Bilinear, "squared", (x, -x), x, arguments={"in1_features": 1, "in2_features": 1})
+    data = Problem(
+        torch.nn.Bilinear,
+        "squared",
+        (x, -x),
+        x,
+        arguments=dict.fromkeys(("in1_features", "in2_features", "out_features"), 1),
+    )
     rest, held = hold_back(data, 0.25)
     assert len(rest) == 15
     assert torch.equal(held.inputs[0], -held.inputs[1])

@@ -289,7 +289,7 @@ def test_large_pictures_are_made_small_and_stop_where_the_page_is_full():
 def test_the_printed_call_trains_the_same_run(folder, tmp_path, monkeypatch):
     run = Run.load(folder)
     text = training_call(run)
-    assert 'Problem.build("report_problems:pictures")' in text
+    assert "Problem.build('report_problems:pictures')" in text
     monkeypatch.chdir(tmp_path)
     exec(text, {})
     again = Run.load(tmp_path / "again")

@@ -20,7 +20,7 @@ import poprisk.risk as risks
 from poprisk import Problem, Run, analyze, audit, population_risk, refit, replay, train, write_report
 from poprisk.errors import PopRiskError, RunError
 from poprisk.jobs import JobPlan, cluster, job_status, open_resampled, run_jobs
-from poprisk.operators import Window
+from poprisk.operators import Window, evaluation_model
 from poprisk.report import Analysis, KeptAnalysis, compare_runs
 from poprisk.risk import out_of_sample_probabilities
 from poprisk.runs import list_runs
@@ -78,6 +78,7 @@ PYTHON = {
     "compare_runs": lambda p: compare_runs([p, p]),
     "kept": lambda p: KeptAnalysis(Run.load(p)),
     "window": lambda p: Window.of_run(Run.load(p)),
+    "evaluation_model": lambda p: evaluation_model(Run.load(p)),
     "refit": lambda p: refit(Run.load(p), partial(torch.optim.SGD, lr=0.1)),
     "resume": resumed,
     "plan train_kernel": plan("train_kernel", 3),

@@ -29,7 +29,7 @@ from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.risk._k_fold import k_fold_curve
 from poprisk.risk._leverage.controlled import LeverageControls
 from poprisk.risk._under_training import under_training
-from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, RiskEstimate, narrower
+from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, UNSTABLE, RiskEstimate, narrower
 from poprisk.runs import Run, as_run
 
 _KEPT = "the examples followed so far, if they are 32 or more"
@@ -263,6 +263,8 @@ def _first_valid(question: Question, roads: Sequence[Road]) -> RiskEstimate:
     for road in roads:
         fits = road.in_auto and question.weights in road.of and road.trainings <= question.retrain_budget
         if not fits or (held is not None and not road.same_model):
+            continue
+        if road.method == "leverage" and any(UNSTABLE in estimate.reason for estimate in found):
             continue
         try:
             estimate = _estimated(road, question)

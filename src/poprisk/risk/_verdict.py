@@ -286,7 +286,7 @@ def judge_controlled(found: Found, checked: Checked) -> RiskEstimate:
         )
     if not reason and checked.moved > LARGEST_MOVED:
         reason = (
-            f"single examples change the predictions for new inputs too much: their jackknife variance is "
+            f"{UNSTABLE}: their jackknife variance is "
             f"{checked.moved:.1f} times the risk (limit {LARGEST_MOVED}), as where there are about as many weights as "
             "examples. Use fewer weights, a weight decay or more data."
         )
@@ -380,6 +380,8 @@ def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:
     return _verdict(found, reason, f"within {100 * apart:.1f}% of the risk by exclusion")
 
 
+UNSTABLE = "single examples change the predictions for new inputs too much"
+"""A reason that no estimate from the run alone can answer, as the examples of the run do not show it."""
 _HOLD_BACK = "Hold examples back: train(…, hold_back=0.1)."
 _LAST_INSTEAD = 'For the weights at the last step: population_risk(run, weights="last").'
 

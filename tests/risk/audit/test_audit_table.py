@@ -139,7 +139,7 @@ def test_a_run_that_needs_its_problem_says_how(tmp_path, capsys):
     train(clustered(), FAST, 20, batch_size=20, path=tmp_path / "run", progress=False)
     code, _, err = call(capsys, "audit", str(tmp_path / "run"))
     assert code == 2
-    assert "--problem package.module:function" in err
+    assert "--problem script.py:function" in err
     code, out, err = call(capsys, "audit", str(tmp_path / "run"), "--problem", "audit_problems:clustered", "--json")
     assert code == 0, err
     assert json.loads(out)["examples"] == 120

@@ -251,7 +251,7 @@ def test_what_cannot_be_repeated_is_refused_in_one_line(tmp_path):
             F.cross_entropy(model(noisy), problem.targets[index]).backward()
             optimizer.step()
     with pytest.raises(RunError, match=r"augmented by code that was not recorded.*augment=…") as found:
-        population_risk(recorder.close(), retrain_budget=3)
+        population_risk(recorder.close(), "k_fold", retrain_budget=3)
     assert "\n" not in str(found.value)
 
 

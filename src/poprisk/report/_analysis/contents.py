@@ -43,7 +43,8 @@ def example_contents(problem: Problem, examples: Iterable[int], most_bytes: int 
         examples: Which examples, the most important first.
         most_bytes: Maximum size of all contents.
 
-    >>> problem = Problem(torch.nn.Linear, "squared", torch.zeros(2, 1), torch.zeros(2, 1), show=lambda i: f"row {i}")
+    >>> x, one = torch.tensor([[0.0], [1.0]]), {"in_features": 1, "out_features": 1}
+    >>> problem = Problem(torch.nn.Linear, "squared", x, x, arguments=one, show=lambda i: f"row {i}")
     >>> example_contents(problem, [1, 0]).texts
     {1: 'row 1', 0: 'row 0'}
     """

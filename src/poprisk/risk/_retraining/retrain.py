@@ -214,7 +214,9 @@ def _stacked(
     found: list[dict[int, Tensor]] = []
     states: list[tuple[Tensor, ...]] = []
     chunks = list(slices(members.count, width))
-    with training_progress(f"{members.count} trainings", 0, max(steps * len(chunks), 1), shown, patient=True) as report:
+    with training_progress(
+        f"{members.count} trainings", 0, max(steps * len(chunks), 1), shown, patient=progress is not True
+    ) as report:
         for c, chunk in enumerate(chunks):
             found.append({})
             for k, w, state, loss in trainer.steps(chunk, last, resume):
