@@ -25,8 +25,8 @@ from matplotlib.text import Text
 PAGE_PIXELS, SMALLEST_PIXELS = 800, 9
 LAB = Path(poprisk_lab.__file__).parent
 MODULES = sorted([*LAB.rglob("figure.py"), LAB / "pages/seed_curves.py", LAB / "direct_labels.py"])
-WITHOUT_OPTIMIZERS = {"capacity", "coupling", "risk_honesty", "signal", "time_axis"}
-"""Studies whose figures show no optimizer: their lines may have any colour of the style."""
+WITHOUT_OPTIMIZERS = {"at_scale", "capacity", "coupling", "risk_honesty", "signal", "time_axis"}
+"""Studies whose figures compare no optimizers: their lines may have any colour of the style."""
 HUES = {"BLUE", "ORANGE", "GREEN", "PURPLE", "SKY"}
 DRAWINGS = {Path(drawing.target).stem: drawing for page in PAGES for drawing in page.drawings}
 
