@@ -40,6 +40,7 @@ def test_leave_one_out(run, renormalize):
     assert found.example.tolist() == list(range(N))
     assert_held_out(found, run, outputs)
     assert found.risk.value == pytest.approx(found.losses.mean().item())
+    assert found.risk.valid == ("is larger than the risk" not in found.risk.reason)
     assert found.risk.cost == found.trainings == N
     assert found.target == "a model trained on 11 of the 12 examples"
     some = leave_one_out(run, [7, 2], renormalize=renormalize)
@@ -60,6 +61,9 @@ def test_k_fold(run):
     assert_held_out(found, run, outputs[order])
     assert found.target == "a model trained on 9 of the 12 examples"
     assert found.trainings == 4
+    assert found.risk.standard_error > found.risk.value  # of 12 examples: the only reason why it is not valid
+    assert "the standard error" in found.risk.reason
+    assert not found.risk.valid
     problem = run.problem
 
     def loss(w):
