@@ -147,6 +147,9 @@ def test_the_command_runs_a_few_settings_and_writes_the_result(folder, tmp_path,
     assert set(saved["result"]) == {"tune"}
     assert saved["result"]["tune"]["summary"]["settings"] == len(QUICK)
     assert capsys.readouterr().out == ""
+    monkeypatch.setattr("sys.argv", ["runner", "--folder", str(tmp_path / "empty"), "--output", str(output)])
+    runner.main()  # a split whose lines are not there stays as it is
+    assert load_result(output, KIND)["result"] == saved["result"]
 
 
 def test_methods_that_the_library_does_not_have_are_left_out(monkeypatch):

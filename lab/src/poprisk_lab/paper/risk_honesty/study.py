@@ -5,7 +5,8 @@
 
 Lines go to ``DIR/SPLIT.jsonl`` as they come, each in one write. What is there is not made again, so that a run that was
 interrupted, or ended after ``--minutes``, goes on where it was; lines made elsewhere can be appended. With ``--output``
-the lines of each split that is there are condensed into a result with its summary. RULE.md says how answers are judged.
+the lines of each split that is there are condensed into a result with its summary, and a split whose lines are not there
+stays as it is in the result. RULE.md says how answers are judged.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from poprisk._core.store import environment, save_result
+from poprisk._core.store import environment, load_result, save_result
 from poprisk._core.store.exclusive import append_line
 from poprisk.runs import Run
 from poprisk_lab.paper.risk_honesty.design import SPLITS, Split, settings
@@ -244,7 +245,8 @@ def main() -> None:
             run_split(split, chosen_settings(split, options.settings, limit), options, folder)
         if options.output is not None:
             config = {"rule": "RULE.md", "seeds": {split: levels.seed for split, levels in SPLITS.items()}}
-            save_result(options.output, KIND, config, condensed(folder))
+            before = load_result(options.output, KIND)["result"] if options.output.exists() else {}
+            save_result(options.output, KIND, config, {**before, **condensed(folder)})
 
 
 if __name__ == "__main__":
