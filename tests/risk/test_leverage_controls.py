@@ -53,7 +53,7 @@ def truth(run):
 
 @pytest.mark.parametrize("augmented", [False, True])
 def test_deletions_make_a_memorizing_network_with_batch_statistics_valid(augmented):
-    run = memorized(augmented=augmented)
+    run = memorized(60, augmented=augmented)  # with 40, one kind of processor gives an error just over the risk
     alone, risk = population_risk(run, "leverage", controls=0), population_risk(run, "leverage")
     assert not alone.valid
     assert risk.valid, risk.reason
