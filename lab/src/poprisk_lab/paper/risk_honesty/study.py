@@ -5,8 +5,8 @@
 
 Lines go to ``DIR/SPLIT.jsonl`` as they come, each in one write. What is there is not made again, so that a run that was
 interrupted, or ended after ``--minutes``, goes on where it was; lines made elsewhere can be appended. With ``--output``
-the lines of each split that is there are condensed into a result with its summary, and a split whose lines are not there
-stays as it is in the result. RULE.md says how answers are judged.
+the lines of each split that is there are condensed into a result with its summary, and a split whose lines are not
+there stays as it is in the result. RULE.md says how answers are judged.
 """
 
 import argparse
