@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from poprisk._core.autodiff import FlatModel, Inputs, draws_at_random, take_examples
+from poprisk._core.seeds import shuffled
 from poprisk.errors import DataError, RunError
 from poprisk.operators._drift_diffusion import in_dtype_of, step_in_dtype_of, window_limits
 from poprisk.operators._trajectory import Trajectory
@@ -140,7 +141,7 @@ def evaluation_model(run: Run, dtype: torch.dtype | None = None) -> FlatModel:
     if not norms:
         return FlatModel(module, run.problem.loss)
     _replace(module, norms)
-    rows = torch.randperm(run.num_examples, generator=torch.Generator().manual_seed(0))[:REFERENCE]
+    rows = shuffled(run.num_examples, 0, "reference")[:REFERENCE]
     inputs, _ = run.problem.batch(rows.sort().values, dtype=dtype)
     wrapped = _WithReference(norms.get(module, module), list(norms.values()), inputs)
     return FlatModel(wrapped, run.problem.loss, chunk_size=_BLOCK)

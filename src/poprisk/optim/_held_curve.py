@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from poprisk._core.seeds import generator_for
+
 Metric = Literal["accuracy", "loss", "probability"]
 _COLDEST, _HOTTEST, _HALVINGS = -6.0, 6.0, 24
 """Logarithms of the smallest and the largest factor of logits that are tried, and in how many steps."""
@@ -125,7 +127,7 @@ class HeldCurve:
         plain, count = float(best.losses.double().mean()), losses.shape[1]
         if count < FEWEST_HELD:
             return plain, math.nan, plain
-        generator = torch.Generator().manual_seed(seed)
+        generator = generator_for(seed, "resamples")
         drawn = torch.randint(count, (_RESAMPLES, count), generator=generator)
         weights = torch.zeros(_RESAMPLES, count, dtype=torch.float64)
         weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
+from poprisk._core.seeds import shuffled
 from poprisk.errors import DataError
 from poprisk.optim._model_tensors import shortened
 
@@ -81,15 +82,15 @@ def check_examples(data: Any) -> None:
 
 def _draw(count: int, share: float, seed: int, classes: Tensor | None) -> Tensor:
     """Positions to hold back, sorted: at least one, and at least one is left."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    order = shuffled(count, seed, "held back")
     size = min(max(round(count * share), 1), count - 1)
     if classes is None:
         return order[:size].sort().values
     # Within each class the shuffled examples get evenly spaced ranks; the smallest ranks over all classes are held.
     rank = torch.empty(count, dtype=torch.float64)
-    shuffled = classes[order]
+    in_order = classes[order]
     for each in classes.unique():
-        members = order[shuffled == each]
+        members = order[in_order == each]
         rank[members] = (torch.arange(len(members), dtype=torch.float64) + 0.5) / len(members)
     return order[rank[order].argsort(stable=True)[:size]].sort().values
 

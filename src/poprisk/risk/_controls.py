@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from poprisk._core.autodiff import ExampleLoss, take_examples
+from poprisk._core.seeds import generator_for, shuffled
 from poprisk.risk._error import corrected_risk_error, example_losses_of
 from poprisk.risk._resampled import members_without
 from poprisk.risk._retraining.retrain import Retrained, member_outputs, retrain
@@ -93,7 +94,7 @@ def control_order(examples: Int[Tensor, "m"], n: int, seed: int) -> Int[Tensor, 
     ([0, 1, 2, 3, 4], False)
     """
     place = torch.empty(n, dtype=torch.long)
-    place[torch.randperm(n, generator=torch.Generator().manual_seed(seed))] = torch.arange(n)
+    place[shuffled(n, seed, "examples")] = torch.arange(n)
     return place[examples.cpu()].argsort()
 
 
@@ -187,7 +188,7 @@ def moved_by(run: Run, weights: Float[Tensor, "k d"], own: Float[Tensor, "d"], l
     x, n = run.problem.inputs, run.num_examples
     if isinstance(x, tuple) or not x.is_floating_point():
         return 0.0
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_for(0, "mixed inputs")
     pairs = torch.randint(n, (2, _MIXED), generator=generator).to(x.device)
     features = (torch.rand(_MIXED, *x.shape[1:], generator=generator) < 0.5).to(x.device)
     mixed = torch.where(features, x[pairs[0]], x[pairs[1]])

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from poprisk._core.autodiff import ExampleLoss, take_examples
+from poprisk._core.seeds import shuffled
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._controls import (
     Control,
@@ -178,7 +179,7 @@ def choose_examples(
         raise DataError(f"examples must be between 1 and the {n} training examples, got {count}")
     if count == n:
         return torch.arange(n)
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:count]
+    return shuffled(n, seed, "examples")[:count]
 
 
 def exclusion(

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from poprisk._core.autodiff import Inputs
+from poprisk._core.seeds import generator_for
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._retraining.members import parts
 
@@ -53,7 +54,7 @@ def probe_inputs(inputs: Inputs, seed: int = 0) -> Inputs:
     >>> probe_inputs(torch.tensor([[1.0, 10.0], [2.0, 20.0]])).shape
     torch.Size([8, 2])
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_for(seed, "probe inputs")
 
     def mixed(x: Tensor) -> Tensor:
         flat = x.reshape(len(x), -1)

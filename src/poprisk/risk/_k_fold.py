@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from poprisk._core.seeds import shuffled
 from poprisk.errors import DataError
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._error import NestedSplit, nested_error
@@ -174,11 +175,11 @@ def _partition(run: Run, folds: int, seed: int) -> Int[Tensor, "n"]:
         if not 2 <= folds <= n:
             raise DataError(f"folds must lie between 2 and the {n} examples, got {folds}")
         fold = torch.empty(n, dtype=torch.long)
-        fold[torch.randperm(n, generator=torch.Generator().manual_seed(seed))] = torch.arange(n) % folds
+        fold[shuffled(n, seed, "folds")] = torch.arange(n) % folds
         return fold
     if not 2 <= folds <= len(sizes):
         raise DataError(f"folds must lie between 2 and the {len(sizes)} different inputs, got {folds}")
-    order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(seed))
+    order = shuffled(len(sizes), seed, "folds")
     filled, of_group = [0] * folds, torch.empty(len(sizes), dtype=torch.long)
     for g in order[
         sizes[order].argsort(descending=True, stable=True)

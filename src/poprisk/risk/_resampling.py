@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from poprisk._core.seeds import generator_for
 from poprisk.errors import DataError
 from poprisk.risk._k_fold import k_fold
 from poprisk.risk._resampled import Resampled, RetrainOptions, resample
@@ -100,7 +101,7 @@ def holdouts(
     n = run.num_examples
     if not 1 <= k <= n - 2 or count < 1:
         raise DataError(f"holdouts need 1 … {n - 2} of the {n} examples and a count of at least 1, got {k} and {count}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_for(seed, "holdouts")
     held = [torch.randperm(n, generator=generator)[:k].sort().values for _ in range(count)]
     return resample(run, f"holdouts of {k}", held, renormalize, options)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poprisk._core.autodiff import resolve_loss
-from poprisk._core.store import check_fields, pack, unpack
+from poprisk._core.store import check_fields, content_key, pack, unpack
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim import KeepBest, KeptRisk, Moment, hold_back
 from poprisk.runs._manifest import Content
@@ -116,7 +116,10 @@ class HeldBack:
         rows = (torch.arange(len(problem)), problem.targets.cpu())
         (self.train, _), (self.held, _) = hold_back(rows, share, seed=seed)
         tails = list(tail) if isinstance(tail, Sequence) else tail
-        self.settings = {"hold_back": {"share": float(share), "tail": tails, "examples": len(self.held)}}
+        # A training is continued only with the block that it began with, however a later version may draw.
+        block = content_key(self.held.tolist())[:16]
+        about = {"share": float(share), "tail": tails, "examples": len(self.held), "block": block}
+        self.settings = {"hold_back": about}
         self._keeper: KeepBest | None = None
 
     def follow(self, module: nn.Module, optimizer: Optimizer) -> None:

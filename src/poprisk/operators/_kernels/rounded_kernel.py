@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk._core.autodiff import FlatModel, Inputs, take_examples
+from poprisk._core.seeds import generator_for
 from poprisk.operators._kernels.method import check_request
 from poprisk.operators._kernels.precision import Precision
 from poprisk.operators._kernels.tangent import train_kernel
@@ -136,7 +137,7 @@ def exact_sample(
 ) -> ExactSample:
     """All pairs of outputs of some examples of each side; arguments as in :func:`measured_error`."""
     n, m = check_request(model, w, inputs, other_inputs)
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_for(seed, "examples")
     drawn = torch.randperm(n, generator=generator)[:examples]
     others = drawn if m is None else torch.randperm(m, generator=generator)[:examples]
     picked = [_in_double(take_examples(inputs, drawn.to(w.device)))]

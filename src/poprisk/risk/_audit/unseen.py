@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from poprisk._core.seeds import shuffled
 from poprisk.risk._classes import ClassView
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._moments import first_features
@@ -121,7 +122,7 @@ def _features(points: Float[Tensor, "n features"]) -> Float[Tensor, "n landmarks
     """Features whose inner products are the Gaussian kernel, exactly for few points."""
     n = len(points)
     most = min(_MOST_LANDMARKS, max(_LANDMARKS, round(_LANDMARKS * math.sqrt(n / 1000))))
-    chosen = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:most]
+    chosen = shuffled(n, 0, "landmarks")[:most]
     points = points - points.mean(0)
     squared = torch.cdist(points, points[chosen]).square()
     width = squared[squared > 0].median() if bool((squared > 0).any()) else squared.new_ones(())

@@ -17,6 +17,7 @@ from poprisk._core.autodiff import ExampleLoss, FlatModel, Inputs, slices, take_
 from poprisk._core.estimate import Estimate
 from poprisk._core.linalg import LinearOperator, from_functions, hutchinson_diagonal, xdiag
 from poprisk._core.progress import Progress
+from poprisk._core.seeds import generator_for
 from poprisk.errors import DataError
 from poprisk.risk._influence.linearized_run import LinearizedRun
 from poprisk.risk._influence.parameter_choice import Parameters
@@ -150,7 +151,7 @@ def self_influence(
     if method not in estimators:
         raise DataError(f"method must be one of {sorted(estimators)}, got {method!r}")
     operator = influence_operator(unrolled, loss=loss)
-    return estimators[method](operator, products, generator=torch.Generator().manual_seed(seed))
+    return estimators[method](operator, products, generator=generator_for(seed, "probes"))
 
 
 def exact_estimate(value: Tensor | float, unrolled: Unrolled) -> Estimate:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk._core.autodiff import Inputs, slices
+from poprisk._core.seeds import shuffled
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._influence.batch_derivatives import one_float_input
 from poprisk.risk._influence.linearized_run import LinearizedRun
@@ -168,7 +169,7 @@ class Unrolled(LinearizedRun):
                 f"a spot check trains the whole run again, but {why}: use start=0 and differentiate everything"
             )
         n, eps = self.num_examples, epsilon or torch.finfo(self.dtype).eps ** (1 / 3)
-        examples = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: max(1, count)]
+        examples = shuffled(n, seed, "examples")[: max(1, count)]
         change = torch.zeros(len(examples), n, dtype=self.dtype).scatter_(1, examples[:, None], 1.0)
         alpha = torch.cat([1 + eps * change, 1 - eps * change])
         kept = retrain(self.run, Members(alpha), keep=[self.stop], dtype=self.dtype, progress=False).kept[self.stop]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from poprisk._core.autodiff import resolve_loss
 from poprisk._core.progress import Progress
+from poprisk._core.seeds import shuffled
 from poprisk.errors import RunError
 from poprisk.risk._controls import Control, controlled_risk
 from poprisk.risk._duplicates import duplicate_groups
@@ -168,7 +169,7 @@ def leverage_of_all(run: Run, *, seed: int = 0) -> Leverage:
         RunError, DataError: as for :func:`leverage`.
     """
     trained, most = _trained(run), _most_examples(run)[0]
-    left = trained[torch.randperm(len(trained), generator=torch.Generator().manual_seed(seed))]
+    left = trained[shuffled(len(trained), seed, "examples")]
     size, parts = -(-len(left) // -(-len(left) // most)), []
     while len(left):  # each part takes the copies of its examples along
         parts.append(leverage(run, [run.num_steps], left[:size], seed=seed)[0])
@@ -256,7 +257,7 @@ def _choose(
     every, group = groups[trained].unique(return_inverse=True)
     place = torch.arange(len(every))
     if count < len(trained):
-        place[torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))] = torch.arange(len(every))
+        place[shuffled(len(every), seed, "examples")] = torch.arange(len(every))
     order = place[group].argsort(stable=True)
     chosen, together = trained[order], place[group][order]
     cut = min(count, len(chosen))

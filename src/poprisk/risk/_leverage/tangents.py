@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.func import functional_call, jacrev, vmap
 
 from poprisk._core.autodiff import loss_gradients, slices, take_examples
+from poprisk._core.seeds import generator_for
 from poprisk.risk._leverage.batch_statistics import Normalized, normalized_layers, without_statistics
 from poprisk.risk._leverage.pace import Pace, pace_at
 from poprisk.risk._moments import Network
@@ -65,7 +66,7 @@ class Tangents:
         for name, size in zip(run.layout.names, run.layout.sizes, strict=True):
             self._places[name] = slice(start, start + size)
             start += size
-        generator = torch.Generator().manual_seed(seed)
+        generator = generator_for(seed, "sketch")
         self._group = torch.randint(_GROUPS, (run.num_weights,), generator=generator)
         self._sign = torch.randint(2, (run.num_weights,), generator=generator) * 2.0 - 1
         self._mapped = True
