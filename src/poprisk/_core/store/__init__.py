@@ -21,6 +21,7 @@ from poprisk._core.store.import_paths import resolve as resolve
 from poprisk._core.store.lock import LOCK as LOCK
 from poprisk._core.store.lock import WriterLock as WriterLock
 from poprisk._core.store.packed import check_fields as check_fields
+from poprisk._core.store.packed import fits as fits
 from poprisk._core.store.packed import pack as pack
 from poprisk._core.store.packed import unpack as unpack
 from poprisk._core.store.reading import is_private as is_private

@@ -98,7 +98,7 @@ def check_fields(value: Any) -> Any:
         DataError: a field has another type than its annotation.
     """
     for name, hint in _hints(type(value)).items():
-        if not _fits(getattr(value, name), hint):
+        if not fits(getattr(value, name), hint):
             raise DataError(f"{type(value).__name__}.{name} is damaged, it should be {hint}: compute it again")
     return value
 
@@ -108,18 +108,23 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value has the type of an annotation, entries of lists, tuples and mappings included.
+
+    >>> fits({1: [2.0]}, dict[int, list[float]]), fits([None], list[float])
+    (True, False)
+    """
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or origin in (Union, UnionType):
-        return hint is Any or any(_fits(value, each) for each in inner)
+        return hint is Any or any(fits(value, each) for each in inner)
     if origin is Literal:
         return value in inner
     if origin in (list, tuple):
         count = len(value) if isinstance(value, origin) else -1
         each = inner if origin is tuple and inner[-1] is not Ellipsis else inner[:1] * count
-        return len(each) == count and all(map(_fits, value, each))
+        return len(each) == count and all(map(fits, value, each))
     if origin is not None and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+        return isinstance(value, Mapping) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
     if hint in (float, int):
         return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
     return isinstance(value, hint)

@@ -11,6 +11,7 @@ _Pair = Annotated[list[_Positive], Field(min_length=2, max_length=2)]
 
 
 class _Configuration(TypedDict):
+    chunk_shape: NotRequired[list[_Positive]]
     codecs: NotRequired[list["_Codec"]]
     index_codecs: NotRequired[list["_Codec"]]
 
@@ -20,12 +21,22 @@ class _Codec(TypedDict):
     configuration: NotRequired[_Configuration]
 
 
+class _Chunks(TypedDict):
+    chunk_shape: list[_Positive]
+
+
+class _Grid(TypedDict):
+    name: Literal["regular"]
+    configuration: _Chunks
+
+
 class ArrayMetadata(TypedDict):
     """The metadata of one of the arrays; anything else that Zarr can do is refused."""
 
     zarr_format: Literal[3]
     node_type: Literal["array"]
     shape: list[_Count]
+    chunk_grid: _Grid
     data_type: Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
     codecs: list[_Codec]
     storage_transformers: NotRequired[Annotated[list[Any], Field(max_length=0)]]

@@ -15,8 +15,10 @@ from typing_extensions import TypedDict
 from poprisk._core.estimate import Estimate
 from poprisk._core.store import (
     TensorFile,
+    check_fields,
     check_schema,
     fingerprint,
+    fits,
     json_digest,
     own_folder,
     pack,
@@ -43,6 +45,18 @@ BUDGET = 30.0
 """Default time budget per part, in seconds on one CPU core."""
 FOLDER, INDEX = "analysis", "index.json"
 _VERSION = 2
+_PARTS: dict[str, Any] = {
+    "examples": AuditTable,
+    "contents": Contents,
+    "curves": LossCurves,
+    "risk": list[Reading],
+    "memorization": Memorization,
+    "gates": GateCurve,
+    "operators": WindowFacts,
+    "kernel": KernelCurve,
+    "neighbours": dict[int, Neighbours],
+}
+"""What each part is."""
 _CLASSES = (
     AuditTable,
     Contents,
@@ -161,13 +175,15 @@ class KeptAnalysis:
     def get(self, name: str) -> Part | None:
         """A part, if it exists and is intact."""
         entry = self._parts.get(name)
-        if entry is None:
+        if entry is None or name not in _PARTS:
             return None
         try:
             tensors, form = read_tensors(self.folder, TensorFile(**entry))
-            return Part(unpack(form["value"], tensors, _CLASSES), form["reason"])
+            found = check_fields(Part(unpack(form["value"], tensors, _CLASSES), form["reason"]))
         except (DataError, KeyError, TypeError):  # damaged, or from another version: compute it again
             return None
+        is_whole = fits(found.value, _PARTS[name]) if found.reason is None else found.value is None
+        return found if is_whole else None
 
     def put(self, name: str, part: Part) -> None:
         """Keep a part: write its file first, then the index that lists it."""

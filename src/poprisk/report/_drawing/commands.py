@@ -137,7 +137,9 @@ def training_call(
     options = "".join(f", {k}={v!r}" for k, v in kept.items())
     arguments = "".join(f", {k}={v!r}" for k, v in source["arguments"].items())
     extra = "".join(
-        f", {k}={training[k]!r}" for k, usual in (("accumulate", 1), ("clip_norm", None)) if training.get(k) != usual
+        f", {k}={training[k]!r}"
+        for k, usual in (("accumulate", 1), ("clip_norm", None))
+        if training.get(k, usual) != usual
     )
     if held := training.get("hold_back"):
         extra += f", hold_back={hold_back or held['share']!r}, tail={held['tail']!r}"
