@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from poprisk import PopRiskAdamW, Problem, RiskMeter, out_of_sample_probabilities, population_risk, train
+from poprisk._core.seeds import shuffled
 from poprisk.optim import Gate
 from poprisk.risk import exclusion, exclusion_risk, leave_one_out
 from poprisk.risk._controls import corrected_gap
@@ -137,7 +138,7 @@ def test_a_corrected_mean_does_not_make_single_predictions_valid():
 def test_all_controls_are_leave_one_out():
     run, _, _ = setting("hard gate")
     risk = exclusion_risk(run, 30, controls=30, seed=1)
-    chosen = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:30]
+    chosen = shuffled(50, 1, "examples")[:30]
     exact = leave_one_out(run, chosen)
     assert risk.gap == pytest.approx(exact.gap, rel=1e-4)
     assert risk.cost == 60

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from poprisk import PopRiskAdamW, RiskMeter, cli, k_fold, population_risk
+from poprisk._core.seeds import shuffled
 from poprisk.errors import RunError
 from poprisk.jobs import JobPlan, open_resampled
 from poprisk.report import analyze
@@ -103,7 +104,7 @@ def test_nested_folds_have_the_risk_and_the_verdict_of_plain_ones(run, loss):
 
 @pytest.mark.parametrize("examples", [None, 12])
 def test_exclusion(run, examples):
-    chosen = torch.randperm(N, generator=torch.Generator().manual_seed(SEED))[:examples] if examples else None
+    chosen = shuffled(N, SEED, "examples")[:examples] if examples else None
     roads = (
         exclusion_risk(run, examples, seed=SEED),
         exclusion_risk(run, chosen, seed=SEED),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from poprisk import Problem, population_risk, train
+from poprisk._core.seeds import shuffled
 from poprisk.errors import DataError
 from poprisk.report import analyze
 from poprisk.risk import k_fold, leave_one_out
@@ -105,10 +106,10 @@ def test_the_error_counts_equal_inputs_once():
         k_fold(run, 7)
 
 
-def test_without_duplicates_the_partition_is_the_old_one():
+def test_without_duplicates_the_partition_is_of_single_examples():
     run = regression(20, 3, steps=5)
     fold = torch.empty(20, dtype=torch.long)
-    fold[torch.randperm(20, generator=torch.Generator().manual_seed(3))] = torch.arange(20) % 4
+    fold[shuffled(20, 3, "folds")] = torch.arange(20) % 4
     assert torch.equal(k_fold(run, 4, seed=3).member, fold)
 
 
