@@ -93,6 +93,15 @@ def test_a_page_with_a_wrong_answer_says_so_and_names_the_missed_bars():
     assert "all of it does" in good
 
 
+def test_what_was_wrong_in_an_earlier_run_is_named_beside_the_second_one():
+    saved = made(row("report 1: x", "relu", 1.0))
+    before = row("report 1: x", "relu", 2.0)
+    saved["result"]["report_before"] = {"commits": {"auto": {"1234567890": 1}}, "settings": [before]}
+    page = render("poprisk_lab.paper.risk_honesty", **numbers.slots(saved))
+    assert "1 of these settings had been run once before, at commit 123456789," in page
+    assert "- 1: x: exclusion 2 ± 0.01 (truth 1)" in page.partition("Valid and wrong then")[2]
+
+
 def test_levels_of_each_factor_are_in_order_and_add_up():
     rows = [row(f"report {i}", model, 1.0) for i, model in enumerate(("gru", "linear", "relu"))]
     table = numbers.factor_rows(rows)

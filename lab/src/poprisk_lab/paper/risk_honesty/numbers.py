@@ -105,6 +105,7 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
     split, report = shown_split(saved)
     summary, settings = report["summary"], report["settings"]
     methods = summary["methods"]
+    before = saved["result"].get("report_before", {"commits": {}, "settings": []})
     return {
         "fresh": split == "report",
         "settings": summary["settings"],
@@ -117,6 +118,11 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
         "bars": [_bar(bar) for bar in summary["bars"]],
         "missed": sum(not bar["met"] for bar in summary["bars"]),
         "wrong": wrong_answers(settings),
+        "before": {
+            "settings": len(before["settings"]),
+            "commit": ", ".join(sorted({commit[:9] for counts in before["commits"].values() for commit in counts})),
+            "wrong": wrong_answers(before["settings"]),
+        },
         "factors": factor_rows(settings),
         "auto": methods["auto"],
         "auto10": methods["auto10"],

@@ -173,22 +173,27 @@ def chosen_methods(names: Sequence[str]) -> dict[str, Method]:
 
 
 def condensed(folder: Path) -> dict[str, Any]:
-    """The stored lines of each split as one result: every setting with its truth and its answers, and a summary."""
-    found: dict[str, Any] = {}
-    for split in SPLITS:
-        rows = list({(row["setting"], row["method"]): row for row in lines_of(folder, split)}.values())
-        answers: dict[str, dict[str, Any]] = {}
-        for row in rows:
-            kept = {key: value for key, value in row.items() if key not in ("setting", "method", "commit")}
-            answers.setdefault(row["setting"], {})[row["method"]] = kept
-        made = [
-            {"name": s.name, "factors": s.factors, TRUTH: answers[s.name].pop(TRUTH), "answers": answers[s.name]}
-            for s in settings(split)
-            if TRUTH in answers.get(s.name, {})
-        ]
-        if made:
-            found[split] = {"commits": _commits(rows), "summary": summarize(made), "settings": made}
-    return found
+    """The stored lines of each split as one result: every setting with its truth and its answers, and a summary.
+
+    Lines in ``report_before.jsonl`` are an earlier run of settings of the report split, which the page names beside it.
+    """
+    found = {split: _condensed(split, lines_of(folder, split)) for split in SPLITS}
+    found["report_before"] = _condensed("report", lines_of(folder, "report_before"))
+    return {name: each for name, each in found.items() if each["settings"]}
+
+
+def _condensed(split: Split, lines: Sequence[Row]) -> dict[str, Any]:
+    rows = list({(row["setting"], row["method"]): row for row in lines}.values())
+    answers: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        kept = {key: value for key, value in row.items() if key not in ("setting", "method", "commit")}
+        answers.setdefault(row["setting"], {})[row["method"]] = kept
+    made = [
+        {"name": s.name, "factors": s.factors, TRUTH: answers[s.name].pop(TRUTH), "answers": answers[s.name]}
+        for s in settings(split)
+        if TRUTH in answers.get(s.name, {})
+    ]
+    return {"commits": _commits(rows), "summary": summarize(made), "settings": made}
 
 
 def _commits(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
