@@ -360,7 +360,7 @@ def test_training_on_all_examples_at_the_chosen_length():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if name == "held back":
             (inputs, targets), held = hold_back((x, y), 0.2)
-            keeper, steps = KeepBest(model, optimizer, held, functional.cross_entropy), 400
+            keeper, steps = KeepBest(model, optimizer, held, functional.cross_entropy), 1200
         else:
             inputs, targets, steps = x, y, risk.step
             keeper = KeepBest(model, optimizer, None, average=risk.tail)

@@ -51,7 +51,7 @@ def test_leave_one_out(run, renormalize):
 
 
 def test_k_fold(run):
-    found = k_fold(run, folds=4, seed=3)
+    found = k_fold(run, folds=4, seed=6)
     assert found.example.tolist() == list(range(N))
     assert sorted(found.member.bincount().tolist()) == [3, 3, 3, 3]
     held = [tuple((found.member == f).nonzero().squeeze(1).tolist()) for f in range(4)]
