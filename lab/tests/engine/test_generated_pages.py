@@ -1,6 +1,7 @@
 """Every generated page is what the stored results give; every claim of the paper is a folder of the same shape."""
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def test_every_page_is_up_to_date(capsys):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.target)
 def test_what_a_page_names_is_there(page):
     assert (ROOT / page.target).exists()
+    glued = re.findall(r"[.;:)]-(?= [A-Z])", (ROOT / page.target).read_text(encoding="utf-8"))
+    assert not glued, "a list item must begin a line: a block tag of the template took the line break before it"
     assert callable(function(page.numbers))
     for drawing in page.drawings:
         assert callable(function(drawing.draw))
