@@ -91,6 +91,10 @@ def test_decisions_stay_and_can_be_undone(exported, chromium, found, page):
     second = int(found.table.order()[1])
     assert f"Example {second}, 2 of 120" in again.run("get('which').textContent")
     assert again.run("get('zoom').getAttribute('aria-pressed')") == "true"
+    again.run("show(listed[100])")
+    again.press("a", "u")  # the next example is shown by now: the latest decision is undone
+    assert again.run("get('progress').textContent").startswith("49 decided")
+    assert "101 of 120" in again.run("get('which').textContent")
     again.run("get('find').focus()")
     again.press("r")  # in the search field, a letter is a letter
     assert again.run("get('progress').textContent").startswith("49 decided")

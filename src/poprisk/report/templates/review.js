@@ -59,15 +59,17 @@ function refresh(i) {
 function decide(value) {
   if (!shown || value === null || !data.reviewable) return;
   const i = shown[AT.example], last = place() === listed.length - 1;
+  decisions.delete(i);  // so that the latest decision is the last one
   decisions.set(i, value);
   refresh(i);
   if (last) show(shown); else move(1);
 }
-function undo() {
-  if (!shown || !data.reviewable) return;
-  decisions.delete(shown[AT.example]);
-  refresh(shown[AT.example]);
-  show(shown);
+function undo() {  // the decision on the example shown, or else the latest one
+  const here = shown && shown[AT.example], i = decisions.has(here) ? here : [...decisions.keys()].pop();
+  if (i === undefined) return;
+  decisions.delete(i);
+  refresh(i);
+  show(data.rows.find(row => row[AT.example] === i));
 }
 function zoom() {
   const on = get("zoom").getAttribute("aria-pressed") !== "true";
@@ -146,6 +148,8 @@ for (const id in BUTTONS) if (get(id)) get(id).addEventListener("click", BUTTONS
 if (get("other")) get("other").addEventListener("change", () => {
   if (get("other").value !== "") decide(Number(get("other").value)); else undo();
 });
+for (const each of document.querySelectorAll(".command"))  // lines break between words, not after the hyphens of an option
+  each.replaceChildren(...each.textContent.split(/(\s)/).map(word => word.trim() ? make("span", {}, word) : word));
 if (data.reviewable) load();
 drawMatrix();
 choose();
