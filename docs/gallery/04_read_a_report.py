@@ -84,7 +84,7 @@ Framed(path)
 # - **Learning curves**: training and test loss, and the estimated population risk with its error.
 #   Where new data have wrong labels, too, the risk lies above the loss on clean test labels.
 # - **The gate**, if the optimizer has one: for which weights it is open.
-# - **The operators**: how much of the labels, and of their noise, training has worked off (signal
+# - **The operators**: how much of the labels, and of their noise, training has used up (signal
 #   channel and reservoir), what the test error is made of, drift against diffusion, and how each
 #   training output moved the test outputs. A sentence above each picture says what it means.
 # - What could not be computed is listed at the end, with what it would take.

@@ -49,8 +49,8 @@ def changed(**facts):
         (changed(last_loss=2.5), "Training did not work: the training loss went from 2 to 2.5."),
         (changed(last_loss=math.nan), "Training did not work"),
         (changed(first_loss=None, last_loss=None), "Only the recorded losses can be shown"),
-        (changed(wrong=WRONG, suspects=300), "About 300 of the 1000 labels it trained on are wrong."),
-        (changed(wrong=UNKNOWN, suspects=40), "40 of the 1000 labels it trained on look wrong."),
+        (changed(wrong=WRONG, suspects=300), "About 300 of the 1000 labels are wrong."),
+        (changed(wrong=UNKNOWN, suspects=40), "40 of the 1000 labels look wrong."),
     ],
 )
 def test_judgement(facts, words):

@@ -25,6 +25,7 @@ from poprisk.report._analysis.contents import example_contents, png
 from poprisk.report._analysis.curves import memorization
 from poprisk.report._analysis.gates import gate_curve
 from poprisk.report._drawing.commands import training_call
+from poprisk.report._drawing.operator_sections import drift_section
 from poprisk.report._drawing.page import report_page
 from poprisk.risk._influence.matrix import influence_on
 from poprisk.risk._meter import RiskMeter
@@ -401,12 +402,22 @@ def test_a_report_is_written_from_an_analysis_or_a_run(tmp_path):
         write_report(found, path, budget=3.0)
 
 
+def test_drift_and_diffusion_that_nearly_cancel_are_not_read_as_effects(found):
+    window = found.window
+    moved = float(np.hypot.reduce(window.displacement))
+    sums = {name: [size * moved] * len(window.drift.steps) for name, size in (("drift", 9.0), ("diffusion", 8.0))}
+    one, two = (replace(window.drift, parts=window.drift.parts | parts) for parts in (sums, {"drift": sums["drift"]}))
+    meanings = [drift_section(replace(found, window=replace(window, drift=each))).meaning for each in (one, two)]
+    assert meanings[0].startswith("Do not read drift and diffusion separately here")
+    assert meanings[1].startswith("Where diffusion grows like drift")
+
+
 @pytest.mark.parametrize(
     "term",
     [
         "population risk: the expected loss on new data",
         "The gate is a factor",
-        "The part that training works off is the signal channel",
+        "The part that training uses up is the signal channel",
         "the part that it leaves is the reservoir",
     ],
 )

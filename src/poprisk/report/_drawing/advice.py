@@ -172,9 +172,9 @@ def _carried(share: float, error: float) -> str:
 
 def _labels(f: Facts) -> str:
     if f.some_wrong and f.wrong is not None:
-        return f"About {float(f.wrong.value):.0f} of the {f.examples} labels it trained on are wrong."
+        return f"About {float(f.wrong.value):.0f} of the {f.examples} labels are wrong."
     if f.suspects and f.wrong is not None and not f.wrong.valid and f.kind != "loss":
-        return f"{f.suspects} of the {f.examples} labels it trained on look wrong."
+        return f"{f.suspects} of the {f.examples} labels look wrong."
     return ""
 
 
@@ -287,7 +287,7 @@ def _risk_actions(f: Facts) -> Iterator[Action]:
         error = float(f.risk.standard_error) / max(abs(float(f.risk.value)), math.ulp(0)) if known else math.inf
         if error > UNCERTAIN:
             left = f"leave it uncertain by {percent(error)}" if known else "are too few to know it"
-            words = f"{f.held} held-back examples measure the loss on new data, and {left}"
+            words = f"{f.held} held-back examples measure the loss on new data and {left}"
             share = min(MOST_HELD, round(4 * f.held / f.examples, 2))
             yield Action("hold_back", "Hold more examples back", words, ("held", {"hold_back": share}))
 

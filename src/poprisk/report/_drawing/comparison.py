@@ -82,11 +82,11 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     split = comparison.disagreement
     if split is None:
         return lines
-    total, predictions = len(split.examples), int((split.predicted != split.predicted[0]).any(0).sum())
-    changed = int((split.given != split.given[0]).any(0).sum())
-    words = f"They disagree on {total} examples: on the predicted label of {predictions}"
-    words += f", and {changed} were trained with different labels" if changed else ""
-    return [*lines, f"{words}." if total else "They agree on every training example."]
+    kinds = {"predictions": split.predicted, "suspects": split.suspect, "training labels": split.given}
+    apart = {kind: int((rows != rows[0]).any(0).sum()) for kind, rows in kinds.items()}
+    words = ", ".join(f"different {kind} on {count}" for kind, count in apart.items() if count)
+    about = f"They disagree on {len(split.examples)} examples: {words}."
+    return [*lines, about if words else "They agree on every training example."]
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
@@ -218,8 +218,9 @@ def _operators(found: Sequence[Analysis], names: Sequence[str]) -> tuple[list[di
         have = [(name, section) for name, section in parts if not section.missing]
         section = parts[0][1]
         if have:
-            charts = [(name, each.charts[0]) for name, each in have if each.charts]
-            shown.append({"key": section.key, "title": section.title, "meaning": have[0][1].meaning, "charts": charts})
+            alike = have[0][1].meaning if len({each.meaning for _, each in have}) == 1 else ""
+            charts = [(name, "" if alike else each.meaning, each.charts[0]) for name, each in have if each.charts]
+            shown.append({"key": section.key, "title": section.title, "meaning": alike, "charts": charts})
         without = [(name, each.missing) for name, each in parts if each.missing]
         if without:
             missing.append({"title": section.title, "runs": [name for name, _ in without], "why": without[0][1]})

@@ -1,4 +1,4 @@
-"""The sections on the operators of a run: what it worked off, the test error, drift and diffusion, displacement."""
+"""The sections on the operators of a run: what it used up, the test error, drift and diffusion, displacement."""
 
 import math
 
@@ -19,11 +19,13 @@ _CELLS = {
     "source": "weight decay and momentum",
 }
 _SEE_OPERATORS = "this needs the operators of the run; “Signal channel and reservoir” says why they are missing"
+_CANCEL = 3.0
+"""Drift and diffusion say nothing alone where both are more than this many times as large as their sum."""
 _NO_DRIFT = "the recorded batches do not match any known sampling scheme"
 
 
 def spectrum_section(found: Analysis) -> Section:
-    """What of the labels was worked off, and for small runs the spectra of W and Γ_Q."""
+    """What of the labels was used up, and for small runs the spectra of W and Γ_Q."""
     title, window = "Signal channel and reservoir", found.window
     if window is None:
         return Section("operators", title, missing=found.left_out.get("operators", "not computed"))
@@ -33,21 +35,21 @@ def spectrum_section(found: Analysis) -> Section:
     for j, (name, pairs) in enumerate(seen.left.items()):
         values, errors = ([100 * pair[i] for pair in pairs] for i in (0, 1))
         lines.append(Line(name, steps, values, j, errors, j, points=len(steps) <= 60))
-    axis = Axis("% not worked off", zero=True)
-    charts = [line_chart(lines, _STEP, axis, "Share of the labels' gradient that training has not reached")]
+    axis = Axis("% left", zero=True)
+    charts = [line_chart(lines, _STEP, axis, "Share of the labels' gradient that training has not used up")]
     notes = [_how(seen), *window.notes, *([window.form] if window.form else [])]
     if window.dense is not None:
         charts += _spectra(window)
         notes.append(_counts(window))
     lead = (
         f"The gradient of the loss with respect to the training outputs, as it was {_begin(seen)}, is what the labels "
-        "ask for. The part that training works off is the signal channel; the part that it leaves is the reservoir, "
+        "ask for. The part that training uses up is the signal channel; the part that it leaves is the reservoir, "
         f"and no test output depends on it. {_left_words(seen)} {_spread_words(window)}"
     )
     meaning = (
-        "Where the line of the label noise falls, wrong labels are being memorized: stop before that."
+        "Where the label noise falls, wrong labels are being memorized: stop before that."
         if seen.known
-        else "Where the line is flat, training has nothing left to work off."
+        else "Where the line is flat, training has nothing left to learn."
     )
     return Section("operators", title, lead, tuple(charts), notes=tuple(notes), meaning=meaning)
 
@@ -99,14 +101,14 @@ def _left_words(seen: Readings) -> str:
 
 def _known_words(seen: Readings) -> str:
     if seen.known == "audit":
-        return f" Label noise is what the audit would change: the labels of its {seen.wrong} suspects."
+        return f" Label noise is what the audit would change: the labels of {seen.wrong} suspects that were trained on."
     return f" Label noise is known here: {seen.wrong} labels differ from the clean ones." if seen.known else ""
 
 
 def _spread_words(window: WindowFacts) -> str:
     """Along how many directions the loss was dissipated, and how much of it went into label noise."""
     value, least = window.readings.directions
-    told = f"About {_whole(value)} of {window.outputs} directions (at least {_whole(least)}) share the dissipation"
+    told = f"Dissipation is spread over about {_whole(value)} of {window.outputs} directions (at least {_whole(least)})"
     noise = window.readings.dissipated.get("label noise")
     if noise is None:
         return f"{told}."
@@ -135,7 +137,7 @@ def cells_section(found: Analysis) -> Section:
     )
     how = "" if seen.known == "given" else "; with known clean targets: poprisk report RUN --clean targets.npz"
     meaning = (
-        "The bar of the label noise is what wrong labels cost on new data; that of the clean labels, what was learned."
+        "The bar for label noise is what wrong labels cost on new data; the bar for clean labels is what was learned."
     )
     return Section(
         "cells", title, lead, (chart,), notes=(_how(seen) + how, *_form(window)), meaning=meaning if seen.known else ""
@@ -188,6 +190,14 @@ def drift_section(found: Analysis) -> Section:
         "Where diffusion grows like drift, chance in the batches moved the test outputs as much as the data did: a "
         "larger batch or averaged weights would help."
     )
+    moved = math.hypot(*window.displacement or ())
+    either = min(drift.parts[name][-1] for name in ("drift", "diffusion"))
+    if either > _CANCEL * moved:
+        meaning = (
+            f"Do not read drift and diffusion separately here: each is at least {number(either)}, but they nearly "
+            f"cancel, and the test outputs moved by only {number(moved)}. In its first steps Adam divides by very few "
+            "gradients, so that a mean gradient makes steps that the run never took."
+        )
     return Section("drift", title, lead, (chart,), notes=(how, closure, *_form(window)), meaning=meaning)
 
 

@@ -37,10 +37,10 @@ def percent(share: float) -> str:
 
 
 def share_words(share: float, error: float) -> str:
-    """A share with its standard error, if that is known.
+    """A share with its standard error, if that is known and not below half a percent.
 
-    >>> share_words(0.98, 0.23), share_words(0.5, math.nan), share_words(-0.001, 0.05)
-    ('98 ± 23%', '50%', '0 ± 5%')
+    >>> share_words(0.98, 0.23), share_words(0.5, math.nan), share_words(-0.001, 0.05), share_words(0.15, 0.002)
+    ('98 ± 23%', '50%', '0 ± 5%', '15%')
     """
     size = round(100 * share)
-    return f"{size} ± {100 * error:.0f}%" if math.isfinite(error) else f"{size}%"
+    return f"{size} ± {100 * error:.0f}%" if error >= 0.005 and math.isfinite(error) else f"{size}%"
