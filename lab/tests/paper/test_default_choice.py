@@ -158,7 +158,7 @@ def test_the_figure_shows_candidates_choice_and_default(monkeypatch):
     legend = trade.get_legend()
     assert legend is not None
     words = [text.get_text() for text in legend.get_texts()]
-    assert words == ["soft", "SNR", "chosen by the rule", "default now", "allowed cost"]
+    assert words == ["soft", "SNR", "chosen by the rule", "default of version 0.1", "allowed cost"]
     rings = [line for line in trade.lines if line.get_markerfacecolor() == "none" and line.get_marker() == "o"]
     assert [np.asarray(ring.get_xydata()).tolist() for ring in rings] == [[pytest.approx([0.005, 0.4])]]
 

@@ -7,6 +7,7 @@ from typing import Any
 from poprisk._core.store import load_result
 from poprisk.errors import MissingExtraError
 from poprisk_lab.at_scale.numbers import CIFAR, LORA
+from poprisk_lab.direct_labels import End, label_ends
 from poprisk_lab.figure_style import AVERAGED, BLUE, FAINT, INK, ORANGE, STYLE, WIDTH, colour_of
 
 try:
@@ -16,7 +17,7 @@ try:
 except ImportError:
     raise MissingExtraError("matplotlib", "report", "the figure of knowing at scale") from None
 
-_TITLES = {"worse": "CIFAR-10N worse", "random1": "CIFAR-10N random1", "aggre": "CIFAR-10N aggre"}
+_TITLES = {"worse": "CIFAR-10N worst", "random1": "CIFAR-10N random 1", "aggre": "CIFAR-10N aggregate"}
 
 
 def draw(results: Path) -> Figure:
@@ -35,7 +36,8 @@ def draw(results: Path) -> Figure:
             _along(axes, run)
             axes.set_title(_TITLES[name])
         panels[0].set_ylabel("accuracy (%)")
-        panels[0].legend(frameon=False, fontsize=8.5, loc="lower right")
+        if runs:
+            label_ends(panels[len(runs) - 1], _ends(list(runs.values())[-1]["curve"]))
         if "removals" in lora:
             _removals(panels[-1], lora["removals"])
     return figure
@@ -56,13 +58,22 @@ def _along(axes: Axes, run: Mapping[str, Any]) -> None:
         alpha=0.15,
         linewidth=0,
     )
-    axes.plot(at, held, color=BLUE, label="noisy, held back ± 2 errors")
-    green = colour_of(AVERAGED)
-    axes.plot(at, [100 * row["test_accuracy"] for row in curve], color=green, linestyle="--", label="clean test")
-    raw = [100 * row["raw_test_accuracy"] for row in curve]
-    axes.plot(at, raw, color=FAINT, linestyle=":", label="clean test, not averaged")
+    axes.plot(at, held, color=BLUE)
+    axes.plot(at, [100 * row["test_accuracy"] for row in curve], color=colour_of(AVERAGED), linestyle="--")
+    axes.plot(at, [100 * row["raw_test_accuracy"] for row in curve], color=FAINT, linestyle=":")
     axes.axvline(run["kept"]["step"] / run["steps"] * epochs, color=INK, linewidth=1)
-    axes.set_xlabel("passes (line: kept)")
+    axes.set_xlim(0, epochs)
+    axes.set_xlabel("passes over the images (line: the moment kept)")
+
+
+def _ends(curve: list[Mapping[str, Any]]) -> list[End]:
+    """The names of the three lines."""
+    last = curve[-1]
+    return [
+        End("average, clean\ntest images", 100 * last["test_accuracy"], colour_of(AVERAGED), "--"),
+        End("weights themselves,\nclean test images", 100 * last["raw_test_accuracy"], FAINT, ":"),
+        End("average, noisy held-\nback images (band: 2\nstandard errors)", 100 * last["accuracy"], BLUE),
+    ]
 
 
 def _removals(axes: Axes, removals: list[Mapping[str, Any]]) -> None:

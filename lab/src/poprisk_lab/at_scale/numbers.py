@@ -12,7 +12,7 @@ CIFAR, LORA, RANKING = "at_scale_cifar", "at_scale_lora", "influence_ranking"
 BAR_POINTS, BAR_TIME, BAR_COST, BAR_SECONDS = 0.005, 0.1, 0.25, 600
 _PLANNED = ("worse", "random1")
 _SCORES = ("self-confidence", "normalized margin")
-_LABELS = {"worse": "worse, 40% wrong", "random1": "random1, 17% wrong", "aggre": "aggre, 9% wrong"}
+_LABELS = {"worse": "worst, 40% wrong", "random1": "random 1, 17% wrong", "aggre": "aggregate, 9% wrong"}
 Row = Mapping[str, Any]
 
 

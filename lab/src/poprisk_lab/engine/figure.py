@@ -24,7 +24,7 @@ _ROW_HEIGHT, _ABREAST = 0.235, 3
 _REACH = 4.0  # length of the axis in distances of the median from the best: one bad row must not squeeze the others
 
 
-def draw_comparison(saved: Saved) -> Figure:
+def draw_comparison(saved: Saved, titles: Sequence[str] | None = None) -> Figure:
     """One panel for each study with the last step of each optimizer, mean ± standard error over seeds.
 
     The rows are the same in all panels: the optimizer with the best mean rank over the studies is on top. A hollow
@@ -33,6 +33,7 @@ def draw_comparison(saved: Saved) -> Figure:
 
     Args:
         saved: Return value of ``poprisk._core.store.load_result`` for an experiment made of studies.
+        titles: One for each study; default: the names of their tasks.
     """
     studies = list(saved["result"]["studies"].values())
     columns = min(_ABREAST, len(studies))
@@ -44,7 +45,7 @@ def draw_comparison(saved: Saved) -> Figure:
         for i, axes in enumerate(panels.flatten()):
             if i >= len(studies):
                 axes.set_axis_off()
-        draw_studies(list(panels.flatten()[: len(studies)]), studies)
+        draw_studies(list(panels.flatten()[: len(studies)]), studies, titles)
         figure.legend(handles=legend_handles(), loc="outside lower center", ncols=4, handletextpad=0.4)
     return figure
 
@@ -125,7 +126,7 @@ def _draw_row(
 ) -> None:
     colour, marker = colour_of(row["arm"]), marker_of(row["arm"])
     peak = _mean_peak(row, metric)
-    if peak is not None:
+    if peak is not None and limits[0] <= peak <= limits[1]:
         axes.plot(peak, y, marker, mfc="none", mec=colour, markersize=6.5, alpha=0.8)
     bad_side = metric["higher_is_better"]  # the left edge if higher is better
     diverged = sum(math.isnan(value) for value in values)

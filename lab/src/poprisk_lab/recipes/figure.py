@@ -50,7 +50,11 @@ def chosen(winner: Recipe) -> list[tuple[str, Recipe, str]]:
     other = Recipe("adamw", winner.average, "kept" if winner.moment == "last" else "last")
     when = {"last": "last step", "kept": "KeepBest's choice"}
     found = [
-        (f"the recipe:\n{mean},\n{when.get(winner.moment, winner.moment + ' on block')}", winner, colour_of(AVERAGED)),
+        (
+            f"by the rule:\n{mean},\n{when.get(winner.moment, winner.moment + ' on block')}",
+            winner,
+            colour_of(AVERAGED),
+        ),
         (f"AdamW,\n{mean},\n{when[other.moment]}", other, colour_of(AVERAGED)),
         ("AdamW,\nlast step", Recipe("adamw"), colour_of("adamw")),
         ("AdamW, cosine,\nlast step", Recipe("adamw_cosine"), colour_of("adamw_cosine")),
@@ -76,6 +80,7 @@ def _panel(axes: Axes, judged: Judged, shown: Sequence[StoredTask], colour: str)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "−") if x else "0"))
     axes.tick_params(axis="x", labelsize=SMALL)
+    axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
 
@@ -83,12 +88,13 @@ def _panel(axes: Axes, judged: Judged, shown: Sequence[StoredTask], colour: str)
 def _name_tasks(axes: Axes, shown: Sequence[StoredTask]) -> None:
     places = _places(shown)
     noisy = sum(not task.clean for task in shown)
-    axes.set_yticks([place for place, _ in places], [task_words(task) for _, task in places], fontsize=SMALL)
-    axes.set_ylim(len(shown) + 1 - 0.4, -0.6)
-    for label, (_, task) in zip(axes.get_yticklabels(), places, strict=True):
-        label.set_color(text_colour(FAINT) if task.clean else INK)
+    names = [(place, task_words(task), text_colour(FAINT) if task.clean else INK) for place, task in places]
     if 0 < noisy < len(shown):
-        axes.text(-_FAR, noisy, "clean tasks", fontsize=SMALL, color=text_colour(FAINT), va="center", ha="left")
+        names.append((noisy, "clean tasks:", INK))
+    axes.set_yticks([place for place, *_ in names], [words for _, words, _ in names], fontsize=SMALL)
+    axes.set_ylim(len(shown) + 1 - 0.4, -0.6)
+    for label, (_, _, colour) in zip(axes.get_yticklabels(), names, strict=True):
+        label.set_color(colour)
 
 
 def _places(shown: Sequence[StoredTask]) -> list[tuple[int, StoredTask]]:

@@ -8,7 +8,7 @@ from poprisk_lab.direct_labels import End, label_ends
 from poprisk_lab.engine import reading
 from poprisk_lab.engine.figure import draw_studies, legend_handles, shared_rows
 from poprisk_lab.engine.reading import StoredStudy
-from poprisk_lab.figure_style import FAINT, STYLE, WIDTH, colour_of
+from poprisk_lab.figure_style import FAINT, SMALL, STYLE, WIDTH, colour_of, text_colour
 from poprisk_lab.pages.comparison import ADAMW
 from poprisk_lab.pages.seed_curves import draw_seeds, mean_and_range
 from poprisk_lab.paper.char_language.study import (
@@ -76,6 +76,7 @@ def _draw_curves(axes: Axes, study: StoredStudy, title: str, *, named: bool) -> 
     target = reading.primary(study)["target"]
     if target is not None:
         axes.axhline(target, color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
+        axes.text(0.01 * steps[-1], target, f"target {target:g}", color=text_colour(FAINT), fontsize=SMALL, va="top")
     axes.set_title(title)
     seeds = len(study["rows"][0]["seeds"])
     axes.set_xlabel("step" if seeds == 1 else f"step (mean and range of {seeds} seeds)")

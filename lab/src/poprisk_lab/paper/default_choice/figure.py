@@ -54,7 +54,7 @@ def draw(saved: Saved) -> Figure:
     """Score against cost of every candidate, and the scores task by task of those that nothing beats in both.
 
     Letters join the panels: a candidate on the front of panel A is the row of that letter in panel B. The one the rule
-    takes has a ring, the library's present default a square around it. What diverged on a clean task is at the right
+    takes has a ring, the default of version 0.1 a square around it. What diverged on a clean task is at the right
     edge.
 
     Args:
@@ -161,13 +161,22 @@ def _draw_tasks(
         label.set_fontweight("bold" if candidate in (taken, now) else "normal")
     axes.set_xlim(0, len(tasks) + 1.2)
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    heads = ["\n".join(task_words(task).replace("noise", "noise ").split()) for task in tasks]
+    heads = [_head(task_words(task).replace("noise", "noise ").replace("inr", "image")) for task in tasks]
     axes.set_xticks([*(x + 0.48 for x in range(len(tasks))), len(tasks) + 0.68], [*heads, "mean"], fontsize=SMALL)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title("B  Scores of the front, task by task")
+    axes.set_title("B  Scores of the candidates with letters, task by task")
     axes.set_xlabel("score: 0 is usual AdamW's last step, 1 AdamW's best step")
+
+
+def _head(words: str) -> str:
+    r"""A task as the head of a narrow column.
+
+    >>> _head("digits 20")
+    'digits\n20%\nwrong'
+    """
+    return "\n".join(f"{word}%\nwrong" if word.isdigit() else word for word in words.split())
 
 
 def _short(candidate: Candidate) -> str:
@@ -183,7 +192,7 @@ def _gate_legend(found: Sequence[Candidate], taken: Candidate | None, now: Candi
     ]
     for candidate, colour, marker, label in (
         (taken, _CHOSEN, "o", "chosen by the rule"),
-        (now, _DEFAULT, "s", "default now"),
+        (now, _DEFAULT, "s", "default of version 0.1"),
     ):
         if candidate is not None:
             style: Any = {"mfc": "none", "mec": colour, "mew": 1.8, "markersize": 11}

@@ -44,8 +44,12 @@ def draw(saved: Saved) -> Figure:
 
 
 def _rows(study: StoredStudy) -> dict[str, tuple[StoredRow, str, str]]:
-    """What is drawn, by its words, with colour and line."""
-    return {words: (each, colour_of(each["arm"]), _LINES.get(words, "--")) for words, each in shown_rows(study).items()}
+    """What is drawn, by its words, with colour and line; the tuned gate says which gate it is."""
+    found = {}
+    for words, each in shown_rows(study).items():
+        name = words if words in _LINES else f"{each['label']}, tuned"
+        found[name] = (each, colour_of(each["arm"]), _LINES.get(words, "--"))
+    return found
 
 
 def _draw_held(axes: Axes, study: StoredStudy) -> None:
@@ -53,9 +57,9 @@ def _draw_held(axes: Axes, study: StoredStudy) -> None:
         held = [sustained(values) for values in curve(each, ACCURACY)]
         draw_seeds(axes, study["evaluation_steps"], held, words, colour, linestyle=line, linewidth=1.8)
     low, high = axes.get_ylim()
-    for level in (0.55, 0.60):
+    for label, level in ("accuracies 0.55 and 0.60", 0.55), (None, 0.60):
         if low < level < high:
-            axes.axhline(level, color=FAINT, linestyle=":", linewidth=1)
+            axes.axhline(level, color=FAINT, linestyle=":", linewidth=1, label=label)
     axes.set_title("A  Sustained accuracy")
     axes.set_xlabel("step")
     axes.set_ylabel("lowest reward accuracy from here on")

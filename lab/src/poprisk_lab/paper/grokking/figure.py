@@ -70,7 +70,7 @@ def _draw_accuracy(axes: Axes, study: Saved, rows: Saved, title: str) -> None:
     axes.set_ylim(-0.01, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_title(title)
-    axes.set_xlabel(f"step (k of n: seeds that reach {target(study)})")
+    axes.set_xlabel(f"step (k of n: seeds that reach {target(study)}, the grey line)")
     axes.set_ylabel("accuracy (dotted: training)")
     label_ends(axes, ends)
 

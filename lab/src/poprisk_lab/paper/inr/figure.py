@@ -103,7 +103,7 @@ def _draw_ends(axes: Axes, study: StoredStudy) -> None:
     axes.grid(axis="x", color=PALE)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_title("B  Best and last step")
-    axes.set_xlabel("clean PSNR (dB), mean of seeds")
+    axes.set_xlabel("PSNR against the clean picture (dB), mean over seeds")
     keys = [
         Line2D([], [], marker="o", linestyle="none", mfc="white", mec=INK, mew=1.6, markersize=8, label="best"),
         Line2D([], [], marker="o", linestyle="none", color=INK, markersize=5, label="last"),
@@ -129,7 +129,7 @@ def _draw_spectra(figure: SubFigure, study: StoredStudy) -> None:
         axes.set_title(f"{letter}  {label}", fontsize=10)
         axes.set_xticks([-0.5, 0, 0.5])
         axes.set_yticks([-0.5, 0, 0.5])
-        axes.set_xlabel("cycles a pixel")
+        axes.set_xlabel("cycles per pixel")
     if picture is not None:
         figure.colorbar(picture, ax=list(panels), label="log₁₀ power\nof the residual", pad=0.01)
 

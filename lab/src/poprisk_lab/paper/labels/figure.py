@@ -23,7 +23,7 @@ except ImportError:
 
 Saved = Mapping[str, Any]
 _SHOWN_SHARE = 0.4  # the learning curves are those of the share nearest to this
-_BEST = "AdamW, best checkpoint (oracle)"
+_BEST = "AdamW, best checkpoint (chosen on the test set)"
 _GATE = "best of the gates searched, tuned"
 
 
@@ -80,7 +80,7 @@ def _draw_ends(axes: Axes, name: str, studies: Sequence[StoredStudy]) -> None:
             capsize=2,
             **look,
         )
-    axes.set_title(f"{name}: last step")
+    axes.set_title(f"{name[0].upper()}{name[1:]}: last step")
     axes.set_xlabel("wrong training labels (%)")
     axes.set_ylabel("test accuracy (%)")
     axes.set_xticks([100 * share for share in shares], [f"{100 * share:.0f}" for share in shares])
@@ -125,7 +125,7 @@ def _draw_curves(axes: Axes, name: str, study: StoredStudy) -> None:
     if late:  # the climb from chance would leave no room for what differs at the end
         span = max(max(late) - min(late), 1.0)
         axes.set_ylim(max(0.0, min(late) - span), max(late) + 0.5 * span)
-    axes.set_title(f"{name}: learning curves, " + (f"{share:.0%} wrong" if share else "clean"))
+    axes.set_title(f"{name[0].upper()}{name[1:]}: learning curves, " + (f"{share:.0%} wrong" if share else "clean"))
     axes.set_xlabel("step (hollow: best, full: last)")
     axes.set_ylabel("test accuracy (%)")
     axes.grid(axis="y", color=PALE, linewidth=0.8)

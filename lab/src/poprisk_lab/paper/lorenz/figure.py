@@ -105,7 +105,9 @@ def _draw_best_and_final(axes: Axes, study: StoredStudy, title: str) -> None:
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter("{x:.1g}")
     axes.set_title(title)
-    axes.set_xlabel(f"one-step MSE; pale: best step, full: last step\ndotted: best checkpoint of {SHARED_ADAMW}")
+    axes.set_xlabel(
+        f"one-step MSE; pale: best step, full: last step;\ndots: seeds; dotted: best checkpoint\nof {SHARED_ADAMW}"
+    )
 
 
 def _draw_levels(axes: Axes, saved: Saved) -> None:
