@@ -1,7 +1,7 @@
 """Compute what a report shows: every section within the time budget, and the reason for each one that is missing.
 
-A section is computed if its estimated time on one CPU core is within the budget. Nothing is trained again unless
-``retrain`` asks for it; reading the gate replays the recorded steps once.
+A section is computed if its estimated time on one CPU core is within the budget. Only the risk trains again: a
+few deletions where that is quick, folds where ``retrain`` allows. Reading the gate replays the recorded steps once.
 """
 
 import math

@@ -263,7 +263,8 @@ def _label_actions(f: Facts) -> Iterator[Action]:
         )
         yield Action("review", f"Review {f.suspects} labels", why, (CORRECTED, {}))
     if f.test_is_easier and f.some_wrong:
-        yield Action("noise_gap", "Do not chase the gap to the test set", gap_words(f), command=_audit(f))
+        command = f"poprisk audit {f.run} --output audit.csv"
+        yield Action("noise_gap", "Do not chase the gap to the test set", gap_words(f), command=command)
 
 
 def _risk_actions(f: Facts) -> Iterator[Action]:
@@ -310,14 +311,6 @@ def gap_words(f: Facts) -> str:
             "run is too low; trust the test set"
         )
     return f"{both}, measure the same weights: the first on the test set, the second on new data like the training set"
-
-
-def _compare(f: Facts) -> str:
-    return f"poprisk compare {f.run} OTHER"
-
-
-def _audit(f: Facts) -> str:
-    return f"poprisk audit {f.run} --output audit.csv"
 
 
 def _report(f: Facts, options: str) -> str:

@@ -56,12 +56,11 @@ def write_comparison(
     found, names = comparison.analyses, comparison.names
     shown, missing = _operators(found, names)
     headings, rows = compared(comparison)
-    columns = {name: _COLUMNS[name] for name in headings}
     page = render(
         "compare.html",
         title=f"Comparison of {len(found)} runs",
         verdict=comparison_lines(comparison),
-        columns=columns,
+        columns={name: _COLUMNS[name] for name in headings},
         rows=rows,
         names=names,
         charts=_charts(found, names),
@@ -85,8 +84,8 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     kinds = {"predictions": split.predicted, "suspects": split.suspect, "training labels": split.given}
     apart = {kind: int((rows != rows[0]).any(0).sum()) for kind, rows in kinds.items()}
     words = ", ".join(f"different {kind} on {count}" for kind, count in apart.items() if count)
-    about = f"They disagree on {len(split.examples)} examples: {words}."
-    return [*lines, about if words else "They agree on every training example."]
+    disagree = f"They disagree on {len(split.examples)} examples: {words}."
+    return [*lines, disagree if words else "They agree on every training example."]
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
@@ -233,8 +232,7 @@ def _disputed(comparison: Comparison, examples: bool) -> dict[str, Any] | None:
     if split is None:
         return None
     count = min(len(split.examples), _MOST_DISPUTED)
-    wanted = split.examples[:count].tolist()
-    contents = contents_of(comparison.analyses[0], wanted) if examples else Contents()
+    contents = contents_of(comparison.analyses[0], split.examples[:count].tolist()) if examples else Contents()
     rows = [_disputed_row(split, j, contents) for j in range(count)]
     return {"total": len(split.examples), "rows": rows, "contents": bool(contents.pictures or contents.texts)}
 

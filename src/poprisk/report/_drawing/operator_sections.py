@@ -19,8 +19,6 @@ _CELLS = {
     "source": "weight decay and momentum",
 }
 _SEE_OPERATORS = "this needs the operators of the run; “Signal channel and reservoir” says why they are missing"
-_CANCEL = 3.0
-"""Drift and diffusion say nothing alone where both are more than this many times as large as their sum."""
 _NO_DRIFT = "the recorded batches do not match any known sampling scheme"
 
 
@@ -145,8 +143,7 @@ def cells_section(found: Analysis) -> Section:
 
 
 def _error_cells(window: WindowFacts, title: str) -> Section:
-    assert window.dense is not None
-    cells = window.dense.cells
+    cells = None if window.dense is None else window.dense.cells
     assert cells is not None
     chart = bar_chart([_CELLS[name] for name in cells], list(cells.values()), "Terms of the mean squared test error")
     lead = (
@@ -190,9 +187,8 @@ def drift_section(found: Analysis) -> Section:
         "Where diffusion grows like drift, chance in the batches moved the test outputs as much as the data did: a "
         "larger batch or averaged weights would help."
     )
-    moved = math.hypot(*window.displacement or ())
-    either = min(drift.parts[name][-1] for name in ("drift", "diffusion"))
-    if either > _CANCEL * moved:
+    moved, either = math.hypot(*window.displacement or ()), min(drift.parts[k][-1] for k in ("drift", "diffusion"))
+    if either > 3 * moved:  # then their sum is small beside them
         meaning = (
             f"Do not read drift and diffusion separately here: each is at least {number(either)}, but they nearly "
             f"cancel, and the test outputs moved by only {number(moved)}. In its first steps Adam divides by very few "
@@ -209,25 +205,21 @@ def displacement_section(found: Analysis) -> Section:
     if window.predicted is None or window.displacement is None:
         return Section("displacement", title, missing=window.notes[0])
     true, predicted = window.displacement, window.predicted
-    size = math.sqrt(sum(v * v for v in true)) or 1.0
-    error = math.sqrt(sum((a - b) ** 2 for a, b in zip(true, predicted, strict=True))) / size
-    chart = scatter_chart(
-        true, predicted, Axis("measured on the network"), Axis("predicted by the operators"), "Test outputs"
-    )
+    error = math.dist(true, predicted) / (math.hypot(*true) or 1.0)
+    axes = Axis("measured on the network"), Axis("predicted by the operators")
+    chart = scatter_chart(true, predicted, *axes, "Test outputs")
     lead = (
         f"Each point is one output on {_queries(window)}: its measured change over the steps {window.readings.start} "
         f"to {window.readings.stop}, and the prediction -G g + source from the operator G and the output gradient g "
         f"{_begin(window.readings)}. Relative error {number(error)}."
     )
     meaning = (
-        "Points on the line mean that the operators explain how every test output moved, so that the sections above "
-        "can be trusted."
+        "Points on the line mean that gradients and sources together carry every test output; the bars above say how "
+        "much of it the gradients did."
+        if window.form
+        else "Points on the line mean that the operators explain how every test output moved, so that the sections "
+        "above can be trusted."
     )
-    if window.form:
-        meaning = (
-            "Points on the line mean that gradients and sources together carry every test output; the bars above say "
-            "how much of it the gradients did."
-        )
     return Section("displacement", title, lead, (chart,), notes=_form(window), meaning=meaning)
 
 

@@ -59,15 +59,13 @@ function refresh(i) {
 function decide(value) {
   if (!shown || value === null || !data.reviewable) return;
   const i = shown[AT.example], last = place() === listed.length - 1;
-  decisions.delete(i);  // so that the latest decision is the last one
-  decisions.set(i, value);
+  decisions.delete(i), decisions.set(i, value);  // so that the latest decision is the last one
   refresh(i);
   if (last) show(shown); else move(1);
 }
 function undo() {  // the decision on the example shown, or else the latest one
   const here = shown && shown[AT.example], i = decisions.has(here) ? here : [...decisions.keys()].pop();
-  if (i === undefined) return;
-  decisions.delete(i);
+  if (!decisions.delete(i)) return;
   refresh(i);
   show(data.rows.find(row => row[AT.example] === i));
 }
