@@ -19,8 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done; 2 an error that you can correct, told in one line; 130 interrupted by Ctrl-C or "
-    "SIGTERM; 1 a mistake in poprisk, with its traceback.",
+    epilog="Exit codes: 0 done; 1 a bug in poprisk, with its traceback; 2 an error that you can correct, in one line; "
+    "130 interrupted by Ctrl-C or SIGTERM.",
 )
 
 

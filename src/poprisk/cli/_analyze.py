@@ -43,7 +43,7 @@ def analyze(
     """Find out what a recorded run learned and memorized and which labels look wrong; print a summary.
 
     Each part is kept in RUN/analysis as soon as it is finished: an interrupted analysis continues from there, and
-    poprisk report uses it. Nothing is trained again without --retrain.
+    poprisk report uses it. Without --retrain only a few deletions are trained, to check the risk, where quick.
     """
     from poprisk.report import CleanTargets, KeptAnalysis, analysis_json, summary_lines
 

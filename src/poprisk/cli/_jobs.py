@@ -102,7 +102,7 @@ def convert(
     name: Annotated[str, typer.Option(help="Name of the matrix in the store.", show_default=False)],
     symmetric: Annotated[bool, typer.Option("--symmetric", help="The matrix is a training kernel.")] = False,
 ) -> None:
-    """Copy a matrix that an earlier version assembled into a store, with its bound if it has one."""
+    """Copy a matrix from an earlier version into a store, with the bound on its error if it has one."""
     from poprisk.jobs import convert_matrix
 
     convert_matrix(file, store, name, symmetric=symmetric)

@@ -50,7 +50,8 @@ def report(
 
     The page shows what was memorized, the risk on new data, labels that look wrong, gates, spectra, drift, and a
     table of all examples to sort and filter. Sections over the time budget are skipped; the page says how long each
-    would take. Nothing is trained again without --retrain. Results of poprisk analyze with the same options are used.
+    would take. Without --retrain only a few deletions are trained, to check the risk, where quick. Results of
+    poprisk analyze with the same options are used.
     """
     from poprisk._core.store import writable_directory
     from poprisk.report import CleanTargets, KeptAnalysis, report_command, require_template, write_report
