@@ -28,7 +28,7 @@ What the library does for a small network with each of these layers, in training
   augmentation are replayed from their seeds if `train` recorded the run.
 - *Windows*: the operators of the run, {py:class}`~poprisk.Window`. *Exact* is the network as the steps saw it; the
   *evaluation form* is explained below. Either way, the displacements that follow are checked against the network's;
-  what kinks such as ReLU's mean for the operators themselves is told in [Operators](operators.md).
+  [Operators](operators.md) says what kinks such as ReLU's mean for the operators themselves.
 - *Kernels*: tangent kernels, checked against the product of full Jacobians; in the evaluation form by
   `poprisk.operators.evaluation_model(run)`.
 - *Without retraining*: the method of `population_risk(run)`; or that it is refused, and what for. Whether the
