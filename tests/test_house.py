@@ -136,7 +136,7 @@ for old, places in _moved.MODULES.items():
             assert getattr(module, name) is getattr(importlib.import_module(place), new), (old, name)
 print("done")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout.strip() == "done", done.stderr
 
 
@@ -165,7 +165,7 @@ try:
 except ImportError:
     print("done")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout.strip() == "done", done.stderr
 
 

@@ -35,7 +35,7 @@ print(json.dumps({"torch": torch_seconds, **{name: [child(name) for _ in range(5
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True, timeout=600, check=True)
     return done.stdout.strip()
 
 

@@ -63,7 +63,7 @@ def test_standard_streams_are_left_alone():
 
 def test_the_logger_is_silent_until_someone_listens(caplog):
     code = "import logging, poprisk; logging.getLogger('poprisk.runs').error('unheard')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert (done.stdout, done.stderr) == ("", "")
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("poprisk").handlers)
     with caplog.at_level(logging.INFO, "poprisk"):

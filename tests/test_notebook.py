@@ -277,7 +277,7 @@ def test_a_browser_shows_it_in_light_and_dark(shown, tmp_path):
     quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=2000"]
     command = [program, *quiet, f"--user-data-dir={tmp_path / 'home'}", "--dump-dom", page.as_uri()]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=True, env={**os.environ, "HOME": str(tmp_path)}
+        command, capture_output=True, text=True, timeout=600, check=True, env={**os.environ, "HOME": str(tmp_path)}
     )
     found = html.unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S).group(1))
     assert '"odd":[]' in found, found

@@ -30,7 +30,7 @@ def test_demo_end_to_end_without_a_terminal(tmp_path):
     output = tmp_path / "new" / "demo"
     process = start("demo", "--seeds", "2", "--size", "100", "--steps", "4", "--output", str(output))
     try:
-        out, err = process.communicate(timeout=110)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 0, err
@@ -74,7 +74,7 @@ def test_interrupt_is_one_line_and_130(tmp_path):
     try:
         first = process.stderr.readline()  # after the first tenth of the steps
         process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
+        _, rest = process.communicate(timeout=600)
     finally:
         process.kill()
     assert re.match(r"AdamW: step \d+ of 100", first)

@@ -22,7 +22,7 @@ def found(tmp_path_factory):
     environment = {**({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}), **os.environ}
     environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, str(HERE / "worker.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "found.pt", weights_only=False)
 

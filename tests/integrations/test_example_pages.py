@@ -57,7 +57,7 @@ def test_the_first_command_of_a_page_runs(page, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

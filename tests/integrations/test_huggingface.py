@@ -117,7 +117,7 @@ from poprisk.integrations.huggingface import use_poprisk
 use_poprisk(trainer(sys.argv[1], callbacks=[KillAt(6)], save_strategy="steps", save_steps=4)).train()
 """
     killed = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, timeout=100, check=False
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, timeout=600, check=False
     )
     assert killed.returncode == -9, killed.stderr.decode()
     resumed = use_poprisk(trainer(tmp_path / "run", save_strategy="steps", save_steps=4))
@@ -340,7 +340,7 @@ def test_other_bad_input(tmp_path):
 
 def test_a_missing_package_names_the_extra():
     code = "import sys; sys.modules['transformers'] = None\nimport poprisk.integrations.huggingface"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert "MissingExtraError" in last
     assert "needs transformers, which is not installed: pip install 'poprisk[hf]'" in last

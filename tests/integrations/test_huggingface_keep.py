@@ -88,7 +88,7 @@ keep_best(run, 0.2, tail=(0.2, 0.5), every=1)
 run.train()
 """
     killed = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, timeout=100, check=False
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, timeout=600, check=False
     )
     assert killed.returncode == -9, killed.stderr.decode()
     assert (tmp_path / "run" / "checkpoint-4" / STATE_FILE).exists()

@@ -62,7 +62,7 @@ def test_two_processes_keep_the_same_weights(script, tmp_path):
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

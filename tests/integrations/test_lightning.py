@@ -413,7 +413,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -468,7 +468,7 @@ def test_a_missing_package_is_named_with_its_extra():
         "try:\n    import poprisk.integrations.lightning\n"
         "except MissingExtraError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.strip() == (
         "the Lightning integration needs lightning, which is not installed: pip install 'poprisk[lightning]'"
     )

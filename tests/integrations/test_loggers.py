@@ -453,7 +453,7 @@ def test_missing_packages_are_named_with_their_extras():
         "    try:\n        make()\n"
         "    except MissingExtraError as error:\n        print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.splitlines() == [
         "logging to TensorBoard needs tensorboard, which is not installed: pip install 'poprisk[tensorboard]'",
         "logging to Weights & Biases needs wandb, which is not installed: pip install 'poprisk[wandb]'",

@@ -565,7 +565,7 @@ def test_state_is_sharded_like_the_parameters_and_no_torch_is_loaded():
         [sys.executable, "-W", "error", "-c", SHARDED],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
         env={**os.environ, **flags},
     )

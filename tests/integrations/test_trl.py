@@ -57,7 +57,7 @@ from poprisk.integrations.huggingface import use_poprisk
 use_poprisk(dpo(sys.argv[1], callbacks=[KillAt(6)], save_strategy="steps", save_steps=4)).train()
 """
     killed = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, timeout=100, check=False
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, timeout=600, check=False
     )
     assert killed.returncode == -9, killed.stderr.decode()
     resumed = use_poprisk(dpo(tmp_path / "run", save_strategy="steps", save_steps=4))

@@ -87,7 +87,7 @@ def test_a_scheduler_a_worker_and_a_client_of_the_command_line(planned, tmp_path
         address = re.search(r'"address": "(\S+?)"', file.read_text()).group(1)
         started.append(start("poprisk", "jobs", "work", "--scheduler", address, "--memory-limit", "1GiB", **quiet))
         done = start("poprisk", "jobs", "resume", planned, "--scheduler", address, stdout=subprocess.PIPE)
-        assert re.fullmatch(r"did 12 of 12 jobs in \d+ s; all are done\n", done.communicate(timeout=110)[0])
+        assert re.fullmatch(r"did 12 of 12 jobs in \d+ s; all are done\n", done.communicate(timeout=600)[0])
     finally:
         for process in reversed(started):
             process.terminate()
@@ -104,7 +104,7 @@ def test_a_client_that_is_told_to_end_keeps_what_is_done(tmp_path):
     while job_status(tmp_path / "store")["train kernel at step 0"][0] < 3:
         time.sleep(0.05)
     client.terminate()
-    assert "poprisk: interrupted; finished jobs are stored" in client.communicate(timeout=60)[1]
+    assert "poprisk: interrupted; finished jobs are stored" in client.communicate(timeout=600)[1]
     assert client.returncode == 143
     done, total = job_status(tmp_path / "store")["train kernel at step 0"]
     assert 3 <= done < total

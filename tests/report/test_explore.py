@@ -156,7 +156,7 @@ def browser(tmp_path_factory):
             [*command, f"{path.as_uri()}{fragment}"],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=600,
             check=True,
             env={**os.environ, "HOME": str(home)},
         )

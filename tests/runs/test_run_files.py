@@ -271,7 +271,7 @@ def test_killed_processes_lead_to_the_same_bits(tmp_path, kills):
     places = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", NURSERY, str(tmp_path), str(kills)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     problem, make = Problem.build(classification), partial(torch.optim.AdamW, lr=0.01)
     for every, left in json.loads(done.stdout.splitlines()[-1]).items():

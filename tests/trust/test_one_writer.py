@@ -176,7 +176,7 @@ def test_a_signal_ends_a_training_with_all_its_steps(tmp_path, sent_signal):
     while not manifest.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(sent_signal)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130, err
     assert "steps are kept in run; the same command continues from there" in err
     assert Run.load(tmp_path / "run").num_steps >= 1

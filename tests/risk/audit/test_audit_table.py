@@ -148,7 +148,7 @@ def test_a_run_that_needs_its_problem_says_how(tmp_path, capsys):
 def test_the_command_without_a_terminal(folder):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "poprisk", "audit", str(folder), "--tier", "any", "--trust"],
-        capture_output=True, text=True, timeout=100, check=False, env=None, cwd=HERE,
+        capture_output=True, text=True, timeout=600, check=False, env=None, cwd=HERE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
