@@ -357,7 +357,7 @@ def test_command_writes_one_file(folder, capsys, tmp_path):
         (["RUN", "--clean", "words.npz"], "must be a .npz file with the arrays train and test"),
         (["RUN", "--clean", "one.npz"], "must be a .npz file with the arrays train and test"),
         (["RUN", "--clean", "both.npz"], "clean train targets must be of shape [28], got [3]"),
-        (["RUN", "-o", "."], "--output must be a file"),
+        (["RUN", "-o", "."], "the output must be a file"),
     ],
 )
 def test_wrong_input_is_one_line_and_nothing_is_written(arguments, message, folder, capsys, tmp_path, monkeypatch):

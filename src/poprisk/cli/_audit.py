@@ -92,7 +92,7 @@ def audit(
     Works on any run whose problem is available; notes say what is approximate. Nothing is trained again without
     --retrain. After a review of the labels in a report, --apply writes the corrected targets.
     """
-    from poprisk._core.store import writable_directory
+    from poprisk._core.store import writable_file
     from poprisk.risk import audit as audit_run
     from poprisk.risk import check_format
 
@@ -101,7 +101,7 @@ def audit(
         return
     if output is not None:
         check_format(output)
-        writable_directory(output.parent)  # before anything slow
+        writable_file(output)  # before anything slow
     found = opened(run, problem, trust, quiet=True)
     audited = _kept_table(found)
     if audited is None:
@@ -136,7 +136,7 @@ def _kept_table(found: "Run") -> "AuditTable | None":
 
 def _apply(found: "Run", file: Path, output: Path | None, as_json: bool) -> None:
     """Write the targets with the decisions of a review."""
-    from poprisk._core.store import writable_directory
+    from poprisk._core.store import writable_file
     from poprisk.risk import Decisions, check_targets_format, write_targets
 
     output = Path("corrected.npy") if output is None else output
@@ -146,7 +146,7 @@ def _apply(found: "Run", file: Path, output: Path | None, as_json: bool) -> None
     table = _kept_table(found)
     given = found.problem.targets.cpu() if table is None else table.targets
     corrected = decisions.apply(given)
-    writable_directory(output.parent)
+    writable_file(output)
     write_targets(output, given, corrected)
     changed, kept = decisions.changed, len(decisions.rows) - decisions.changed
     words = f"Changed {changed} of {decisions.examples} labels, kept {kept} that were in doubt, and wrote {output}"

@@ -10,7 +10,6 @@ import typer
 from poprisk.cli._options import AsJson, Budget, ProblemReference, Trust, examples, opened
 from poprisk.cli._outcome import user_code
 from poprisk.cli._output import show, stdout, table
-from poprisk.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,14 +38,11 @@ def compare(
     Writes one HTML page that needs no server and no network. Examples, curves and risk are computed where they are not
     kept with the run; operators, gates and kernels are shown where poprisk analyze or report kept them.
     """
-    from poprisk._core.store import writable_directory
+    from poprisk._core.store import writable_file
     from poprisk.report import compare_runs, comparison_json, require_template, write_comparison
 
-    if output.is_dir():
-        how = f"name the page, e.g. {output}/compare.html"
-        raise DataError(f"--output must be a file, got the directory {output}: {how}")
     require_template()  # before anything slow
-    writable_directory(output.parent)
+    writable_file(output)
     found = [opened(run, problem, trust) for run in runs]
     with user_code("the comparison"):
         comparison = compare_runs(found, budget=budget)

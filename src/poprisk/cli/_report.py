@@ -20,7 +20,6 @@ from poprisk.cli._options import (
 )
 from poprisk.cli._outcome import note
 from poprisk.cli._output import show
-from poprisk.errors import DataError
 
 EXAMPLES = examples(
     "poprisk report poprisk-run",
@@ -53,15 +52,11 @@ def report(
     would take. Without --retrain only a few deletions are trained, to check the risk, where quick. Results of
     poprisk analyze with the same options are used.
     """
-    from poprisk._core.store import writable_directory
+    from poprisk._core.store import writable_file
     from poprisk.report import CleanTargets, KeptAnalysis, report_command, require_template, write_report
 
-    if output.is_dir():
-        raise DataError(
-            f"--output must be a file, got the directory {output}: name the page, e.g. {output}/report.html"
-        )
     require_template()  # before anything slow
-    writable_directory(output.parent)
+    writable_file(output)
     found = opened(run, problem, trust)
     targets = None if clean is None else CleanTargets.load(clean)
     kept = KeptAnalysis.of(found, budget, retrain, targets)

@@ -6,12 +6,21 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 import torch
 
 from poprisk._core.store.envelope import FORMAT_VERSION, environment, load_result, save_result
-from poprisk._core.store.files import atomic_file, writable_directory, write_bytes, write_figure, write_json, write_text
+from poprisk._core.store.files import (
+    atomic_file,
+    writable_directory,
+    writable_file,
+    write_bytes,
+    write_figure,
+    write_json,
+    write_text,
+)
 from poprisk.errors import DataError
 
 
@@ -70,8 +79,16 @@ def test_link_is_replaced_and_directory_refused(tmp_path):
     write_bytes(link, b"new")
     assert not link.is_symlink()
     assert (link.read_text(), real.read_text()) == ("new", "old")
-    with pytest.raises(IsADirectoryError, match="remove it or choose another name"):
+    with pytest.raises(IsADirectoryError, match=r"must be a file, but .* is a directory; name a file"):
         write_text(tmp_path, "no")
+
+
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for write in (partial(write_text, text="no"), writable_file):
+        with pytest.raises(FileExistsError, match=r"must be a file, but .*pipe is a pipe or a device; choose"):
+            write(tmp_path / "pipe")
+    assert [each.is_fifo() for each in tmp_path.iterdir()] == [True]
 
 
 def test_mode_follows_umask(tmp_path):

@@ -9,6 +9,7 @@ from poprisk._core.store.exclusive import locked as locked
 from poprisk._core.store.files import Figure as Figure
 from poprisk._core.store.files import atomic_file as atomic_file
 from poprisk._core.store.files import writable_directory as writable_directory
+from poprisk._core.store.files import writable_file as writable_file
 from poprisk._core.store.files import write_bytes as write_bytes
 from poprisk._core.store.files import write_figure as write_figure
 from poprisk._core.store.files import write_json as write_json

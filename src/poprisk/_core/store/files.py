@@ -54,12 +54,10 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     it there, and it may lead anywhere.
 
     Raises:
-        OSError: the directory cannot be created or written; the path is a directory; the disk is full.
+        OSError: the directory cannot be created or written; the path is a directory or a device; the disk is full.
     """
-    target = Path(path)
+    target = _replaceable(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_dir():
-        raise IsADirectoryError(f"cannot write the file {path}: it is a directory; remove it or choose another name")
     aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         with open(aside, "xb") as file:
@@ -91,6 +89,25 @@ def writable_directory(path: str | Path) -> Path:
         reason = error.strerror or str(error)
         raise OSError(f"cannot write to the output directory {path}: {reason}; choose another one") from None
     return directory
+
+
+def writable_file(path: str | Path) -> None:
+    """Check that a file can be written, before anything slow; its directory is created if it does not exist.
+
+    Raises:
+        OSError: the path is a directory, a pipe or a device, or its directory cannot be written.
+    """
+    writable_directory(_replaceable(path).parent)
+
+
+def _replaceable(path: str | Path) -> Path:
+    """The path, if a file may take its place."""
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"the output must be a file, but {path} is a directory; name a file, e.g. in it")
+    if target.exists() and not (target.is_file() or target.is_symlink()):
+        raise FileExistsError(f"the output must be a file, but {path} is a pipe or a device; choose another name")
+    return target
 
 
 def _json(value: Any, indent: str) -> str:
