@@ -3,6 +3,7 @@
 import logging
 from contextlib import nullcontext
 
+import jaxtyping
 import pytest
 import torch
 from tiny_problems import classification, jitter, make_mlp, regression, tiny_data, with_dropout
@@ -278,12 +279,20 @@ def test_weights_moved_between_steps(problem, model, optimizer, every):
         pass
 
 
-def test_arguments(problem, model, optimizer):
+def test_arguments(problem, model, optimizer, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for wrong in ({}, {"loss": "squared"}, {"examples": 3}, {"problem": problem, "loss": "squared"}):
         with pytest.raises(HyperparameterError, match="either problem=…, or loss=… and examples=…"):
             Recorder(None, model, optimizer, **wrong)
-    with pytest.raises(HyperparameterError, match="every must be a whole number"):
-        Recorder(None, model, optimizer, problem=problem, every=0)
+    for wrong, message in (
+        ({"every": 0}, "every must be a whole number, at least 1, got 0"),
+        ({"verify_steps": -1}, "verify_steps must be a whole number, at least 0, got -1"),
+        ({"augmentation": "seed"}, 'augmentation must be "seeded", "unseeded" or None, got \'seed\''),
+        ({"path": 3}, "path must be of type .*, got int: pass the one of your loop"),
+        ({"problem": print}, "problem must be of type .*, got builtin_function_or_method"),
+    ):
+        with pytest.raises(HyperparameterError, match=message):
+            Recorder(**{"path": None, "model": model, "optimizer": optimizer, "problem": problem} | wrong)
     source = PerExampleVariance(model, "cross_entropy")
     gated = PopRiskAdamW(model.parameters(), variance=source)
     with pytest.raises(RunError, match="variance source cannot be replayed"):

@@ -7,6 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import jaxtyping
+import numpy as np
 import pytest
 import tiny_problems
 import torch
@@ -218,6 +220,44 @@ def test_training_arguments():
             train(problem, SGD, **{"steps": 3, "batch_size": 4, "progress": False, wrong: 0})
     with pytest.raises(RunError, match="resume=True needs path="):
         quiet(problem, SGD, 3, resume=True)
+
+
+WRONG = [
+    ({"batch_size": "4"}, "batch_size must lie between 1 and the 12 training examples, got '4'"),
+    ({"batch_size": 4.0}, "batch_size must lie between"),
+    ({"accumulate": None}, "accumulate must divide batch_size=12, got None"),
+    ({"clip_norm": -1.0}, "clip_norm must be a positive number, got -1.0: use None"),
+    ({"clip_norm": float("nan")}, "clip_norm must be a positive number"),
+    ({"seed": "a"}, "seed must be a whole number of 64 bits, got 'a'"),
+    ({"every": None}, "every must be a whole number, at least 1, got None"),
+    ({"dtype": "float64"}, "dtype must be a floating-point type of torch, got float64"),
+    ({"dtype": torch.int8}, "dtype must be a floating-point type"),
+    ({"path": 3}, "path must be of type .*, got int"),
+    ({"schedule": "cosine"}, "schedule must be a function of .step., got str"),
+    ({"schedule": lambda k: float("nan")}, "schedule must return a finite factor, at least 0, got nan"),
+    ({"schedule": lambda k: None}, "schedule must return a finite factor"),
+    ({"optimizer": None}, "optimizer must be a function of .parameters., got NoneType"),
+    ({"optimizer": lambda parameters: None}, "optimizer must return a torch optimizer, got NoneType"),
+    ({"optimizer": partial(torch.optim.SGD, lr=float("nan"))}, "learning rates must be finite, got .nan."),
+    ({"hold_back": 0.2, "tail": "a"}, "tail must be in .0, 1., or several such numbers, got 'a'"),
+    ({"problem": None}, "problem must be a Problem, got NoneType: make one"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_training_arguments_of_other_kinds(wrong, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users have no such checks
+    with pytest.raises((DataError, HyperparameterError), match=message) as caught:
+        train(**{"problem": classification(), "optimizer": SGD, "steps": 2, "progress": False} | wrong)
+    assert str(caught.value).isprintable()
+
+
+def test_training_takes_the_numbers_of_numpy(tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    run = quiet(classification(), SGD, np.int64(2), batch_size=np.int64(4), seed=np.int64(1), path=tmp_path / "run")
+    same = quiet(classification(), SGD, 2, batch_size=4, seed=1)
+    assert run.manifest["training"] == same.manifest["training"]
+    assert torch.equal(run.weights(2), same.weights(2))
 
 
 def test_progress_without_a_terminal(capsys):

@@ -2,6 +2,7 @@ r"""TailAverage: the mean of the weights over the later part of training, kept u
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -72,9 +73,10 @@ class TailAverage:
         *,
         buffers: Buffers = "average",
     ) -> None:
-        self.tails = tuple(float(each) for each in (tail if isinstance(tail, Sequence) else (tail,)))
-        if not self.tails or not all(0 < each <= 1 for each in self.tails):
+        given = tail if isinstance(tail, Sequence) else (tail,)
+        if not given or not all(isinstance(each, Real) and 0 < each <= 1 for each in given):
             raise HyperparameterError(f"tail must be in (0, 1], or several such numbers, got {tail!r}: use 0.2")
+        self.tails = tuple(map(float, given))
         if buffers not in ("average", "copy"):
             raise HyperparameterError(
                 f'buffers must be "average" or "copy", got {buffers!r}: to recompute the statistics of batch '

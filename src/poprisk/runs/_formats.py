@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from poprisk._core.autodiff import IGNORED, ExampleLoss, Inputs, check_same_shape
+from poprisk._core.text import one_line
 from poprisk.errors import DataError, HyperparameterError
 
 _CHUNK = 256
@@ -90,12 +93,30 @@ def check_plain(name: Any, seed: Any, arguments: Any) -> None:
     """Refuse a name, a seed or arguments of the wrong type."""
     if not isinstance(name, str):
         raise HyperparameterError(f"name must be a text, got {name!r}: pass name='my problem'")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise HyperparameterError(f"seed must be a whole number of 64 bits, got {seed!r}: pass seed=0")
+    check_seed(seed)
     if arguments is not None and not (isinstance(arguments, Mapping) and all(isinstance(k, str) for k in arguments)):
         raise HyperparameterError(
             f"arguments must be a dict of keyword arguments of make_model, got {arguments!r}: pass one"
         )
+
+
+def check_seed(seed: Any) -> int:
+    """The seed as an int; a HyperparameterError if it is none."""
+    return whole("seed must be a whole number of 64 bits", seed, -(2**63), 2**63 - 1, ": pass seed=0")
+
+
+def whole(must: str, value: Any, low: float, high: float = math.inf, do: str = "") -> int:
+    """A whole number of any kind (Python's, numpy's) as an int.
+
+    Raises:
+        HyperparameterError: it is none, or out of range; the message begins with ``must``.
+
+    >>> whole("every must be a whole number", np.int64(3), 1)
+    3
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+        raise HyperparameterError(one_line(f"{must}, got {value!r}{do}"))
+    return int(value)
 
 
 def as_factory(model: Any) -> Callable[..., Any]:

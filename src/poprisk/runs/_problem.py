@@ -165,6 +165,8 @@ class Problem:
 
     def module(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> nn.Module:
         """A new module with the initial weights given by ``seed``, by default on the device of the examples."""
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise HyperparameterError(f"dtype must be a floating-point type of torch, got {dtype}: pass torch.float64")
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(self.seed)

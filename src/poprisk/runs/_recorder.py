@@ -15,6 +15,7 @@ from poprisk.errors import HyperparameterError, RunError
 from poprisk.optim import witness_kept
 from poprisk.runs._dataset import IndexedDataset
 from poprisk.runs._disk_use import announce, bytes_per_step, usual_segment
+from poprisk.runs._formats import check_seed, whole
 from poprisk.runs._gradient_check import GradientCheck
 from poprisk.runs._gradients import GradientWatch
 from poprisk.runs._held_back import KeptWriter
@@ -117,13 +118,23 @@ class Recorder:
         resume: bool = False,
         training: Any = None,
     ) -> None:
-        for name, value in (("every", every), ("segment_steps", segment_steps), ("examples", examples)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise HyperparameterError(f"{name} must be a whole number, at least 1, got {value!r}")
+        every = whole("every must be a whole number, at least 1", every, 1)
+        verify_steps = whole("verify_steps must be a whole number, at least 0", verify_steps, 0)
+        steps, segment_steps, examples = (
+            None if value is None else whole(f"{name} must be a whole number, at least 1", value, 1)
+            for name, value in (("steps", steps), ("segment_steps", segment_steps), ("examples", examples))
+        )
+        if augmentation not in (None, "seeded", "unseeded"):
+            raise HyperparameterError(f'augmentation must be "seeded", "unseeded" or None, got {augmentation!r}')
+        kinds = {"model": nn.Module, "optimizer": Optimizer, "problem": Problem | None, "path": str | Path | None}
+        for (name, kind), value in zip(kinds.items(), (model, optimizer, problem, path), strict=True):
+            if not isinstance(value, kind):
+                wanted, got = getattr(kind, "__name__", kind), type(value).__name__
+                raise HyperparameterError(f"{name} must be of type {wanted}, got {got}: pass the one of your loop")
         by_hand = loss is not None and examples is not None
         if (problem is None) != by_hand or (problem is not None and (loss is not None or examples is not None)):
             raise HyperparameterError("give either problem=…, or loss=… and examples=…")
-        self.problem, self.every, self.steps, self.seed = problem, every, steps, seed
+        self.problem, self.every, self.steps, self.seed = problem, every, steps, check_seed(seed)
         self.examples = len(problem) if problem is not None else int(examples or 0)
         self._model, self._optimizer = model, optimizer
         self.layout, self._parameters = layout_of(model, optimizer)

@@ -14,13 +14,13 @@ from poprisk.errors import RunError
 from poprisk.optim import TailAverage
 from poprisk.runs._held_back import HeldBack, Kept
 from poprisk.runs._recorder import Recorder
-from poprisk.runs._run import Run
+from poprisk.runs._run import Run, as_run
 from poprisk.runs._storage import Content
-from poprisk.runs._training import train_followed
+from poprisk.runs._training import train
 
 
 def refit(
-    run: Run,
+    run: Run | str | Path,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     *,
     path: str | Path | None = None,
@@ -34,7 +34,7 @@ def refit(
     clipping, seed and precision are those of the first training.
 
     Args:
-        run: A finished run of ``train(…, hold_back=…)``.
+        run: A finished run of ``train(…, hold_back=…)``, or its directory.
         optimizer: As in the first training; see :func:`~poprisk.train`.
         path: Directory for the second run; None keeps it in memory.
         schedule: As in the first training; it is stretched to the new number of steps.
@@ -58,14 +58,15 @@ def refit(
     >>> final.num_steps == refit_steps(run), final.kept.risk.value == run.kept.risk.value
     (True, True)
     """
+    run = as_run(run)
     steps, recipe = refit_steps(run), run.manifest["training"]
     assert run.kept is not None
     ratio = run.kept.risk.step / steps
-    return train_followed(
+    return train(
         run.problem,
         optimizer,
         steps,
-        _Average(run, steps),
+        hold_back=_Average(run, steps),
         batch_size=recipe["batch_size"],
         seed=run.manifest["seed"],
         path=path,

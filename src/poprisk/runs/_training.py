@@ -1,10 +1,12 @@
 """Train a problem and record the run, without a training loop of your own."""
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.optim import Optimizer
 from poprisk._core.progress import training_progress
 from poprisk._core.seeds import seeded, step_generator, step_seed
 from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.runs._first_look import check_takes
+from poprisk.runs._formats import whole
 from poprisk.runs._gradients import add_gradients, randomness_of
 from poprisk.runs._held_back import HeldBack
 from poprisk.runs._problem import Problem
@@ -38,7 +42,7 @@ def train(
     dtype: torch.dtype | None = None,
     segment_steps: int | None = None,
     resume: bool = False,
-    hold_back: float | None = None,
+    hold_back: float | HeldBack | None = None,
     tail: float | Sequence[float] | None = 0.2,
     progress: bool | Callable[[int, Tensor], None] = True,
 ) -> Run:
@@ -76,6 +80,7 @@ def train(
 
     Raises:
         HyperparameterError: a number is out of range, or ``accumulate`` does not divide ``batch_size``.
+        DataError: the problem is none, the optimizer is no function, or the model does not fit the examples.
         RunError: the directory holds another run.
 
     >>> from functools import partial
@@ -85,53 +90,19 @@ def train(
     >>> sorted(torch.cat([run.batch(0), run.batch(1)]).tolist())  # an epoch
     [0, 1, 2, 3]
     """
-    held = None if hold_back is None else HeldBack(problem, hold_back, seed, tail)
-    return train_followed(
-        problem,
-        optimizer,
-        steps,
-        held,
-        batch_size=batch_size,
-        seed=seed,
-        path=path,
-        every=every,
-        accumulate=accumulate,
-        clip_norm=clip_norm,
-        schedule=schedule,
-        dtype=dtype,
-        segment_steps=segment_steps,
-        resume=resume,
-        progress=progress,
-    )
-
-
-def train_followed(
-    problem: Problem,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-    steps: int,
-    held: HeldBack | None,
-    *,
-    batch_size: int | None = None,
-    seed: int = 0,
-    path: str | Path | None = None,
-    every: int = 1,
-    accumulate: int = 1,
-    clip_norm: float | None = None,
-    schedule: Callable[[int], float] | None = None,
-    dtype: torch.dtype | None = None,
-    segment_steps: int | None = None,
-    resume: bool = False,
-    progress: bool | Callable[[int, Tensor], None] = True,
-) -> Run:
-    """:func:`train` with what accompanies it: measurements on held-back examples, or an average."""
+    _check_parts(problem, optimizer, schedule, clip_norm)
+    held = hold_back
+    if held is not None and not isinstance(held, HeldBack):
+        held = HeldBack(problem, held, seed, tail)
     examples = len(problem) if held is None else len(held.train)
-    batch_size = examples if batch_size is None else batch_size
-    _check(examples, steps, batch_size, accumulate, resume, path)
+    steps = whole("steps must be a whole number, at least 1", steps, 1)
+    batch_size, accumulate = _parts_of(examples, examples if batch_size is None else batch_size, accumulate)
+    if resume and path is None:
+        raise RunError("resume=True needs path=, the directory of the run to continue")
     module = problem.module(dtype)
     problem.check_fits(module)
     trainable = [p for p in module.parameters() if p.requires_grad]
-    made = optimizer(trainable)
-    base = [float(group["lr"]) for group in made.param_groups]
+    made, base = _made(optimizer, trainable)
     seeds_forward = randomness_of(module) is not None
     set_up: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "clip_norm": clip_norm}
     set_up["seeded_forward"] = seeds_forward
@@ -237,22 +208,42 @@ def _epoch(examples: int, seed: int, epoch: int) -> Int[Tensor, "examples"]:
     return torch.randperm(examples, generator=step_generator(seed, -1 - epoch))
 
 
-def _set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
+def _set_rates(optimizer: Optimizer, base: list[float], factor: Any) -> None:
+    if not isinstance(factor, Real | Tensor) or not 0 <= (rate := float(factor)) < math.inf:
+        raise HyperparameterError(f"schedule must return a finite factor, at least 0, got {factor!r}: return a number")
     for group, lr in zip(optimizer.param_groups, base, strict=True):
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr * factor)
+            group["lr"].fill_(lr * rate)
         else:
-            group["lr"] = lr * factor
+            group["lr"] = lr * rate
 
 
-def _check(examples: int, steps: int, batch_size: int, accumulate: int, resume: bool, path: str | Path | None) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise HyperparameterError(f"steps must be a whole number, at least 1, got {steps!r}")
-    if not 1 <= batch_size <= examples:
-        raise HyperparameterError(
-            f"batch_size must lie between 1 and the {examples} training examples, got {batch_size}"
-        )
-    if accumulate < 1 or batch_size % accumulate:
-        raise HyperparameterError(f"accumulate must divide batch_size={batch_size}, got {accumulate}")
-    if resume and path is None:
-        raise RunError("resume=True needs path=, the directory of the run to continue")
+def _made(optimizer: Callable[..., Any], trainable: list[nn.Parameter]) -> tuple[Optimizer, list[float]]:
+    """The optimizer and the learning rates of its groups."""
+    made = optimizer(trainable)
+    if not isinstance(made, Optimizer):
+        raise HyperparameterError(f"optimizer must return a torch optimizer, got {type(made).__name__}: return one")
+    base = [float(group["lr"]) for group in made.param_groups]
+    if not all(map(math.isfinite, base)):
+        raise HyperparameterError(f"the optimizer's learning rates must be finite, got {base}: pass a finite lr")
+    return made, base
+
+
+def _parts_of(examples: int, batch_size: Any, accumulate: Any) -> tuple[int, int]:
+    """The sizes of a batch and the number of its parts."""
+    batch_size = whole(f"batch_size must lie between 1 and the {examples} training examples", batch_size, 1, examples)
+    accumulate = whole(must := f"accumulate must divide batch_size={batch_size}", accumulate, 1)
+    if batch_size % accumulate:
+        raise HyperparameterError(f"{must}, got {accumulate}")
+    return batch_size, accumulate
+
+
+def _check_parts(problem: Any, optimizer: Any, schedule: Any, clip_norm: Any) -> None:
+    if not isinstance(problem, Problem):
+        got = type(problem).__name__
+        raise DataError(f"problem must be a Problem, got {got}: make one with Problem(model, loss, inputs, targets)")
+    check_takes("optimizer", optimizer, "parameters")
+    if schedule is not None:
+        check_takes("schedule", schedule, "step")
+    if clip_norm is not None and not (isinstance(clip_norm, int | float) and 0 < clip_norm < math.inf):
+        raise HyperparameterError(f"clip_norm must be a positive number, got {clip_norm!r}: use None not to clip")
