@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from poprisk._core.autodiff import take_examples
+from poprisk._core.autodiff import parts_of, take_examples
 from poprisk._core.store import where
 from poprisk._core.text import one_line
 from poprisk.errors import DataError, PopRiskError
@@ -71,7 +71,7 @@ def _augmented(problem: Any) -> Any:
         found = problem.augment(given, torch.Generator().manual_seed(0))
     same = type(found) is type(given) if isinstance(given, tuple) else isinstance(found, Tensor)
     if not same or not all(
-        isinstance(x, Tensor) and len(x) == len(y) for x, y in zip(_parts(found), _parts(given), strict=False)
+        isinstance(x, Tensor) and len(x) == len(y) for x, y in zip(parts_of(found), parts_of(given), strict=False)
     ):
         got = _described(found) if isinstance(found, Tensor | tuple) else type(found).__name__
         raise DataError(f"augment must return inputs in the form it takes, {_described(given)}, got {got}: return them")
@@ -81,7 +81,7 @@ def _augmented(problem: Any) -> Any:
 def _described(inputs: Any) -> str:
     return " and ".join(
         f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        for x in _parts(inputs)
+        for x in parts_of(inputs)
     )
 
 
@@ -93,7 +93,7 @@ class _Look:
     def at(self, which: str, inputs: Any, targets: Tensor) -> None:
         """Look at the first examples of a set."""
         problem, rows = self.problem, slice(0, min(_FEW, len(targets)))
-        batch = [x.to(self.dtype) if x.is_floating_point() else x for x in _parts(take_examples(inputs, rows))]
+        batch = [x.to(self.dtype) if x.is_floating_point() else x for x in parts_of(take_examples(inputs, rows))]
         wanted = targets[rows].to(self.dtype) if targets.is_floating_point() else targets[rows]
         with _of_user(
             f"the model must take the {which} inputs ({_described(tuple(batch))})", "correct make_model or the inputs"
@@ -165,7 +165,3 @@ def _of_user(must: str, do: str) -> Iterator[None]:
 
 def _of(arguments: tuple[str, ...]) -> str:
     return f" of ({', '.join(arguments)})" if arguments else " without arguments"
-
-
-def _parts(inputs: Any) -> tuple[Tensor, ...]:
-    return inputs if isinstance(inputs, tuple) else (inputs,)

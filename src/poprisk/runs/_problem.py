@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.func import vmap
 from torch.nn import functional as F
 
-from poprisk._core.autodiff import ExampleLoss, FlatModel, Inputs, resolve_loss, take_examples
+from poprisk._core.autodiff import ExampleLoss, FlatModel, Inputs, parts_of, resolve_loss, take_examples
 from poprisk._core.store import (
     Importable,
     described,
@@ -231,7 +231,7 @@ class Problem:
             raise DataError(f"the index of an example must lie in 0 … {len(self) - 1}, got {i}")
         if self._show is not None:
             return self._show(i)
-        parts = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}" for x in _parts(self.inputs)]
+        parts = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}" for x in parts_of(self.inputs)]
         target = self.targets[i]
         shown = target.tolist() if target.numel() <= 8 else f"of shape {list(target.shape)}"
         return f"example {i}: input {' and '.join(parts)}, target {shown}"
@@ -398,18 +398,14 @@ def _with_folder(source: Importable) -> dict[str, Any]:
     return source.as_json() if source.folder is None else {**source.as_json(), "folder": source.folder}
 
 
-def _parts(inputs: Inputs) -> tuple[Tensor, ...]:
-    return inputs if isinstance(inputs, tuple) else (inputs,)
-
-
 def _named(inputs: Inputs, targets: Tensor) -> dict[str, Tensor]:
-    parts = _parts(inputs)
+    parts = parts_of(inputs)
     names = ["inputs"] if len(parts) == 1 else [f"inputs[{i}]" for i in range(len(parts))]
     return {**dict(zip(names, parts, strict=True)), "targets": targets}
 
 
 def _check_examples(which: str, inputs: Inputs, targets: Tensor) -> None:
-    if not _parts(inputs):
+    if not parts_of(inputs):
         raise DataError(f"{which} inputs must be a tensor or a tuple of tensors, got an empty tuple: pass the inputs")
     shapes = {name: list(x.shape) for name, x in _named(inputs, targets).items()}
     if len({shape[0] if shape else 0 for shape in shapes.values()}) != 1 or not len(targets.reshape(-1)):

@@ -22,6 +22,8 @@ from poprisk._core.autodiff.precision import check_precision as check_precision
 from poprisk._core.autodiff.precision import exact_kernels as exact_kernels
 from poprisk._core.autodiff.probing import probe as probe
 from poprisk._core.autodiff.products import Inputs as Inputs
+from poprisk._core.autodiff.products import count_examples as count_examples
+from poprisk._core.autodiff.products import parts_of as parts_of
 from poprisk._core.autodiff.products import take_examples as take_examples
 from poprisk._core.autodiff.quadrature import gauss_legendre as gauss_legendre
 from poprisk._core.autodiff.recurrent import plain_operations as plain_operations

@@ -29,6 +29,30 @@ def take_examples(inputs: Inputs, rows: Tensor | slice | list[int]) -> Inputs:
     return tuple(part[rows] for part in inputs) if isinstance(inputs, tuple) else inputs[rows]
 
 
+def parts_of(inputs: Inputs) -> tuple[Tensor, ...]:
+    """The tensors of a batch."""
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def count_examples(inputs: Inputs) -> int:
+    """n, the length of the first axis.
+
+    Raises:
+        DataError: no examples, or parts of different lengths.
+
+    >>> count_examples((torch.zeros(3, 2), torch.zeros(3)))
+    3
+    """
+    parts = parts_of(inputs)
+    lengths = {part.shape[0] if part.dim() else 0 for part in parts}
+    if len(lengths) != 1 or lengths == {0}:
+        raise DataError(
+            f"inputs must have one and the same number of examples along their first axis, at least 1, got shapes "
+            f"{[list(part.shape) for part in parts]}"
+        )
+    return lengths.pop()
+
+
 class BatchProducts(ABC):
     r"""Products with :math:`J = D_w F(w, \cdot)` over all examples, for whoever can run a batch forward.
 
@@ -68,7 +92,7 @@ class BatchProducts(ABC):
     def batch_outputs(self, w: Float[Tensor, "d"], inputs: Inputs) -> Float[Tensor, "b *out"]:
         """F(w, z) in the module's own shape, all examples as one batch."""
         self._check(w)
-        n = _count(inputs)
+        n = count_examples(inputs)
         held = self._probe(w, inputs).held
         rows, _ = plan_blocks(n, 1, held, self.size, w.element_size(), self.chunk_size)
         return torch.cat([self._run(w, take_examples(inputs, block)) for block in slices(n, rows)])
@@ -91,7 +115,7 @@ class BatchProducts(ABC):
         """
         self._check(w)
         columns = _columns(V, self.size, "V", w.dtype)
-        n, found = _count(inputs), self._probe(w, inputs)
+        n, found = count_examples(inputs), self._probe(w, inputs)
         out = columns.new_zeros(n, found.outputs, columns.shape[1])
         for rows, width in self._blocks(n, columns, found, cached=w.device.type == "cpu"):
             batch = take_examples(inputs, rows)
@@ -113,7 +137,7 @@ class BatchProducts(ABC):
             DataError: weights of low precision, shapes or dtypes that do not fit, a module that mixes its examples.
         """
         self._check(w)
-        n, found = _count(inputs), self._probe(w, inputs)
+        n, found = count_examples(inputs), self._probe(w, inputs)
         columns = _columns(C, n * found.outputs, "C", w.dtype)
         cotangents = columns.view(n, found.outputs, -1)
         out = columns.new_zeros(self.size, columns.shape[1])
@@ -135,7 +159,7 @@ class BatchProducts(ABC):
         """
         self._check(w)
         columns = _columns(V, self.size, "V", w.dtype)
-        n, found = _count(inputs), self._probe(w, inputs)
+        n, found = count_examples(inputs), self._probe(w, inputs)
         if targets.dim() == 0 or targets.shape[0] != n:
             raise DataError(f"there must be one target for each of the {n} examples, got shape {list(targets.shape)}")
         out = torch.zeros_like(columns)
@@ -157,8 +181,8 @@ class BatchProducts(ABC):
 
     def _rows_times(self, w: Tensor, batch: Inputs, V: Tensor) -> Tensor:
         p = self._probe(w, batch).outputs
-        few, _ = plan_blocks(_count(batch), 1, p * self.size, 0, w.element_size(), self.chunk_size)
-        parts = (self.output_jacobian(w, take_examples(batch, rows)) @ V for rows in slices(_count(batch), few))
+        few, _ = plan_blocks(count_examples(batch), 1, p * self.size, 0, w.element_size(), self.chunk_size)
+        parts = (self.output_jacobian(w, take_examples(batch, rows)) @ V for rows in slices(count_examples(batch), few))
         return torch.cat(list(parts))
 
     def _hessian_push(self, gradient: OfWeights, w: Tensor, V: Tensor) -> Tensor:
@@ -176,7 +200,7 @@ class BatchProducts(ABC):
         return lambda w: score(forward(w), targets).sum() / n
 
     def _flat_forward(self, inputs: Inputs) -> OfWeights:
-        forward, n = self._batch_forward(inputs), _count(inputs)
+        forward, n = self._batch_forward(inputs), count_examples(inputs)
         return lambda w: forward(w).reshape(n, -1)
 
     def _run(self, w: Tensor, inputs: Inputs) -> Tensor:
@@ -191,7 +215,7 @@ class BatchProducts(ABC):
         parts = inputs if isinstance(inputs, tuple) else (inputs,)
         key = tuple((part.shape[1:], part.dtype) for part in parts)
         if key not in self._probes:
-            n = _count(inputs)
+            n = count_examples(inputs)
             found = probe(lambda rows: self._run(w, take_examples(inputs, rows)), n)
             if n == 1:
                 return found
@@ -218,17 +242,6 @@ def _pull(function: Callable[[Tensor], Tensor], w: Tensor, cotangents: Tensor) -
     """The adjoint of the function's derivative, for cotangents along the last axis."""
     pullback = vjp(function, w)[1]
     return vmap(lambda c: pullback(c)[0], in_dims=-1, out_dims=-1)(cotangents)
-
-
-def _count(inputs: Inputs) -> int:
-    parts = inputs if isinstance(inputs, tuple) else (inputs,)
-    lengths = {part.shape[0] if part.dim() else 0 for part in parts}
-    if len(lengths) != 1 or lengths == {0}:
-        raise DataError(
-            f"inputs must have one and the same number of examples along their first axis, at least 1, got shapes "
-            f"{[list(part.shape) for part in parts]}"
-        )
-    return lengths.pop()
 
 
 def _columns(matrix: Tensor, length: int, name: str, dtype: torch.dtype) -> Tensor:

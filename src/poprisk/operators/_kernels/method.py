@@ -6,7 +6,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from poprisk._core.autodiff import FlatModel, Inputs
+from poprisk._core.autodiff import FlatModel, Inputs, count_examples
 from poprisk.errors import HyperparameterError
 from poprisk.operators._kernels.features import Recipe, make_recipe
 from poprisk.operators._kernels.layers import Structure, find_structure
@@ -15,7 +15,6 @@ from poprisk.operators._kernels.validation import (
     Diagonal,
     check_same_kind,
     check_weights,
-    count_examples,
     preconditioner_roots,
 )
 

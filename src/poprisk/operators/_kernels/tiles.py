@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk._core.autodiff import FlatModel, Inputs, Replayed, slices, take_examples
+from poprisk._core.autodiff import FlatModel, Inputs, Replayed, count_examples, slices, take_examples
 from poprisk.errors import HyperparameterError
 from poprisk.operators._kernels.features import Factors, Features, Recipe, compute_features, contract, feature_pieces
 from poprisk.operators._kernels.layers import find_structure
@@ -19,7 +19,7 @@ from poprisk.operators._kernels.method import Method
 from poprisk.operators._kernels.plan import TilePlan, check_rounded_method, cut, plan_tiles, recipe_of
 from poprisk.operators._kernels.precision import Precision, error_bound, float32_products
 from poprisk.operators._kernels.rounded import RoundedRows, contract_rounded, row_layout
-from poprisk.operators._kernels.validation import Diagonal, check_weights, count_examples, preconditioner_diagonal
+from poprisk.operators._kernels.validation import Diagonal, check_weights, preconditioner_diagonal
 
 # Rows of some examples in pieces, and the factors of the other layers.
 Pieces = tuple[list[Tensor], tuple[Factors, ...]]

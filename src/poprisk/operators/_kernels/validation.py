@@ -12,25 +12,6 @@ from poprisk.errors import DataError
 Diagonal = float | Tensor
 
 
-def count_examples(inputs: Inputs) -> int:
-    """n, the length of the first axis.
-
-    Raises:
-        DataError: no examples, or parts of different lengths.
-
-    >>> count_examples((torch.zeros(3, 2), torch.zeros(3)))
-    3
-    """
-    parts = inputs if isinstance(inputs, tuple) else (inputs,)
-    lengths = {part.shape[0] if part.dim() else 0 for part in parts}
-    if len(lengths) != 1 or lengths == {0}:
-        raise DataError(
-            f"inputs must have one and the same number of examples along their first axis, at least 1, got shapes "
-            f"{[list(part.shape) for part in parts]}"
-        )
-    return lengths.pop()
-
-
 def check_weights(model: FlatModel, w: Tensor) -> None:
     """Refuses weights of another shape, of low precision, or not finite.
 
