@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from poprisk._core.autodiff import IGNORED, Inputs
+from poprisk._core.autodiff import IGNORED, Inputs, parts_of
 from poprisk.errors import DataError, PopRiskWarning, RunError
 
 _FEW = 20
@@ -37,6 +37,8 @@ def check_finite(which: str, named: dict[str, Tensor], allow: bool) -> None:
 
 def check_targets(which: str, targets: Tensor, loss: object) -> None:
     """Check that the targets are some that the loss is defined for; a DataError if they are not."""
+    if targets.is_complex():
+        raise DataError(f"{which} targets must be real numbers, got {targets.dtype}: pass torch.view_as_real(targets)")
     wrong, must, do = targets < 0, "", ""
     ignored = _ignored_class(loss)
     if ignored is not None and not targets.is_floating_point():
@@ -70,8 +72,7 @@ def check_varied(inputs: Inputs, targets: Tensor) -> None:
     """Warn of training examples that are all equal in their inputs, or in their targets: nothing can be learned."""
     if len(targets) < _FEW:
         return
-    parts = inputs if isinstance(inputs, tuple) else (inputs,)
-    for name, several in (("inputs", parts), ("targets", (targets,))):
+    for name, several in (("inputs", parts_of(inputs)), ("targets", (targets,))):
         if all(bool((x == x[:1]).all()) for x in several):
             say = f"training {name} are the same for all {len(targets)} examples, from example 0 on"
             _warn(f"{say}: if this is not meant, check how they were read")

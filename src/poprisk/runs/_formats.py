@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from numbers import Integral
 from typing import Any
 
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate, default_convert
 
 from poprisk._core.autodiff import IGNORED, ExampleLoss, Inputs, check_same_shape
 from poprisk._core.text import one_line
-from poprisk.errors import DataError, HyperparameterError
+from poprisk.errors import DataError, HyperparameterError, PopRiskError
 
 _CHUNK = 256
 _READ_TWICE = 4
@@ -31,7 +31,7 @@ class CopiesOf:
         return copy.deepcopy(self.module)
 
 
-def as_examples(which: str, inputs: Any, targets: Any = None) -> tuple[Inputs, Tensor]:
+def as_examples(which: str, inputs: Any, targets: Any = None, *more: Any) -> tuple[Inputs, Tensor]:
     """Inputs and targets as tensors.
 
     Args:
@@ -39,6 +39,7 @@ def as_examples(which: str, inputs: Any, targets: Any = None) -> tuple[Inputs, T
         inputs: Tensors, NumPy arrays, lists or tables, several in a tuple; or a dataset or data loader of
             (inputs, target), read once in the order of its indices.
         targets: The targets; None for a dataset or loader, which has them.
+        more: Nothing; several inputs belong into one tuple.
 
     Raises:
         DataError: These are not examples, or a dataset returns another example each time.
@@ -46,6 +47,8 @@ def as_examples(which: str, inputs: Any, targets: Any = None) -> tuple[Inputs, T
     >>> as_examples("training", np.ones((2, 3)), [0, 1])[0].dtype, as_examples("training", np.eye(2), [0, 1])[1]
     (torch.float32, tensor([0, 1]))
     """
+    if more:
+        raise DataError(f"{which} must have inputs and targets, got {2 + len(more)} parts: pass ((x1, x2), targets)")
     if isinstance(inputs, DataLoader | Dataset):
         if targets is not None:
             kind = type(inputs).__name__
@@ -165,8 +168,10 @@ class _OfOne:
 
 def _tensor(what: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
-        if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+        if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
+            kind = (
+                "meta" if value.is_meta else "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            )
             raise DataError(f"{what} must be an ordinary tensor with values, got a {kind} one: pass a dense tensor")
         return value
     if isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
@@ -174,6 +179,8 @@ def _tensor(what: str, value: Any) -> Tensor:
         if len(shapes) > 1:
             raise DataError(f"{what} must have one shape, got {len(shapes)} different ones: pad them to one length")
         return torch.stack(value)
+    if np.ma.is_masked(value):
+        raise DataError(f"{what} must all have values, got an array with masked ones: fill them, or leave rows out")
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -186,6 +193,7 @@ def _tensor(what: str, value: Any) -> Tensor:
         hint = number if array.dtype.kind in "OUS" and "targets" in what else "pass tensors, arrays or a Dataset"
         got = f"{array.dtype} {list(array.shape)}" if array.shape else type(value).__name__
         raise DataError(f"{what} must be numbers, got {got}: {hint}")
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.dtype.kind == "f" and array.dtype != np.float16:
         array = array.astype(np.dtype(str(torch.get_default_dtype()).removeprefix("torch.")), copy=False)
     elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
@@ -201,16 +209,23 @@ def _target(targets: Tensor) -> Tensor:
 def _of_dataset(which: str, data: Any) -> tuple[Inputs, Tensor]:
     loader = data if isinstance(data, DataLoader) else None
     dataset: Any = data if loader is None else loader.dataset
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise DataError(
             f"the {which} data must have __len__ and __getitem__, so that examples have an index, got "
-            f"{type(dataset).__name__}"
+            f"{type(dataset).__name__}: pass a Dataset that has both"
         )
     if not len(dataset):
         raise DataError(f"the {which} dataset is empty")
-    if type(dataset) is TensorDataset:
+    if isinstance(sampler := getattr(loader, "sampler", None), Sized) and len(sampler) != len(dataset):
+        raise DataError(
+            f"the sampler of the {which} loader must draw all {len(dataset)} examples, but draws {len(sampler)}: pass "
+            "the dataset itself, or a torch.utils.data.Subset of it"
+        )
+    collate = getattr(loader, "collate_fn", None)
+    if collate in (None, default_convert):
+        collate = default_collate
+    if type(dataset) is TensorDataset and collate is default_collate:
         return _parted(which, list(dataset.tensors))
-    collate = default_collate if loader is None or loader.collate_fn is None else loader.collate_fn
 
     def read(start: int, stop: int) -> list[Tensor]:
         batch = [dataset[i] for i in range(start, stop)]
@@ -219,20 +234,38 @@ def _of_dataset(which: str, data: Any) -> tuple[Inputs, Tensor]:
                 f"an example of the {which} dataset must be a tuple of inputs and target, got "
                 f"{type(batch[0]).__name__}: pass arrays instead, inputs and targets"
             )
-        try:
-            return [each if isinstance(each, Tensor) else _tensor(which, each) for each in collate(batch)]
-        except (TypeError, RuntimeError) as error:
-            brief = str(error).splitlines()[0][:160]
-            raise DataError(f"examples of the {which} dataset do not make a batch of tensors: {brief}") from None
+        return _joined(which, lambda: [_part(which, each) for each in collate(batch)])
 
     few = min(_READ_TWICE, len(dataset))
-    if any(not torch.equal(a, b) for a, b in zip(read(0, few), read(0, few), strict=True)):
+    if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(read(0, few), read(0, few), strict=True)):
         raise DataError(
             f"the {which} dataset returns another example each time it is read: take the random transform out of it, "
             "and pass it as augment="
         )
     chunks = [read(start, min(start + _CHUNK, len(dataset))) for start in range(0, len(dataset), _CHUNK)]
-    return _parted(which, [torch.cat(part) for part in zip(*chunks, strict=True)])
+    return _parted(which, _joined(which, lambda: [torch.cat(part) for part in zip(*chunks, strict=True)]))
+
+
+def _part(which: str, values: Any) -> Tensor:
+    """One of the parts of a dataset's examples."""
+    if isinstance(values, tuple | list) and len(values) and isinstance(values[0], Tensor):
+        raise DataError(
+            f"an example of the {which} dataset must be a tuple of tensors, got one within it: return (x1, x2, target)"
+        )
+    return values if isinstance(values, Tensor) else _tensor(f"values of the {which} dataset", values)
+
+
+def _joined(which: str, join: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Several examples or batches as one, by a function that may find that they do not fit."""
+    try:
+        return join()
+    except PopRiskError:
+        raise
+    except (TypeError, RuntimeError, ValueError) as error:
+        brief = str(error).splitlines()[0][:160]
+        raise DataError(
+            f"examples of the {which} dataset do not make a batch of tensors: {brief}; give them one form"
+        ) from None
 
 
 def _parted(which: str, parts: list[Tensor]) -> tuple[Inputs, Tensor]:
@@ -241,5 +274,5 @@ def _parted(which: str, parts: list[Tensor]) -> tuple[Inputs, Tensor]:
             f"an example of the {which} dataset must be a tuple of inputs and target, got {len(parts)} part: return "
             "both"
         )
-    *inputs, targets = parts
+    *inputs, targets = (_tensor(f"values of the {which} dataset", each) for each in parts)
     return tuple(inputs) if len(inputs) > 1 else inputs[0], _target(targets)

@@ -6,10 +6,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from poprisk import Problem, RiskMeter, analyze, audit, population_risk, train
-from poprisk.errors import DataError, HyperparameterError
+from poprisk.errors import DataError, HyperparameterError, PopRiskWarning
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.arange(12) % 2
@@ -41,11 +48,12 @@ def linear(loss, *examples, out=2, **options):
         (X.tolist(), CLASSES.tolist()),
         (list(X), CLASSES.numpy().astype(np.uint8)),
         (X.numpy()[::-1][::-1], CLASSES.numpy()),
+        (X.numpy().astype(">f4"), CLASSES.numpy().astype(">i8")),
         (TensorDataset(X, CLASSES),),
         (Listed(),),
         (DataLoader(Listed(), batch_size=5, shuffle=True, drop_last=True),),
     ],
-    ids=["numpy", "lists", "tensors in a list", "strides", "tensor dataset", "dataset", "loader"],
+    ids=["numpy", "lists", "tensors in a list", "strides", "big-endian", "tensor dataset", "dataset", "loader"],
 )
 def test_every_form_is_the_same_problem(examples):
     assert linear("cross_entropy", *examples).fingerprint == linear("cross_entropy", X, CLASSES).fingerprint
@@ -145,6 +153,23 @@ class Stream(IterableDataset):
     def __iter__(self):
         return iter(Listed())
 
+    def __len__(self):
+        return 12
+
+
+class Changing(Listed):
+    """300 examples, more than are read at once, of which the last ones have another form."""
+
+    def __init__(self, *late):
+        super().__init__()
+        self.late = late
+
+    def __len__(self):
+        return 300
+
+    def __getitem__(self, i):
+        return self.late if i > 280 else (X[0], 1)
+
 
 @pytest.mark.parametrize(
     ("examples", "message"),
@@ -159,11 +184,44 @@ class Stream(IterableDataset):
         ((Listed(lambda x: object()),), "do not make a batch of tensors"),
         ((TensorDataset(X),), "a tuple of inputs and target, got 1 part"),
         ((TensorDataset(X[:0], CLASSES[:0]),), "is empty"),
+        ((TensorDataset(X.to_sparse(), CLASSES),), "an ordinary tensor with values, got a sparse_coo one"),
+        ((TensorDataset(X.to("meta"), CLASSES),), "got a meta one"),
+        ((Changing(torch.ones(4), 1),), "do not make a batch of tensors: .*give them one form"),
+        ((Changing(X[0], 1, 1),), "do not make a batch of tensors"),
+        ((Listed(lambda x: (x, x)),), r"got one within it: return \(x1, x2, target\)"),
+        ((Listed(lambda x: x * float("nan")),), "inputs must be finite, but 12 of 12"),
+        ((DataLoader(Listed(), sampler=SubsetRandomSampler(range(5))),), "must draw all 12 examples, but draws 5"),
+        ((X, CLASSES + 0j), "targets must be real numbers, got torch.complex64"),
+        ((np.ma.masked_less(X.numpy(), 0), CLASSES), "must all have values, got an array with masked ones"),
     ],
 )
 def test_what_is_no_data_is_refused(examples, message):
     with pytest.raises(DataError, match=message):
         linear("cross_entropy", *examples)
+
+
+def test_the_parts_of_a_test_set_are_counted():
+    with pytest.raises(
+        DataError, match=r"test must have inputs and targets, got 3 parts: pass \(\(x1, x2\), targets\)"
+    ):
+        linear("cross_entropy", X, CLASSES, test=(X, X, CLASSES))
+
+
+def test_the_loader_of_a_tensor_dataset_collates():
+    def doubled(batch):
+        inputs, targets = default_collate(batch)
+        return 2 * inputs, targets
+
+    loader = DataLoader(TensorDataset(X, CLASSES), batch_size=4, collate_fn=doubled)
+    assert torch.equal(linear("cross_entropy", loader).inputs, 2 * X)
+    whole = DataLoader(Listed(), batch_size=None)
+    assert torch.equal(linear("cross_entropy", whole).inputs, X)
+
+
+def test_missing_values_may_be_meant():
+    data = Listed(lambda x: x * float("nan"))
+    with pytest.warns(PopRiskWarning, match="used because of allow_nonfinite=True"):
+        assert linear("cross_entropy", data, allow_nonfinite=True).inputs.isnan().all()
 
 
 def test_functions_take_the_path_of_a_run(tmp_path):

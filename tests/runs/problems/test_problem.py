@@ -114,6 +114,8 @@ def test_fingerprint_is_of_every_bit():
     ]
     assert len({base.fingerprint, *(p.fingerprint for p in others)}) == 6
     assert Problem(make, "cross_entropy", INPUTS.T.contiguous().T, LABELS).fingerprint == base.fingerprint
+    imaginary = torch.complex(INPUTS, -INPUTS).conj().imag
+    assert Problem(make, "cross_entropy", imaginary, LABELS).fingerprint == base.fingerprint
 
 
 def test_a_built_problem_comes_back():
