@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import jaxtyping
 import pytest
 import torch
 from cli_calls import call
 from torch import nn
 
 from poprisk import Problem, Recorder, RiskMeter, analyze, audit, population_risk, train
-from poprisk.errors import DataError, PopRiskWarning, RunError
+from poprisk.errors import DataError, HyperparameterError, PopRiskWarning, RunError
 from poprisk.risk import Unrolled
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
@@ -122,6 +123,77 @@ def test_a_loss_that_was_not_finite_for_a_while(tmp_path):
                 step.loss = loss.detach() * (float("inf") if k == 1 else 1.0)
                 optimizer.step()
     assert len(audit(recorder.run, tier="any", progress=False)) == 12
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 2)
+
+    def forward(self, x):
+        return self.table(x).sum(1)
+
+
+class Adds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.linear(x.add_(1.0))
+
+
+NLL = nn.NLLLoss()
+LAST = having(Y, 9, 11)
+IGNORED = having(Y, -100, 11)
+LATE = [
+    ({"loss": NLL, "targets": LAST}, "loss must take .* Target 9 is out of bounds"),
+    ({"loss": nn.functional.cross_entropy, "targets": LAST}, "loss must take .* Target 9 is out of bounds"),
+    ({"loss": NLL, "targets": IGNORED}, "loss must be finite, got nan for the training target -100"),
+    (
+        {"make_model": Embedded, "inputs": having(torch.ones(12, 4).long(), 7, 11)},
+        "the model must take the training inputs .int64 ",
+    ),
+    ({"make_model": Adds}, "the model must leave its inputs as they are, but it changed them"),
+    ({"loss": lambda u, y: u.sum() if u.sum() > 0 else -u.sum()}, "the loss of a batch must be computed, but .* vmap"),
+    ({"loss": lambda u, y: torch.complex(u[0], u[1])}, "a scalar for one example, got torch.complex64"),
+    ({"batch_loss": lambda u, y: None}, "batch_loss must return one number as a tensor, got NoneType"),
+    ({"make_model": lambda: nn.Linear(3, 2, device="meta")}, "must return a module with values, got one on the meta"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), LATE)
+def test_what_goes_wrong_after_the_first_examples_is_said_before_a_step(wrong, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    given = {"make_model": network, "loss": "cross_entropy", "inputs": X, "targets": Y} | wrong
+    before = given["inputs"].clone()
+    with pytest.raises(DataError, match=message) as caught:
+        train(Problem(**given), torch.optim.SGD, 1, batch_size=2, progress=False)
+    assert str(caught.value).isprintable()
+    assert torch.equal(given["inputs"], before)
+
+
+def test_an_augmentation_in_place_leaves_the_examples_alone():
+    before = X.clone()
+    problem = Problem(network, "cross_entropy", X, Y, augment=lambda x, generator: x.add_(1.0))
+    train(problem, torch.optim.SGD, 2, batch_size=4, progress=False)
+    assert torch.equal(X, before)
+
+
+def test_a_factory_that_returns_the_same_module_again():
+    module = network()
+    problem = Problem(lambda: module, "cross_entropy", X, Y)
+    train(problem, torch.optim.SGD, 1, progress=False)
+    with pytest.raises(
+        DataError, match="must build a new module each time, got the same again: pass the module itself"
+    ):
+        train(problem, torch.optim.SGD, 1, progress=False)
+    problem = Problem(module, "cross_entropy", X, Y)
+    same = [train(problem, torch.optim.SGD, 1, progress=False).weights(1) for _ in range(2)]
+    assert torch.equal(*same)
+    module.left = (each for each in ())
+    with pytest.raises(HyperparameterError, match=r"must be one that can be copied, got Linear: .*; pass a function"):
+        Problem(module, "cross_entropy", X, Y)
 
 
 def test_good_data_stay_good():

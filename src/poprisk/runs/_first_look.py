@@ -41,7 +41,7 @@ def check_takes(what: str, function: Any, *arguments: str, **named: Any) -> None
 
 
 def first_look(problem: Any, module: nn.Module) -> None:
-    """Try the model and the loss on the first examples, with its buffers kept as they are.
+    """Try the model and the loss on a few examples, with its buffers kept as they are.
 
     Raises:
         DataError: the model cannot be trained on these examples with this loss; the message says why.
@@ -57,16 +57,23 @@ def first_look(problem: Any, module: nn.Module) -> None:
             "gradient: add a layer, or call requires_grad_(True)"
         )
     look = _Look(problem, module)
-    look.at("training", _augmented(problem), problem.targets)
+    look.at("training", problem.inputs, problem.targets)
     if problem.test is not None:
         look.at("test", *problem.test)
 
 
-def _augmented(problem: Any) -> Any:
-    """The first inputs, augmented as in a step."""
+def _telling(inputs: Any, targets: Tensor) -> Tensor:
+    """The first examples, and those with the smallest and largest target and index, where a wrong one shows."""
+    found = set(range(min(_FEW, len(targets))))
+    for x in (targets, *(x for x in parts_of(inputs) if x.dtype in (torch.int32, torch.int64) and x.numel())):
+        found |= {int(x.argmin()) * len(x) // x.numel(), int(x.argmax()) * len(x) // x.numel()}
+    return torch.tensor(sorted(found), device=targets.device)
+
+
+def _augmented(problem: Any, given: Any) -> Any:
+    """The inputs, augmented as in a step."""
     if problem.augment is None:
-        return problem.inputs
-    given = take_examples(problem.inputs, slice(0, min(_FEW, len(problem))))
+        return given
     with _of_user(f"augment must take the inputs ({_described(given)})", "correct it"):
         found = problem.augment(given, torch.Generator().manual_seed(0))
     same = type(found) is type(given) if isinstance(given, tuple) else isinstance(found, Tensor)
@@ -91,14 +98,20 @@ class _Look:
         self.dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
 
     def at(self, which: str, inputs: Any, targets: Tensor) -> None:
-        """Look at the first examples of a set."""
-        problem, rows = self.problem, slice(0, min(_FEW, len(targets)))
-        batch = [x.to(self.dtype) if x.is_floating_point() else x for x in parts_of(take_examples(inputs, rows))]
+        """Look at a few examples of a set."""
+        problem, rows = self.problem, _telling(inputs, targets)
+        taken = take_examples(inputs, rows)
+        taken = parts_of(_augmented(problem, taken) if which == "training" else taken)
+        batch = [x.to(self.dtype, copy=True) if x.is_floating_point() else x.clone() for x in taken]
         wanted = targets[rows].to(self.dtype) if targets.is_floating_point() else targets[rows]
         with _of_user(
             f"the model must take the {which} inputs ({_described(tuple(batch))})", "correct make_model or the inputs"
         ):
             outputs = self._outputs(batch)
+        if not all(torch.equal(x.nan_to_num(), y.to(x.dtype).nan_to_num()) for x, y in zip(batch, taken, strict=True)):
+            raise DataError(
+                "the model must leave its inputs as they are, but it changed them: copy them in its forward"
+            )
         count = len(wanted)
         if not isinstance(outputs, Tensor):
             raise DataError(
@@ -117,7 +130,7 @@ class _Look:
             )
         if not problem.allow_nonfinite and not bool(outputs.isfinite().all()):
             raise DataError(
-                f"the model's outputs must be finite, got NaN or infinite ones for the first {which} examples before "
+                f"the model's outputs must be finite, got NaN or infinite ones for {which} examples before "
                 "the first step: check the scale of the inputs and the initial weights"
             )
         classes = outputs.shape[1] if outputs.dim() == targets.dim() + 1 else None
@@ -139,9 +152,9 @@ class _Look:
         shapes = f"outputs {list(outputs.shape)} and {which} targets {str(targets.dtype).removeprefix('torch.')} "
         with _of_user(f"loss must take {shapes}{list(targets.shape)}", "correct the loss or the targets"):
             losses = [self.problem.example_loss(u, y) for u, y in zip(outputs, targets, strict=True)]
-        for loss in losses:
-            if not isinstance(loss, Tensor) or loss.dim() != 0:
-                got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        for y, loss in zip(targets, losses, strict=True):
+            if not isinstance(loss, Tensor) or loss.dim() != 0 or loss.is_complex():
+                got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise DataError(
                     f"loss must return a scalar for one example, got {got}: sum or average over its outputs"
                 )
@@ -150,6 +163,17 @@ class _Look:
                     "loss must depend on the model's outputs, got a value without a gradient: compute it from the "
                     "outputs with torch functions"
                 )
+            if not self.problem.allow_nonfinite and not bool(loss.isfinite()):
+                target = one_line(str(y.tolist()))[:60]
+                raise DataError(
+                    f"loss must be finite, got {loss.item()} for the {which} target {target}: correct either"
+                )
+        with _of_user("the loss of a batch must be computed", "write it for torch.func.vmap, without .item() and if"):
+            found = self.problem.batch_loss(outputs, targets)
+        if not isinstance(found, Tensor) or found.dim() != 0:
+            raise DataError(
+                f"batch_loss must return one number as a tensor, got {type(found).__name__}: return the mean"
+            )
 
 
 @contextmanager

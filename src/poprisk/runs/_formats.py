@@ -25,7 +25,11 @@ class CopiesOf:
     """Makes copies of a module, with the weights it has now: a factory for a module that was built already."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = copy.deepcopy(module)
+        try:
+            self.module = copy.deepcopy(module)
+        except Exception as error:
+            must = f"the module must be one that can be copied, got {type(module).__name__}: {error}"
+            raise HyperparameterError(one_line(f"{must}; pass a function that builds it")) from error
 
     def __call__(self) -> nn.Module:
         return copy.deepcopy(self.module)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +31,8 @@ from poprisk.runs._formats import as_examples, as_factory, as_loss, check_plain
 
 Augmentation = Callable[[Inputs, Generator], Inputs]
 BatchLoss = Callable[[Tensor, Tensor], Tensor]
+_BUILT: WeakSet[nn.Module] = WeakSet()
+"""The modules of all problems: one that was trained is no start for another training."""
 
 
 class Problem:
@@ -173,6 +176,11 @@ class Problem:
             module = self.make_model(**self.arguments)
         if not isinstance(module, nn.Module):
             raise DataError(f"make_model must return a torch module, got {type(module).__name__}: return one")
+        if module in _BUILT:
+            raise DataError("make_model must build a new module each time, got the same again: pass the module itself")
+        if any(p.is_meta for p in module.parameters()):
+            raise DataError("make_model must return a module with values, got one on the meta device: initialize it")
+        _BUILT.add(module)
         return module.to(device=self.device if device is None else device, dtype=dtype)
 
     def check_fits(self, module: nn.Module) -> None:
