@@ -239,6 +239,8 @@ def test_a_small_file_says_it_all_and_the_command_line_overrides_it(folder, caps
         ('task = "a:b"\nspeed = 3', DataError, "has the unknown key 'speed'; known keys are"),
         ('task = "a:b"\nsteps = 0', HyperparameterError, "steps: expected a whole number from 1"),
         ('task = "a:b"\nsteps = 2.5', HyperparameterError, "steps: expected a whole number"),
+        ('task = "a:b"\nsteps = true', HyperparameterError, "steps: expected a whole number"),
+        ('task = "a:b"\noutput = 3', HyperparameterError, "output must be the name of a directory in quotes, got 3"),
         ('task = "a:b"\noptimizer = "lion"', HyperparameterError, "optimizer must be one of"),
         ('task = "a:b"\narguments = 3', DataError, r"\[arguments\] must be a table"),
         ("task = a", DataError, "is not valid TOML"),

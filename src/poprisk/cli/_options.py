@@ -28,7 +28,7 @@ def between(low: Any, high: Any) -> Callable[[Any], Any]:
             value = kind(given)
         except (ValueError, TypeError):
             value = math.nan
-        if not low <= value <= high or (isinstance(given, bool | float) and given != value):
+        if not low <= value <= high or isinstance(given, bool) or (isinstance(given, float) and given != value):
             raise typer.BadParameter(f"expected {words} from {low} to {high}, got {given}")
         return value
 

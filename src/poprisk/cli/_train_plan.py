@@ -182,7 +182,9 @@ def _from_file(path: Path) -> dict[str, Any]:
         plan["optimizer"] = tables["optimizer"].pop("name")
     plan["options"] = tables["optimizer"]
     if "output" in content:
-        plan["output"] = Path(str(content.pop("output")))
+        if not isinstance(output := content.pop("output"), str):
+            raise HyperparameterError(f"{path}: output must be the name of a directory in quotes, got {output!r}")
+        plan["output"] = Path(output)
     plan["labels"] = _files(path, content.pop("labels", []))
     if not isinstance(again := content.pop("refit", False), bool):
         raise HyperparameterError(f"{path}: refit must be true or false, got {again!r}")
