@@ -1,9 +1,12 @@
 """The command line: a demo from end to end, one voice in every command, and one line for whatever goes wrong."""
 
+import errno
 import inspect
 import io
 import json
+import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +20,7 @@ from rich.console import Console
 from poprisk import __version__, cli
 from poprisk._core.store.envelope import load_result
 from poprisk._core.store.files import write_text
-from poprisk.cli import _demo
+from poprisk.cli import _demo, _outcome
 from poprisk.cli._demo import demo_lines
 from poprisk.cli._demonstration.study import MAX_NOISE, DemoConfig
 from poprisk.errors import HyperparameterError, MissingExtraError
@@ -185,6 +188,34 @@ def test_wrong_arguments_are_one_line_and_2(arguments, message, capsys, tmp_path
     code, out, err = call(capsys, *arguments)
     assert (code, out) == (2, "")
     assert re.fullmatch(f"poprisk: error: .*{message}.*\n", err)
+
+
+def test_a_terminal_that_shows_little_gets_what_it_can(tmp_path):
+    (tmp_path / "ä").mkdir()
+    odd = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "COLUMNS": "0"}
+    line = [sys.executable, "-m", "poprisk", "runs", "ä"]
+    done = subprocess.run(line, cwd=tmp_path, env=odd, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "No recorded runs in ?" in done.stdout
+
+
+@pytest.mark.parametrize("stderr", ["closed", "/dev/full"])
+def test_a_training_goes_on_when_nobody_can_read_its_progress(stderr, tmp_path):
+    (tmp_path / "task.py").write_text(
+        "import torch\nfrom poprisk import Problem\n"
+        "def task(): return Problem(torch.nn.Linear(2, 1), 'squared', torch.eye(2), torch.eye(2)[:, :1])\n"
+    )
+    to = "2>&-" if stderr == "closed" else f"2>{stderr}"
+    line = f"{shlex.quote(sys.executable)} -m poprisk train task.py:task --steps 3 --batch-size 1 {to}"
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    assert "3 steps" in done.stdout
+
+
+def test_a_full_disk_is_one_line():
+    assert _outcome._of_path(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) == (
+        "a file must be read or written, but that failed: No space left on device; check the free space and limits"
+    )
 
 
 def test_output_that_cannot_be_written(capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,5 +198,6 @@ class Lines:
 
 def write_line(text: str) -> None:
     """Write a line of progress to stderr; messages that nobody asked for go to the logger ``poprisk`` instead."""
-    sys.stderr.write(f"{one_line(text)}\n")
-    sys.stderr.flush()
+    with suppress(OSError, ValueError, AttributeError):  # closed, full, or none at all: the work goes on
+        sys.stderr.write(f"{one_line(text)}\n")
+        sys.stderr.flush()

@@ -1,5 +1,6 @@
 """The command line: parse, run, save, show. Every error is one line and an exit code."""
 
+import io
 import sys
 from typing import Annotated, NoReturn
 
@@ -54,4 +55,6 @@ app.add_typer(_jobs.app, name="jobs")
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point of the ``poprisk`` command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal or the pipe cannot show
     sys.exit(run(app, with_share(sys.argv[1:] if arguments is None else arguments)))

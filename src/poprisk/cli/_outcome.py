@@ -5,7 +5,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,14 @@ def run(app: typer.Typer, arguments: list[str] | None) -> int:
         except (KeyboardInterrupt, typer.Abort, Interrupted) as interrupt:
             kept, code = str(interrupt), EXIT_INTERRUPTED
     if code == EXIT_INTERRUPTED:
-        typer.echo(f"poprisk: interrupted; {kept or 'nothing was written'}", err=True)
+        note(f"interrupted; {kept or 'nothing was written'}")
     return code if isinstance(code, int) else 0
 
 
 def fail(message: str) -> int:
     """Print an error on one line; nothing if the help was printed instead."""
     if message.strip():
-        typer.echo(f"poprisk: error: {_line(message)}", err=True)
+        note(f"error: {message}")
     return EXIT_WRONG
 
 
@@ -61,16 +61,18 @@ def _usage(error: Any) -> str:
 
 
 def _of_path(error: OSError) -> str:
-    """An error of a path."""
+    """An error of a path, or of a file that is written."""
     if error.filename is None:
-        return str(error)
+        found = f"a file must be read or written, but that failed: {error.strerror}; check the free space and limits"
+        return found if error.errno else str(error)
     where = error.filename if isinstance(error.filename, str) else repr(error.filename)
     return f"expected a path that can be used, got {where}: {error.strerror}; check the path and its permissions"
 
 
 def note(message: str) -> None:
-    """Print a line to stderr, beside the results."""
-    typer.echo(f"poprisk: {_line(message)}", err=True)
+    """Print a line to stderr, beside the results; the work goes on if nobody can read it."""
+    with suppress(OSError):
+        typer.echo(f"poprisk: {_line(message)}", err=True)
 
 
 @contextmanager

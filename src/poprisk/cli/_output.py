@@ -14,8 +14,10 @@ from poprisk._core.text import printable
 
 
 def stdout() -> Console:
-    """The console that results are printed to."""
-    return Console(file=sys.stdout)
+    """The console that results are printed to, of at least 20 columns."""
+    console = Console(file=sys.stdout)
+    console.width = max(console.width, 20)
+    return console
 
 
 def show(lines: Iterable[RenderableType], found: Mapping[str, Any], as_json: bool) -> None:
