@@ -127,6 +127,20 @@ def test_what_no_longer_belongs_is_not_used(run, monkeypatch):
     assert kept_of(run).budget == 30.0
 
 
+def test_parts_of_another_model_are_not_kept_as_missing(tmp_path, capsys):
+    def recorded(width):
+        return Problem(partial(nn.Linear, 3, width), "squared", torch.eye(3), torch.zeros(3, 2), name="eye")
+
+    made = train(recorded(2), torch.optim.SGD, 3, path=tmp_path / "run", progress=False)
+    other = recorded(2)
+    other.make_model = partial(nn.Linear, 3, 1)
+    found = analyze(Run.load(made.path, problem=other), kept=KeptAnalysis(made), progress=False)
+    assert "builds a model that differs from the recorded one" in found.left_out["curves"]
+    again = analyze(Run.load(made.path, problem=recorded(2)), kept=KeptAnalysis(made), progress=False)
+    assert "curves" not in again.left_out
+    assert again.curves.steps[-1] == 3
+
+
 def test_damaged_parts_are_computed_again(run):
     kept = kept_of(run, budget=5.0)
     kept.put("curves", Part(LossCurves([0], [1.0], None, None, None)))

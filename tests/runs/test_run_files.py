@@ -252,6 +252,13 @@ def test_training_arguments_of_other_kinds(wrong, message, monkeypatch):
     assert str(caught.value).isprintable()
 
 
+def test_a_problem_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    quiet(classification(), SGD, 2, path=tmp_path)
+    with pytest.raises(DataError, match=r"problem must be a Problem, got str: pass the one .*Problem\.build"):
+        Run.load(tmp_path, problem="task.py:make_task")
+
+
 def test_training_takes_the_numbers_of_numpy(tmp_path, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     run = quiet(classification(), SGD, np.int64(2), batch_size=np.int64(4), seed=np.int64(1), path=tmp_path / "run")

@@ -59,6 +59,9 @@ class Run:
             )
         self._storage, self._manifest, self._tolerate, self._trust = storage, manifest, tolerate, trust
         self.layout = Layout.from_json(manifest["layout"])
+        if problem is not None and not isinstance(problem, Problem):
+            got = type(problem).__name__
+            raise DataError(f"problem must be a Problem, got {got}: pass the one that was trained, or Problem.build(…)")
         if problem is not None and manifest["problem"] is not None:
             problem.check_is(manifest["problem"])
         elif problem is not None and len(problem) != manifest["examples"]:

@@ -239,11 +239,11 @@ class _Work:
         try:
             if self.clean is not None:
                 self.clean.check(run.problem)
-            _ = run.problem
+            run.module()  # before a part is kept as missing: the next script may build the model that was recorded
         except UntrustedError as error:
             self.missing = str(error)
         except RunError as error:
-            self.missing = str(error) if can_rebuild(run) else WITHOUT_PROBLEM
+            self.missing = str(error) if can_rebuild(run) or _has_problem(run) else WITHOUT_PROBLEM
         found.table = self._part("examples", _free, self._audit)
         if not can_rebuild(run):
             found.contents = self._contents()
