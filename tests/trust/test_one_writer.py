@@ -229,6 +229,17 @@ def test_a_run_without_a_good_start_cannot_be_salvaged(whole, tmp_path):
         Run.load(run, salvage=True)
 
 
+@pytest.mark.parametrize("place", ["nowhere", "folder", "file"])
+def test_only_runs_are_repaired(tmp_path, capsys, place):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = call(capsys, "runs", "repair", tmp_path / place)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{place} is not a recorded run: it has no manifest; pass the directory of" in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_an_earlier_failure_before_the_first_step_is_no_run(tmp_path, capsys):
     run = train(problem(), SGD, 2, path=tmp_path / "run", progress=False)
     manifest = run.manifest

@@ -167,7 +167,7 @@ class DirectoryStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not isinstance(manifest, dict) or manifest.get("kind") != "run":
-            raise DataError(f"{path} is not the manifest of a run")
+            raise DataError(f"{path} is not the manifest of a run: pass the directory of a recorded run")
         manifest = checked(manifest, path)
         self._version = manifest["format_version"]
         manifest = migrated_manifest(manifest, path)
@@ -207,11 +207,11 @@ def repair(path: str | Path) -> tuple[int, int]:
         DataError: there is no run, or its manifest or its start is damaged.
         RunError: another process writes it, or it is of an older format.
     """
+    if DirectoryStorage(path).read_manifest() is None:
+        raise DataError(f"{path} is not a recorded run: it has no manifest; pass the directory of a damaged one")
     with WriterLock(path):
-        before, storage = DirectoryStorage(path).read_manifest(), DirectoryStorage(path, salvage=True)
-        manifest = storage.read_manifest()
-        if before is None or manifest is None:
-            raise DataError(f"{path} is not a recorded run: it has no manifest")
+        before, storage = DirectoryStorage(path).read_manifest() or {}, DirectoryStorage(path, salvage=True)
+        manifest = storage.read_manifest() or {}
         require_present(storage._version, path)
         if manifest != before:
             storage.write_manifest(manifest)
