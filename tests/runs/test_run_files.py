@@ -257,6 +257,15 @@ def test_a_problem_is_no_path(tmp_path, monkeypatch):
     quiet(classification(), SGD, 2, path=tmp_path)
     with pytest.raises(DataError, match=r"problem must be a Problem, got str: pass the one .*Problem\.build"):
         Run.load(tmp_path, problem="task.py:make_task")
+    run = Run.load(tmp_path, problem=classification())
+    for k in ("last", 1.5, None, 3):
+        with pytest.raises(DataError, match=f"the run has 2 steps: k must lie in 0 … 2, got {k}"):
+            run.weights(k)
+    assert torch.equal(run.weights(np.int64(2)), run.weights(2))
+    with pytest.raises(DataError, match="the targets must be numbers, got str: number the classes"):
+        classification().with_targets("labels.npy")
+    with pytest.raises(DataError, match=r"the index of an example must lie in 0 … 11, got 1\.5"):
+        classification().show(1.5)
 
 
 def test_training_takes_the_numbers_of_numpy(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from poprisk.errors import DataError
 from poprisk.runs._data_check import check_finite, check_targets
+from poprisk.runs._formats import as_tensor
 
 
 def new_targets(problem: Any, targets: Any) -> tuple[Tensor, dict[str, list[Any]]]:
@@ -16,7 +17,7 @@ def new_targets(problem: Any, targets: Any) -> tuple[Tensor, dict[str, list[Any]
     Raises:
         DataError: Their shape or kind is not that of the problem's targets, or they do not fit the loss.
     """
-    given, old = torch.as_tensor(targets), problem.targets
+    given, old = as_tensor("the targets", targets), problem.targets
     if given.shape != old.shape or given.is_floating_point() != old.is_floating_point():
         raise DataError(
             f"the targets must be as in the problem, {old.dtype} {list(old.shape)}, got {given.dtype} "

@@ -63,8 +63,8 @@ def as_examples(which: str, inputs: Any, targets: Any = None, *more: Any) -> tup
             f"{which} targets are missing: pass inputs and targets, or a Dataset or DataLoader of (inputs, target)"
         )
     several = isinstance(inputs, tuple)
-    parts = tuple(_tensor(f"{which} inputs", each) for each in (inputs if several else (inputs,)))
-    return parts if several else parts[0], _target(_tensor(f"{which} targets", targets))
+    parts = tuple(as_tensor(f"{which} inputs", each) for each in (inputs if several else (inputs,)))
+    return parts if several else parts[0], _target(as_tensor(f"{which} targets", targets))
 
 
 def as_loss(loss: Any, targets: Tensor) -> str | ExampleLoss:
@@ -170,7 +170,8 @@ class _OfOne:
         return self.module(outputs.unsqueeze(0), target.unsqueeze(0))
 
 
-def _tensor(what: str, value: Any) -> Tensor:
+def as_tensor(what: str, value: Any) -> Tensor:
+    """Numbers in any form as a tensor; a DataError that begins with ``what`` if they are none."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
             kind = (
@@ -256,7 +257,7 @@ def _part(which: str, values: Any) -> Tensor:
         raise DataError(
             f"an example of the {which} dataset must be a tuple of tensors, got one within it: return (x1, x2, target)"
         )
-    return values if isinstance(values, Tensor) else _tensor(f"values of the {which} dataset", values)
+    return values if isinstance(values, Tensor) else as_tensor(f"values of the {which} dataset", values)
 
 
 def _joined(which: str, join: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -278,5 +279,5 @@ def _parted(which: str, parts: list[Tensor]) -> tuple[Inputs, Tensor]:
             f"an example of the {which} dataset must be a tuple of inputs and target, got {len(parts)} part: return "
             "both"
         )
-    *inputs, targets = (_tensor(f"values of the {which} dataset", each) for each in parts)
+    *inputs, targets = (as_tensor(f"values of the {which} dataset", each) for each in parts)
     return tuple(inputs) if len(inputs) > 1 else inputs[0], _target(targets)

@@ -235,7 +235,7 @@ class Problem:
         Raises:
             DataError: there is no such example.
         """
-        if not 0 <= i < len(self):
+        if not hasattr(i, "__index__") or not 0 <= int(i) < len(self):
             raise DataError(f"the index of an example must lie in 0 … {len(self) - 1}, got {i}")
         if self._show is not None:
             return self._show(i)

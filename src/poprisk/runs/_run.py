@@ -350,7 +350,7 @@ class Run:
             return [], [f"the losses cannot be read: {error}"]
 
     def _check(self, k: int, last: int) -> None:
-        if not 0 <= k <= last:
+        if not hasattr(k, "__index__") or not 0 <= int(k) <= last:
             raise DataError(f"the run has {self.num_steps} steps: k must lie in 0 … {last}, got {k}")
 
     def _read(self, i: int) -> tuple[dict[str, Tensor], Any]:

@@ -155,6 +155,8 @@ def analyze(
     if unknown := [part for part in parts if part not in PARTS]:
         raise HyperparameterError(f"parts must be among {', '.join(PARTS)}, got {unknown[0]!r}: give only these")
     run = as_run(run)
+    if not isinstance(clean, CleanTargets | None):
+        raise DataError(f"clean must be CleanTargets, got {type(clean).__name__}: pass CleanTargets.load(path)")
     if not run.num_steps:
         raise RunError("the run has no steps, so there is nothing to analyze: train it first")
     if kept is None and run.path is not None and not can_rebuild(run) and _has_problem(run):
