@@ -21,7 +21,7 @@ from torch import Tensor
 
 from poprisk._core.costs import is_out_of_memory
 from poprisk._core.progress import limits
-from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.errors import DataError, HyperparameterError, JobError, RunError
 from poprisk.risk._exclusion import MOST_EXAMPLES, check_controls, choose_examples, exclusion_risk
 from poprisk.risk._first_order import first_order_risk
 from poprisk.risk._held_back import Weights, held_back_risk
@@ -285,7 +285,7 @@ def _estimated(road: Road, question: Question) -> RiskEstimate:
     """The estimate; a RunError of one line where the model does not allow it."""
     try:
         return road.estimate(question)
-    except RunError:
+    except (RunError, JobError):  # when a scheduler dies, the same call continues
         raise
     except (DataError, RuntimeError) as error:  # from PyTorch: an operation without the derivatives needed
         if is_out_of_memory(error):

@@ -1,5 +1,6 @@
 """Folds and real deletions as tasks: the bits of any number of workers, kept in a store, continued after an end."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from poprisk import Problem, cluster, population_risk, train
+from poprisk.errors import JobError
 from poprisk.jobs import job_status
 from poprisk.risk import Members, k_fold, retrain
 from poprisk.risk._retraining import on_cluster
@@ -128,6 +130,21 @@ def test_any_number_of_processes_gives_the_bits_of_one(tmp_path, few):
     for one, other in zip(found[2:], expected[2:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
     assert len(job_status(tmp_path / "store")) > 8
+
+
+def test_a_scheduler_that_dies_is_an_error_and_not_another_estimate(tmp_path, monkeypatch):
+    """Of "auto" as well, which takes another method where the model does not allow one."""
+    problem = Problem.build(blobs, norm=True)
+    run = train(problem, partial(torch.optim.Adam, lr=0.05), 60, batch_size=8, path=tmp_path / "run", progress=False)
+
+    def lost(*_, **__):
+        raise JobError("the connection to Dask's scheduler was lost")
+
+    with cluster("in-process"):
+        monkeypatch.setattr(on_cluster, "run_tasks", lost)
+        for method in ("k_fold", "auto"):
+            with pytest.raises(JobError, match="was lost"):
+                population_risk(run, method, retrain_budget=10)
 
 
 @needs_zarr
