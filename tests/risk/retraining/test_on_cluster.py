@@ -148,6 +148,19 @@ def test_a_scheduler_that_dies_is_an_error_and_not_another_estimate(tmp_path, mo
 
 
 @needs_zarr
+def test_workers_of_another_version_or_another_store_are_refused(tmp_path, few, monkeypatch):
+    run, members = recorded(tmp_path / "run"), Members(torch.ones(1, 24))
+    with cluster("in-process", store=tmp_path / "store"):
+        monkeypatch.setattr(on_cluster, "_keep", lambda *_: None)  # as into a directory of another machine
+        with pytest.raises(JobError, match=r"a worker stored 'trainings 0 to 1 of .* all must see one"):
+            retrain(run, members, progress=False)
+        codes = iter(["ours", "ours", "theirs"])
+        monkeypatch.setattr(on_cluster, "code_digest", lambda *_: next(codes))
+        with pytest.raises(JobError, match="a worker has another version of poprisk than this process"):
+            retrain(run, members, progress=False)
+
+
+@needs_zarr
 def test_what_cannot_be_stored_is_refused(tmp_path, few):
     run = recorded(tmp_path / "run")
     with (

@@ -25,7 +25,7 @@ from poprisk._core.store import (
     parsed_json,
     unpack,
 )
-from poprisk.errors import DataError, HyperparameterError
+from poprisk.errors import DataError, HyperparameterError, JobError
 from poprisk.operators import pinned
 from poprisk.risk._retraining.members import Members, Retrained
 from poprisk.runs import Run, ShippedRun, code_digest, run_digest
@@ -54,9 +54,13 @@ class Trainings:
     device: str
     store: Any
     """Where results are kept; None for returning them."""
+    code: str
+    """Digest of the sources that train."""
 
     def do(self, item: tuple[str, dict[str, Any], Members, Retrained | None, bool]) -> Retrained | None:
-        """Train some of the members."""
+        """Train some of the members; a JobError where a worker has other sources."""
+        if code_digest(*_CODE) != self.code:
+            raise JobError("a worker has another version of poprisk than this process: start workers with this one")
         name, content, members, resume, check = item
         run = self.run.open(self.device)
         with COMPUTING, pinned(1):
@@ -95,7 +99,7 @@ def train_on_cluster(
     device, store, remote = run.problem.device, current_store(), is_remote(current_cluster())
     shipped = ShippedRun(run).packed() if remote else ShippedRun(run)
     about = {} if store is None else _content(run, members, resume, options)
-    shared = Trainings(shipped, function, options, members.pool, device.type, store)
+    shared = Trainings(shipped, function, options, members.pool, device.type, store, code_digest(*_CODE))
     parts = list(slices(members.count, each))
     name = f"trainings {{}} to {{}} of {content_key(about)[:16]}"
     spans = [(part.start, part.stop) for part in parts]
@@ -110,7 +114,7 @@ def train_on_cluster(
             if isinstance(result, BaseException):
                 raise result
             i = left[place]
-            found[i] = result if store is None else _read(store, *items[i])
+            found[i] = result if store is None else _written(store, *items[i])
             bar.update(len(parts) - len(left) + count)
     return _joined([each for each in found if each is not None], device)
 
@@ -195,6 +199,14 @@ def _kept(store: Any, name: str, content: dict[str, Any]) -> Retrained | None:
     except DataError:
         group.remove()
         return None
+
+
+def _written(store: Any, name: str, content: dict[str, Any]) -> Retrained:
+    """What a worker has just stored."""
+    try:
+        return _read(store, name, content)
+    except DataError as error:
+        raise JobError(f"a worker stored {name!r}, but {store} does not have it: all must see one store") from error
 
 
 def _read(store: Any, name: str, content: dict[str, Any]) -> Retrained:
