@@ -10,7 +10,9 @@ from typing import Any
 import job_problems
 import pytest
 import torch
+from zarr.storage import MemoryStore
 
+from distributed import Client
 from poprisk import Problem, cluster, train
 from poprisk._core.cluster import is_remote, run_tasks, worker_memory
 from poprisk._core.store import locked, trust
@@ -203,6 +205,23 @@ def test_ten_thousand_tiles_are_planned_and_found_from_one_listing(tmp_path):
     assert job_status(tmp_path / "store") == {"squares": (9_999, 10_000)}
     assert run_jobs(tmp_path / "store", **options).computed == 1
     assert job_problems.begun(tmp_path / "log") == [(0, 9_999)]
+
+
+def test_a_store_in_memory_is_refused_for_other_processes(tmp_path):
+    """They would fill copies of their own, and the call would say that all jobs are done."""
+    run = train(Problem.build(job_problems.blobs), torch.optim.SGD, 1, path=tmp_path / "run", progress=False)
+    stores = [MemoryStore(), f"memory://{tmp_path.name}"]
+    for store in stores:
+        JobPlan(store).train_kernel(run, 0, side=10)
+    with cluster("processes", workers=1) as client:
+        for store in stores:
+            with pytest.raises(HyperparameterError, match="other processes do not see a store in memory: use"):
+                run_jobs(store)
+        with pytest.raises(HyperparameterError, match="do not see"), cluster(client, store=stores[1]):
+            pass
+    with Client(processes=False, n_workers=1, dashboard_address=None) as client:
+        assert run_jobs(stores[1], client=client).computed == 3
+    assert run_jobs(stores[0], client="threads").computed == 3
 
 
 def test_wrong_places_are_refused():

@@ -51,7 +51,7 @@ def cluster(
         What ``run_tasks`` runs on; for processes, the client, whose ``dashboard_link`` shows Dask's dashboard.
 
     Raises:
-        HyperparameterError: the client is none of these.
+        HyperparameterError: the client is none of these, or its workers cannot see the store.
         MissingExtraError: Dask is needed and not installed.
 
     >>> with cluster("threads", workers=2) as pool:
@@ -70,6 +70,7 @@ def cluster(
                 f"client must be a distributed.Client, 'processes', 'threads' or 'in-process', got {client!r}"
             )
         opened = None if store is None else open_store(store)
+        refuse_unseen(opened, pool)
         for variable, value in ((_CURRENT, pool), (_STORE, opened)):
             stack.callback(variable.reset, variable.set(value))
         yield pool
@@ -128,6 +129,21 @@ def run_tasks(
                 future.cancel()
     else:
         yield from _on_dask(function, tasks, pool, resources)
+
+
+def refuse_unseen(store: Any, pool: Any) -> None:
+    """Refuse a store in memory for other processes: each would write into a copy of its own.
+
+    Raises:
+        HyperparameterError: there are such processes.
+    """
+    protocol = getattr(getattr(store, "fs", None), "protocol", ())
+    if "memory" not in protocol and not type(store).__name__.endswith("MemoryStore"):
+        return
+    if is_remote(pool) and set(pool.run(os.getpid).values()) != {os.getpid()}:
+        raise HyperparameterError(
+            "other processes do not see a store in memory: use client='threads' or 'in-process', or another store"
+        )
 
 
 def worker_memory(pool: Any) -> int | None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from poprisk._core.cluster import COMPUTING, cluster, current_cluster, is_remote, run_tasks, worker_memory
+from poprisk._core.cluster import (
+    COMPUTING,
+    cluster,
+    current_cluster,
+    is_remote,
+    refuse_unseen,
+    run_tasks,
+    worker_memory,
+)
 from poprisk._core.progress import Progress
 from poprisk._core.store import Cell, TiledArray, directory_of, load_all, locked, open_store
 from poprisk.errors import DeviceError, JobError
@@ -95,6 +103,7 @@ def run_jobs(
     Raises:
         DataError: there are no jobs, or their metadata is damaged.
         JobError: jobs failed, another process is doing them, or the machines round differently.
+        HyperparameterError: the client is none of these, or its workers cannot see the store.
     """
     opened, began = open_store(store), time.perf_counter()
     groups, folder = load_all(opened), directory_of(opened)
@@ -108,6 +117,7 @@ def run_jobs(
         groups = [group for group in groups if left[group.name]]
         if groups:
             pool = stack.enter_context(cluster(client or current_cluster() or "processes"))
+            refuse_unseen(opened, pool)
             works = [_work(group, runs or {}, problem, pool, tolerate) for group in groups]
             tasks = [(work, cell) for work in works for cell in left[work.group.name]]
             _do_all(tasks, total, pool, progress)
