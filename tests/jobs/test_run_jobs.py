@@ -12,7 +12,7 @@ import pytest
 import torch
 from zarr.storage import MemoryStore
 
-from distributed import Client
+from distributed import Client, LocalCluster
 from poprisk import Problem, cluster, train
 from poprisk._core.cluster import is_remote, run_tasks, worker_memory
 from poprisk._core.store import locked, trust
@@ -222,6 +222,17 @@ def test_a_store_in_memory_is_refused_for_other_processes(tmp_path):
     with Client(processes=False, n_workers=1, dashboard_address=None) as client:
         assert run_jobs(stores[1], client=client).computed == 3
     assert run_jobs(stores[0], client="threads").computed == 3
+
+
+def test_jobs_wait_for_the_first_worker(tmp_path):
+    """An adaptive cluster, as on Slurm, has none before there is a task, and the first one decides the bits."""
+    run = train(Problem.build(job_problems.blobs), torch.optim.SGD, 1, path=tmp_path / "run", progress=False)
+    plan = JobPlan(tmp_path / "store")
+    plan.train_kernel(run, 0, side=10)
+    started: Any = LocalCluster(n_workers=0, processes=False, dashboard_address=":0")
+    with started, Client(started) as client:
+        started.adapt(minimum=0, maximum=1)
+        assert plan.run(client=client).computed == 3
 
 
 def test_wrong_places_are_refused():

@@ -70,7 +70,7 @@ def cluster(
                 f"client must be a distributed.Client, 'processes', 'threads' or 'in-process', got {client!r}"
             )
         opened = None if store is None else open_store(store)
-        refuse_unseen(opened, pool)
+        check_seen(opened, pool)
         for variable, value in ((_CURRENT, pool), (_STORE, opened)):
             stack.callback(variable.reset, variable.set(value))
         yield pool
@@ -131,19 +131,11 @@ def run_tasks(
         yield from _on_dask(function, tasks, pool, resources)
 
 
-def refuse_unseen(store: Any, pool: Any) -> None:
-    """Refuse a store in memory for other processes: each would write into a copy of its own.
-
-    Raises:
-        HyperparameterError: there are such processes.
-    """
-    protocol = getattr(getattr(store, "fs", None), "protocol", ())
-    if "memory" not in protocol and not type(store).__name__.endswith("MemoryStore"):
-        return
-    if is_remote(pool) and set(pool.run(os.getpid).values()) != {os.getpid()}:
-        raise HyperparameterError(
-            "other processes do not see a store in memory: use client='threads' or 'in-process', or another store"
-        )
+def check_seen(store: Any, pool: Any) -> None:
+    """Refuse a store in memory for other processes, each of which would write into a copy: a HyperparameterError."""
+    kind = f"{type(store).__name__} {getattr(getattr(store, 'fs', None), 'protocol', '')}".lower()
+    if "memory" in kind and is_remote(pool) and set(pool.run(os.getpid).values()) != {os.getpid()}:
+        raise HyperparameterError("other processes do not see a store in memory: use 'threads', or another store")
 
 
 def worker_memory(pool: Any) -> int | None:

@@ -8,15 +8,7 @@ from typing import Any
 
 import torch
 
-from poprisk._core.cluster import (
-    COMPUTING,
-    cluster,
-    current_cluster,
-    is_remote,
-    refuse_unseen,
-    run_tasks,
-    worker_memory,
-)
+from poprisk._core.cluster import COMPUTING, check_seen, cluster, current_cluster, is_remote, run_tasks, worker_memory
 from poprisk._core.progress import Progress
 from poprisk._core.store import Cell, TiledArray, directory_of, load_all, locked, open_store
 from poprisk.errors import DeviceError, JobError
@@ -117,7 +109,8 @@ def run_jobs(
         groups = [group for group in groups if left[group.name]]
         if groups:
             pool = stack.enter_context(cluster(client or current_cluster() or "processes"))
-            refuse_unseen(opened, pool)
+            list(run_tasks(pow, [(1, 1)], pool))  # by a first worker: an adaptive cluster starts it for a task
+            check_seen(opened, pool)
             works = [_work(group, runs or {}, problem, pool, tolerate) for group in groups]
             tasks = [(work, cell) for work in works for cell in left[work.group.name]]
             _do_all(tasks, total, pool, progress)
