@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
+import dask
 import job_problems
 import numpy as np
 import pytest
 import torch
 
+import distributed
 from poprisk._core.progress import Progress
 from poprisk.cli import main
 from poprisk.jobs import JobPlan, job_status, open_matrix
@@ -62,6 +65,21 @@ def test_errors_are_one_line_with_an_exit_code(tmp_path, capfd):
     assert "Missing option '--scheduler'" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:1", "nosuch://127.0.0.1:8786"])
+def test_a_scheduler_that_does_not_answer_is_one_line(planned, capfd, monkeypatch, address):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with dask.config.set({"distributed.comm.timeouts.connect": "0.5s"}):
+        for command in (("resume", planned), ("work",)):
+            assert call(*command, "--scheduler", address) == 2
+            err = capfd.readouterr().err
+            assert err.startswith(f"poprisk: error: no scheduler at '{address}' (")
+            assert err.count("\n") == 1
+    monkeypatch.setitem(sys.modules, distributed.__name__, None)
+    for command in (("resume", planned), ("work",)):
+        assert call(*command, "--scheduler", address) == 2
+        assert "a Dask cluster needs distributed, which is not installed" in capfd.readouterr().err
+
+
 def test_a_matrix_of_an_earlier_version_is_converted(tmp_path, capfd):
     np.save(tmp_path / "old.npy", np.eye(5, dtype=np.float32))
     assert call("convert", tmp_path / "old.npy", tmp_path / "store", "--name", "old kernel", "--symmetric") == 0
@@ -85,8 +103,10 @@ def test_a_scheduler_a_worker_and_a_client_of_the_command_line(planned, tmp_path
         while not file.exists():
             time.sleep(0.1)
         address = re.search(r'"address": "(\S+?)"', file.read_text()).group(1)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        done: Any = start("poprisk", "jobs", "resume", planned, "--scheduler", address, **pipes)
+        assert "waiting for a first worker" in done.stderr.readline()
         started.append(start("poprisk", "jobs", "work", "--scheduler", address, "--memory-limit", "1GiB", **quiet))
-        done = start("poprisk", "jobs", "resume", planned, "--scheduler", address, stdout=subprocess.PIPE)
         assert re.fullmatch(r"did 12 of 12 jobs in \d+ s; all are done\n", done.communicate(timeout=600)[0])
     finally:
         for process in reversed(started):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from poprisk.cli._outcome import interrupt_says, note
+from poprisk.errors import JobError, MissingExtraError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 _Store = Annotated[str, typer.Argument(metavar="STORE", help="Directory or address of the store.", show_default=False)]
@@ -59,9 +60,9 @@ def resume(
     try:
         with interrupt_says(lambda: _KEPT):
             if scheduler is not None:
-                from distributed import Client
-
-                with Client(scheduler) as client:
+                with _connected(scheduler) as client:
+                    if not client.scheduler_info()["workers"]:
+                        note(f"waiting for a first worker: poprisk jobs work --scheduler {scheduler}")
                     done = run_jobs(store, client=client, **options)
             elif workers is not None:
                 with cluster("in-process" if workers <= 1 else "processes", workers=workers):
@@ -81,13 +82,9 @@ def work(
     gpu: Annotated[bool, typer.Option("--gpu", help="Take one GPU, for jobs planned with device='cuda'.")] = False,
 ) -> None:
     """Start a worker, which computes one task at a time. Start many, on any machine that sees runs and store."""
-    import importlib.util
-
     from poprisk._core.cluster import WORKER_SETTINGS
-    from poprisk.errors import MissingExtraError
 
-    if importlib.util.find_spec("distributed") is None:
-        raise MissingExtraError("distributed", "jobs", "a worker")
+    _connected(scheduler).close()  # or Dask would say on many lines that nobody answers
     options = ["--nthreads", "2" if gpu else "1", "--memory-limit", memory_limit, "--no-dashboard"]
     options += ["--resources", "GPU=2"] if gpu else []  # one task computes while the other stores
     # or the worker would import what lies in the current directory
@@ -107,6 +104,18 @@ def convert(
 
     convert_matrix(file, store, name, symmetric=symmetric)
     typer.echo(f"{name}: in {store}; open it with poprisk.jobs.open_matrix")
+
+
+def _connected(scheduler: str) -> Any:
+    """A client of a scheduler that answers."""
+    try:
+        from distributed import Client
+
+        return Client(scheduler)
+    except ImportError:
+        raise MissingExtraError("distributed", "jobs", "a Dask cluster") from None
+    except (ValueError, OSError) as error:
+        raise JobError(f"no scheduler at {scheduler!r} ({error}): pass the address that it prints, tcp://…") from None
 
 
 def _leave(number: int, _: Any) -> NoReturn:
