@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from fsspec.registry import known_implementations
 
 from poprisk._core.linalg.adjoint import adjoint_mismatch
 from poprisk._core.linalg.spectra import top_eigenpairs
@@ -85,6 +86,23 @@ def test_what_is_not_there_is_an_error_and_numbers_that_are_not_are_numbers(tmp_
         open_matrix(tmp_path / "s", "L")
     with pytest.raises(DataError, match="holds no jobs: plan them first"):
         load_all(open_store(tmp_path / "nothing"))
+
+
+def test_files_that_are_no_tiles_are_not_taken_for_tiles(tmp_path):
+    group = stored(tmp_path / "s", torch.ones(20, 20), cells=[(0, 0)])
+    for name in ("²/³", "00/1", "1/01", "a/b", "1/1.partial", "-1/0"):
+        path = tmp_path / "s" / "K" / "values" / "c" / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert group.done() == group.done(verify=True) == {(0, 0)}
+
+
+def test_an_address_without_a_file_system_is_refused(monkeypatch):
+    known = {"class": "absent.FileSystem", "err": "Install absent to use it"}
+    monkeypatch.setitem(known_implementations, "absent", known)
+    for address, why in (("nosuch://bucket/x", "Protocol not known"), ("absent://bucket/x", "Install absent")):
+        with pytest.raises(DataError, match=f"{address} cannot be opened as a store: {why}"):
+            open_store(address)
 
 
 def test_a_part_is_usable_before_the_end(tmp_path):

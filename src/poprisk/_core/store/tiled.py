@@ -32,7 +32,7 @@ _OURS, _SEAL, _META, _FORMAT = "poprisk", "sha256", "zarr.json", 2
 _ALL: Any = {"write_empty_chunks": True}  # also those that equal the fill value
 _CHUNK_BYTES = 2**20
 """Tiles of more bytes are divided into chunks, so that a part of a tile can be read."""
-_MOST_TILES = 2**24
+_MOST_TILES, _PLACE = 2**24, re.compile(r"(0|[1-9][0-9]*)/(0|[1-9][0-9]*)")
 
 
 class _Beside(TypedDict):
@@ -78,8 +78,8 @@ class TiledArray:
 
     def done(self, *, verify: bool = False) -> set[Cell]:
         """Tiles that are stored, from one listing; with ``verify`` they are read, and damaged ones removed."""
-        pairs = (name.split("/") for name in _stored(self.store, f"{self.path}/{VALUES}/c/"))
-        stored = {(int(i), int(j)) for i, j in pairs if i.isdigit() and j.isdigit()}
+        names = _stored(self.store, f"{self.path}/{VALUES}/c/")
+        stored = {(int(found[1]), int(found[2])) for found in map(_PLACE.fullmatch, names) if found}
         for cell in list(stored) if verify else ():
             try:
                 self.tile(cell)
@@ -180,7 +180,7 @@ def open_store(where: Any) -> Any:
 
     Raises:
         MissingExtraError: zarr is not installed.
-        DataError: the directory contains links, pipes or devices.
+        DataError: the directory contains links, pipes or devices, or no file system has such an address.
     """
     try:
         from zarr.storage import FsspecStore, LocalStore
@@ -190,7 +190,10 @@ def open_store(where: Any) -> Any:
         return where
     plain = str(where).removeprefix("file://")
     if "://" in plain:
-        return FsspecStore.from_url(plain)
+        try:
+            return FsspecStore.from_url(plain)
+        except (ImportError, ValueError) as error:  # fsspec says what to install
+            raise DataError(f"{where} cannot be opened as a store: {_brief(error)}") from None
     refuse_links(plain)
     return LocalStore(Path(plain).resolve())
 
