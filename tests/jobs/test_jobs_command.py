@@ -1,5 +1,6 @@
 """``poprisk jobs``: one voice with the command line; workers, a scheduler and a client in processes of their own."""
 
+import importlib
 import os
 import re
 import signal
@@ -63,6 +64,25 @@ def test_errors_are_one_line_with_an_exit_code(tmp_path, capfd):
     assert "Missing argument 'STORE'" in capfd.readouterr().err
     assert call("work") == 2
     assert "Missing option '--scheduler'" in capfd.readouterr().err
+
+
+def test_a_task_of_a_folder_that_python_does_not_search(tmp_path, capfd, monkeypatch):
+    """The installed command does not search the current directory, as python task.py does that of the script."""
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "task_elsewhere.py").write_text(
+        "from job_problems import blobs\n\ndef points():\n    return blobs()\n"
+    )
+    with monkeypatch.context() as searched:
+        searched.syspath_prepend(tmp_path / "away")
+        problem = Problem.build(importlib.import_module("task_elsewhere").points)
+        run = train(problem, torch.optim.SGD, 1, path=tmp_path / "run", progress=False)
+        JobPlan(tmp_path / "store").train_kernel(run, 0)
+    monkeypatch.delitem(sys.modules, "task_elsewhere")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert call("resume", tmp_path / "store", "--workers", "1") == 2
+    assert "its module is not found from here: add its folder to PYTHONPATH" in capfd.readouterr().err
+    monkeypatch.syspath_prepend(tmp_path / "away")
+    assert call("resume", tmp_path / "store", "--workers", "1") == 0
 
 
 @pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:1", "nosuch://127.0.0.1:8786"])

@@ -82,7 +82,7 @@ def _finished(group: TiledArray, partial: bool) -> list[Cell]:
     if missing and not (partial and part):
         raise JobError(
             f"{len(missing)} of {len(cells)} jobs of {group.name!r} are not done: run_jobs(store), or poprisk jobs "
-            f"resume {group.store}"
+            f"resume '{group.store}'"
         )
     if len(kinds := group.where["numerics"]) > 1:
         warnings.warn(
