@@ -6,11 +6,11 @@ the CPU, at the same time on cores of its own: tiles of about a second in a plai
 in turns; and a plan of ten thousand tiles. Images are random: no figure depends on their content.
 
     python benchmarks/scale_jobs.py --out results/scale_jobs.json
-    python benchmarks/scale_jobs.py --out FILE --tiny          # tiny, on the CPU
+    python benchmarks/scale_jobs.py --out results/scale_jobs.json --only cpu    # and keep the other part that is stored
+    python benchmarks/scale_jobs.py --out FILE --tiny                           # tiny, on the CPU
 """
 
 import argparse
-import contextlib
 import faulthandler
 import hashlib
 import importlib
@@ -251,7 +251,7 @@ def compared(loop: dict[str, Any], stamps: list[float], regions: list[Any], tile
     }
 
 
-def cpu_part(tiny: bool, note: Any, seconds: float = 190.0) -> None:
+def cpu_part(tiny: bool, note: Any, seconds: float = 300.0) -> None:
     import torch
 
     from poprisk import cluster
@@ -349,6 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--only", choices=("gpu", "cpu"), help="measure one part, and keep the other one of the file")
     parser.add_argument("--part", choices=("all", "gpu", "cpu", "loop", "stream"), default="all")
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
@@ -381,12 +382,14 @@ def _measure(args: argparse.Namespace) -> None:
 
 
 def _both(args: argparse.Namespace) -> None:
-    """Both parts at once, each on cores of its own."""
+    """Both parts at once, each on cores of its own; or one of them, beside what is stored of the other."""
     from poprisk._core.store.envelope import environment
 
     cores = sorted(os.sched_getaffinity(0))
-    split = {"gpu": cores[:-CPU_CORES], "cpu": cores[-CPU_CORES:]} if len(cores) > 2 * CPU_CORES else {}
-    outs = {part: args.out.with_suffix(f".{part}.json") for part in ("gpu", "cpu")}
+    parts = [args.only] if args.only else ["gpu", "cpu"]
+    apart = len(parts) > 1 and len(cores) > 2 * CPU_CORES
+    split = {"gpu": cores[:-CPU_CORES], "cpu": cores[-CPU_CORES:]} if apart else {}
+    outs = {part: args.out.with_suffix(f".{part}.json") for part in parts}
     begin, running = time.perf_counter(), {}
     for part, out in outs.items():
         command = [sys.executable, __file__, "--part", part, "--out", str(out), *(["--tiny"] if args.tiny else [])]
@@ -394,20 +397,35 @@ def _both(args: argparse.Namespace) -> None:
         if not split:
             running[part].wait()
     codes = {part: process.wait() for part, process in running.items()}
-    found = {part: json.loads(out.read_text()) if out.exists() else {} for part, out in outs.items()}
+    about = {"commit": args.commit or environment()["commit"], "environment": environment()}
+    about |= {"tiny": args.tiny, "seconds": time.perf_counter() - begin, "cores": len(cores)}
+    found = {part: about | json.loads(out.read_text()) if out.exists() else {} for part, out in outs.items()}
     for out in outs.values():
-        with contextlib.suppress(FileNotFoundError):
-            out.unlink()
-    about = {"benchmark": "scale_jobs", "tiny": args.tiny, "commit": args.commit, "environment": environment()}
-    about |= {"seconds": time.perf_counter() - begin, "exit_codes": codes, "cores": len(cores)}
-    args.out.write_text(json.dumps(about | found, indent=1) + "\n")
+        out.unlink(missing_ok=True)
+    whole = merged(json.loads(args.out.read_text()) if args.only and args.out.exists() else {}, found)
+    args.out.write_text(json.dumps(whole, indent=1) + "\n")
     for part, keys in {
         "gpu": ("share_of_plain", "plain_seconds_per_tile", "jobs_seconds_per_tile", "whole_kernel_minutes"),
         "cpu": ("seconds_per_tile", "overhead", "scaling_one_to_two", "scaling_one_to_four", "ten_thousand"),
     }.items():
-        print(part, {key: found[part].get(key) for key in keys}, flush=True)
+        print(part, {key: whole.get(part, {}).get(key) for key in keys}, flush=True)
     if any(codes.values()):
         sys.exit(f"a part failed: {codes}")
+
+
+def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What is stored, with the parts that were measured now: a part that has ended early does not replace another.
+
+    Each part says where it was measured; earlier results said so once, for both.
+    """
+    shared = {key: before[key] for key in ("tiny", "commit", "environment") if key in before}
+    parts = {part: shared | before[part] for part in ("gpu", "cpu") if part in before}
+    last = {"gpu": "tiles_identical", "cpu": "overhead"}
+    return (
+        {"benchmark": "scale_jobs"}
+        | parts
+        | {part: each for part, each in found.items() if last[part] in each or part not in parts}
+    )
 
 
 if __name__ == "__main__":

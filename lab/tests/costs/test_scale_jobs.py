@@ -61,3 +61,28 @@ def test_a_bar_that_is_missed_is_said():
     cpu["ten_thousand"]["resumed_seconds"] = 20.0
     assert jobs_table({"gpu": gpu, "cpu": cpu}).count("**missed**") == 5
     assert len(jobs_table({"gpu": {}, "cpu": {}}).splitlines()) == 2
+
+
+def test_a_part_that_is_measured_again_keeps_the_other(benchmark):
+    """Each part says where it was measured, and one that ended early replaces nothing."""
+    stored = {"benchmark": "scale_jobs", "tiny": False, "environment": {"gpu": "H200"}, "note": "ended early"}
+    stored |= {"gpu": {"share_of_plain": 0.97, "tiles_identical": 53}, "cpu": {"ten_thousand": {"tiles": 10_153}}}
+    cpu = {"environment": {"cpu": "EPYC"}, "cores": 2, "overhead": 0.02}
+    found = benchmark.merged(stored, {"cpu": cpu})
+    assert found["gpu"] == stored["gpu"] | {"tiny": False, "environment": {"gpu": "H200"}}
+    assert found["cpu"] == cpu
+    assert found.keys() == {"benchmark", "gpu", "cpu"}
+    assert benchmark.merged(found, {"cpu": {"cores": 2}}) == found
+    assert benchmark.merged({}, {"gpu": {}, "cpu": cpu}) == {"benchmark": "scale_jobs", "gpu": {}, "cpu": cpu}
+
+
+def test_the_page_says_where_the_workers_were():
+    cpu: dict[str, Any] = {
+        "seconds_per_tile": 1.0,
+        "overhead": 0.02,
+        "scaling_one_to_two": 1.9,
+        "scaling_one_to_four": 1.9,
+    }
+    shown = jobs_table({"cpu": cpu | {"cores": 2, "environment": {"cpu": "EPYC"}}})
+    assert "one worker on 2 cores of EPYC" in shown
+    assert "four workers" not in shown
