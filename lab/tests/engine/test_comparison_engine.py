@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from poprisk import cluster
 from poprisk._core.seeds import stream
 from poprisk.cli._demonstration.training import epoch_batches
 from poprisk.errors import DataError, HyperparameterError
@@ -442,6 +443,19 @@ def test_small_stacks_give_what_one_large_stack_gives():
     for a, b in zip(*(x.studies["regression_0.5"]["rows"] for x in (one, many)), strict=True):
         assert a["label"] == b["label"]
         assert a["curves"]["clean error"] == [pytest.approx(curve, rel=1e-4) for curve in b["curves"]["clean error"]]
+
+
+def test_stacks_are_tasks_of_a_cluster(tmp_path):
+    """The bits of any number of workers, and progress for each measurement; what is stored is not trained again."""
+    wanted, found = [study(arms=("adamw", "gate_schedule", "soft"), members_at_once=3)], []
+    for place in ("in-process", "threads", "processes", "in-process"):
+        told = []
+        with cluster(place, workers=2):
+            parts = tmp_path / ("processes" if len(found) == 3 else place)
+            found.append(run_comparison("r", Config(), wanted, lambda *x, told=told: told.append(x), parts, CPU))
+        assert len(told) == 1 if len(found) == 4 else len(told) > len(list(parts.iterdir()))
+        assert all(a[0] <= b[0] <= b[1] for a, b in pairwise(told))
+        assert _timeless(found[-1]) == _timeless(found[0])
 
 
 def test_unfair_studies_are_refused():

@@ -13,13 +13,14 @@ The metrics are measured on test data, also during tuning: every arm, including 
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from poprisk._core.cluster import COMPUTING, current_cluster, run_tasks
 from poprisk.cli._demonstration.training import evaluation_steps
 from poprisk.errors import HyperparameterError
 from poprisk_lab.engine.arms import ARMS, Arm, require_arm
@@ -135,6 +136,8 @@ class _Row:
 def run_study(study: Study, device: torch.device, look: Look, ledger: RowLedger) -> dict[str, Any]:
     """Tune, choose and report. Rows that are already in the ledger are not computed again.
 
+    Within ``with poprisk.cluster(…)`` each stack is a task, with one thread: the bits of any number of workers.
+
     Returns:
         The study as it is stored: task, evaluation steps, arms with their trials and choices, rows and portraits.
     """
@@ -249,10 +252,11 @@ def _train(
     began = time.perf_counter()
     asked = [_asked(study.task, row, device) for row in rows]
     missing = [i for i in _distinct(rows, asked) if not _is_whole(ledger.find(asked[i]), rows[i])]
-    for part in _parts([rows[i] for i in missing], study.members_at_once):
-        numbers = [missing[k] for k in part]
-        words = f"{study.task.name}, {stage}, {sum(len(rows[i].seeds) for i in numbers)} members"
-        outcomes = _train_part(study, [rows[i] for i in numbers], device, lambda words=words: look(words))
+    parts = [[missing[k] for k in part] for part in _parts([rows[i] for i in missing], study.members_at_once)]
+    words = [f"{study.task.name}, {stage}, {sum(len(rows[i].seeds) for i in numbers)} members" for numbers in parts]
+    looks = [lambda words=each: look(words) for each in words]
+    for place, outcomes in _trained(study, [[rows[i] for i in numbers] for numbers in parts], device, looks):
+        numbers = parts[place]
         stack = {"task": describe(study.task), "stage": stage, "rows": [_plain(rows[i]) for i in numbers]}
         ledger.add(stack, [(asked[i], outcome) for i, outcome in zip(numbers, outcomes, strict=True)])
     found = [outcome for key in asked if (outcome := ledger.find(key)) is not None]
@@ -264,6 +268,36 @@ def _train(
         "seconds": time.perf_counter() - began,
         "evaluation_steps": evaluation_steps(study.task.steps, study.task.evaluations),
     }
+
+
+def _trained(
+    study: Study, stacks: Sequence[Sequence[_Row]], device: torch.device, looks: Sequence[Callable[[], None]]
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The position of each stack and its outcomes, as they come: in turn, or from tasks of the enclosing cluster."""
+    if current_cluster() is None:
+        for place, rows in enumerate(stacks):
+            yield place, _train_part(study, rows, device, looks[place])
+        return
+    shared = (study, device, torch.get_float32_matmul_precision())
+    for place, outcomes in run_tasks(_train_task, [(shared, rows) for rows in stacks]):
+        if isinstance(outcomes, BaseException):
+            raise outcomes
+        for _ in evaluation_steps(study.task.steps, study.task.evaluations):
+            looks[place]()
+        yield place, outcomes
+
+
+def _train_task(shared: tuple[Study, torch.device, str], rows: Sequence[_Row]) -> list[dict[str, Any]]:
+    study, device, precision = shared
+    with COMPUTING:
+        before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision(precision)
+        try:
+            return _train_part(study, rows, device, lambda: None)
+        finally:
+            torch.set_num_threads(before[0])
+            torch.set_float32_matmul_precision(before[1])
 
 
 def _asked(task: StackedTask, row: _Row, device: torch.device) -> dict[str, Any]:
