@@ -11,6 +11,7 @@ from poprisk.cli._outcome import Interrupted, fail, interrupt_says, note
 from poprisk.cli._output import show
 from poprisk.errors import DataError, HyperparameterError, PopRiskError
 from poprisk_lab.reproductions import ALL, DATA, Reproduction, chosen_names, known, reproduction
+from poprisk_lab.scheduler import on_scheduler
 
 
 def _known_experiments() -> str:
@@ -47,6 +48,12 @@ def reproduce(
             show_default=False,
         ),
     ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a Dask scheduler, whose workers train the stacks of comparisons.", show_default=False
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run one of the paper's experiments again, and write its result and its figure.
@@ -55,10 +62,11 @@ def reproduce(
     to continue. With all, every experiment gets its own folder, and those whose data are missing are skipped.
     """
     names = chosen_names(name)
-    if name == ALL:
-        raise typer.Exit(_reproduce_all(names, smoke, output or Path(f"poprisk-{ALL}"), data, as_json))
-    lines, found = _reproduce(names[0], smoke, output or Path(f"poprisk-{names[0]}"), data)
-    show(lines, found, as_json)
+    with on_scheduler(scheduler):
+        if name == ALL:
+            raise typer.Exit(_reproduce_all(names, smoke, output or Path(f"poprisk-{ALL}"), data, as_json))
+        lines, found = _reproduce(names[0], smoke, output or Path(f"poprisk-{names[0]}"), data)
+        show(lines, found, as_json)
 
 
 def _reproduce_all(names: list[str], smoke: bool, output: Path, data: Path | None, as_json: bool) -> int:

@@ -3,18 +3,21 @@
 import json
 import math
 import time
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from poprisk import population_risk
+from poprisk import cluster, population_risk
 from poprisk._core.store.envelope import load_result
+from poprisk.errors import JobError
 from poprisk_lab.paper.risk_honesty import judging, methods
 from poprisk_lab.paper.risk_honesty import study as runner
 from poprisk_lab.paper.risk_honesty.design import settings
 from poprisk_lab.paper.risk_honesty.judging import KIND, judge, summarize
+from poprisk_lab.paper.risk_honesty.on_cluster import settings_on_cluster
 
 QUICK = ("tune 004", "tune 025", "tune 051", "tune 070", "tune 108")
 """Settings that take little time: linear models and small networks, one of them with a held-back block."""
@@ -150,6 +153,29 @@ def test_the_command_runs_a_few_settings_and_writes_the_result(folder, tmp_path,
     monkeypatch.setattr("sys.argv", ["runner", "--folder", str(tmp_path / "empty"), "--output", str(output)])
     runner.main()  # a split whose lines are not there stays as it is
     assert load_result(output, KIND)["result"] == saved["result"]
+
+
+def test_settings_are_tasks_of_a_cluster(tmp_path, monkeypatch, capsys):
+    """Each in a process of its own, which limits its time; what is stored is not asked again, and failures are said."""
+    command = ["runner", "--split", "tune", "--settings", "4", "--methods", "first_order"]
+    for name in ("here", "there"):
+        monkeypatch.setattr("sys.argv", [*command, "--commit", "some", "--folder", str(tmp_path / name)])
+        for made in (2, 0) if name == "there" else (2,):
+            with cluster("in-process") if name == "there" else nullcontext():
+                runner.main()
+            assert capsys.readouterr().out.count(f": {made} answers") == 1
+    rows = [runner.lines_of(tmp_path / name, "tune") for name in ("here", "there")]
+    here, there = ([{k: v for k, v in row.items() if k != "seconds"} for row in each] for each in rows)
+    assert sorted(here, key=str) == sorted(there, key=str)
+    monkeypatch.setattr("sys.argv", [*command, "--folder", str(tmp_path / "over"), "--minutes", "0"])
+    with cluster("threads"):
+        runner.main()
+    assert not (tmp_path / "over").exists()
+    with pytest.raises(JobError, match="setting 999 of 'tune' failed: IndexError"):
+        list(settings_on_cluster("tune", [(999, [])], [], math.inf, None))
+    monkeypatch.setattr("sys.argv", [*command, "--scheduler", "nonsense"])
+    with pytest.raises(JobError, match="no scheduler at 'nonsense'"):
+        runner.main()
 
 
 def test_methods_that_the_library_does_not_have_are_left_out(monkeypatch):

@@ -60,7 +60,7 @@ def resume(
     try:
         with interrupt_says(lambda: _KEPT):
             if scheduler is not None:
-                with _connected(scheduler) as client:
+                with connected(scheduler) as client:
                     if not client.scheduler_info()["workers"]:
                         note(f"waiting for a first worker: poprisk jobs work --scheduler {scheduler}")
                     done = run_jobs(store, client=client, **options)
@@ -84,7 +84,7 @@ def work(
     """Start a worker, which computes one task at a time. Start many, on any machine that sees runs and store."""
     from poprisk._core.cluster import WORKER_SETTINGS
 
-    _connected(scheduler).close()  # or Dask would say on many lines that nobody answers
+    connected(scheduler).close()  # or Dask would say on many lines that nobody answers
     options = ["--nthreads", "2" if gpu else "1", "--memory-limit", memory_limit, "--no-dashboard"]
     options += ["--resources", "GPU=2"] if gpu else []  # one task computes while the other stores
     # or the worker would import what lies in the current directory
@@ -106,7 +106,7 @@ def convert(
     typer.echo(f"{name}: in {store}; open it with poprisk.jobs.open_matrix")
 
 
-def _connected(scheduler: str) -> Any:
+def connected(scheduler: str) -> Any:
     """A client of a scheduler that answers."""
     try:
         from distributed import Client

@@ -2,6 +2,7 @@
 
     python -m poprisk_lab.paper.risk_honesty.study --split tune --folder DIR --limit 20 --methods auto k_fold
     python -m poprisk_lab.paper.risk_honesty.study --split report --folder DIR --processes 14 --minutes 9 --output FILE
+    python -m poprisk_lab.paper.risk_honesty.study --split report --folder DIR --scheduler tcp://10.0.0.5:8786
 
 Lines go to ``DIR/SPLIT.jsonl`` as they come, each in one write. What is there is not made again, so that a run that was
 interrupted, or ended after ``--minutes``, goes on where it was; lines made elsewhere can be appended. With ``--output``
@@ -27,13 +28,16 @@ from typing import Any
 
 import torch
 
+from poprisk._core.cluster import current_cluster
 from poprisk._core.store import environment, load_result, save_result
 from poprisk._core.store.exclusive import append_line
 from poprisk.runs import Run
 from poprisk_lab.paper.risk_honesty.design import SPLITS, Split, settings
 from poprisk_lab.paper.risk_honesty.judging import KIND, summarize
 from poprisk_lab.paper.risk_honesty.methods import Method, as_row, available, finite, remembered
+from poprisk_lab.paper.risk_honesty.on_cluster import settings_on_cluster
 from poprisk_lab.paper.risk_honesty.task import Setting, Truth
+from poprisk_lab.scheduler import on_scheduler
 
 TRUTH = "truth"
 """Name of the line with the true risk of a setting."""
@@ -210,11 +214,25 @@ def run_split(split: Split, chosen: Sequence[int], options: argparse.Namespace, 
     made = settings(split)
     slowest = sorted(chosen, key=lambda i: (made[i].model not in _SLOW, -made[i].steps * made[i].batch))
     end = math.inf if options.minutes is None else time.time() + 60 * options.minutes
+    if current_cluster() is not None:
+        _run_on_cluster(split, slowest, options, folder, end)
+        return
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         rest = (options.methods, folder, end, options.commit)
         jobs = [pool.submit(_worker, split, i, *rest) for i in slowest]
         for done, each in enumerate(as_completed(jobs), 1):
             print(f"{done} of {len(jobs)}: {each.result()}", flush=True)
+
+
+def _run_on_cluster(split: Split, chosen: Sequence[int], options: argparse.Namespace, folder: Path, end: float) -> None:
+    """The same as tasks of the enclosing cluster; lines are stored here, as each setting is done."""
+    known, rows = settings(split), lines_of(folder, split)
+    given = [(i + 1, [json.dumps(row) for row in rows if row["setting"] == known[i].name]) for i in chosen]
+    made = settings_on_cluster(split, given, options.methods, end, options.commit)
+    for done, (place, lines) in enumerate(made, 1):
+        for line in lines:
+            append_line(folder / f"{split}.jsonl", line)
+        print(f"{done} of {len(given)}: {known[chosen[place]].name}: {len(lines)} answers", flush=True)
 
 
 def chosen_settings(split: Split, numbers: Sequence[int], limit: int | None) -> list[int]:
@@ -238,12 +256,13 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", type=int, default=[], help="run only the settings of these numbers")
     parser.add_argument("--methods", nargs="*", default=[], help="names of methods; default: all there are")
     parser.add_argument("--processes", type=int, default=1, help="number of processes, one thread each")
+    parser.add_argument("--scheduler", help="address of a Dask scheduler, whose workers do the settings instead")
     parser.add_argument("--minutes", type=float, help="end after so long; a later call goes on")
     parser.add_argument("--commit", help="the commit of the library, where there is no git")
     parser.add_argument("--smoke", action="store_true", help="a small version, to see that it works")
     parser.add_argument("--output", type=Path, help="write the condensed result to this file")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, on_scheduler(options.scheduler):
         folder = options.folder or Path(temporary)
         for split in options.split:
             limit = 2 if options.smoke else options.limit
