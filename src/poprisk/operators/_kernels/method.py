@@ -11,12 +11,7 @@ from poprisk.errors import HyperparameterError
 from poprisk.operators._kernels.features import Recipe, make_recipe
 from poprisk.operators._kernels.layers import Structure, find_structure
 from poprisk.operators._kernels.memory import least_bytes
-from poprisk.operators._kernels.validation import (
-    Diagonal,
-    check_same_kind,
-    check_weights,
-    preconditioner_roots,
-)
+from poprisk.operators._kernels.validation import Diagonal, check_same_kind, check_weights, preconditioner_roots
 
 # Vector products reach a fraction of the speed of one large matrix product; AUTO multiplies their operations by this.
 _PRODUCT_OVERHEAD = 4
