@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -58,17 +59,14 @@ def resume(
     signal.signal(signal.SIGTERM, _leave)
     options: Any = {"verify": verify, "tolerate": tolerate, "wait": wait, "progress": True}
     try:
-        with interrupt_says(lambda: _KEPT):
+        with interrupt_says(lambda: _KEPT), ExitStack() as stack:
             if scheduler is not None:
-                with connected(scheduler) as client:
-                    if not client.scheduler_info()["workers"]:
-                        note(f"waiting for a first worker: poprisk jobs work --scheduler {scheduler}")
-                    done = run_jobs(store, client=client, **options)
+                options["client"] = stack.enter_context(connected(scheduler))
+                if not options["client"].scheduler_info()["workers"]:
+                    note(f"waiting for a first worker: poprisk jobs work --scheduler {scheduler}")
             elif workers is not None:
-                with cluster("in-process" if workers <= 1 else "processes", workers=workers):
-                    done = run_jobs(store, **options)
-            else:
-                done = run_jobs(store, **options)
+                stack.enter_context(cluster("in-process" if workers <= 1 else "processes", workers=workers))
+            done = run_jobs(store, **options)
     except SystemExit:
         note(f"interrupted; {_KEPT}")
         raise

@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from poprisk._core.autodiff import Inputs
+from poprisk._core.autodiff import Inputs, parts_of
 from poprisk._core.seeds import generator_for
 from poprisk.risk._duplicates import duplicate_groups
-from poprisk.risk._retraining.members import parts
 
 _PROBES, _NUMBERS = 256, 2**22
 """Largest number of such inputs, and of numbers in them."""
@@ -62,7 +61,7 @@ def probe_inputs(inputs: Inputs, seed: int = 0) -> Inputs:
         index = torch.randint(len(x), (rows, flat.shape[1]), generator=generator).to(x.device)
         return flat.gather(0, index).reshape(rows, *x.shape[1:])
 
-    found = tuple(mixed(x) for x in parts(inputs))
+    found = tuple(mixed(x) for x in parts_of(inputs))
     shortest = min(len(x) for x in found)
     return tuple(x[:shortest] for x in found) if isinstance(inputs, tuple) else found[0]
 

@@ -152,7 +152,7 @@ def test_workers_of_another_version_or_another_store_are_refused(tmp_path, few, 
     run, members = recorded(tmp_path / "run"), Members(torch.ones(1, 24))
     with cluster("in-process", store=tmp_path / "store"):
         monkeypatch.setattr(on_cluster, "_keep", lambda *_: None)  # as into a directory of another machine
-        with pytest.raises(JobError, match=r"a worker stored 'trainings 0 to 1 of .* all must see one"):
+        with pytest.raises(JobError, match=r"does not have 'trainings 0 to 1 of .* all must see one"):
             retrain(run, members, progress=False)
         codes = iter(["ours", "ours", "theirs"])
         monkeypatch.setattr(on_cluster, "code_digest", lambda *_: next(codes))

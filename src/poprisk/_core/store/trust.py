@@ -76,8 +76,7 @@ def require_known(call: Importable, what: str) -> None:
     kept, problem = _kept()
     if _digest(call) in _MADE | kept:
         return
-    path = call.path or ""
-    found = is_script(path) or _origin(path) is not None
+    found = is_script(call.path or "") or _origin(call.path or "")
     raise UntrustedError(
         f"{what} names code that you have not run on this machine, so it was not imported: {shown_call(call)}; "
         f"{'' if found else 'its module is not found from here: add its folder to PYTHONPATH; '}if you "

@@ -10,16 +10,7 @@ from torch.optim import Optimizer
 from poprisk._core.progress import tracked
 from poprisk.errors import PopRiskWarning, RunError
 from poprisk.optim import PopRiskAdamW
-from poprisk.runs import (
-    Run,
-    add_gradients,
-    rebuild_optimizer,
-    restore,
-    seeded,
-    set_options,
-    step_generator,
-    step_seed,
-)
+from poprisk.runs import Run, add_gradients, rebuild_optimizer, restore, seeded, set_options, step_generator, step_seed
 
 _MOMENTS = 40
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from poprisk._core.autodiff import Inputs, take_examples
+from poprisk._core.autodiff import Inputs, parts_of, take_examples
 from poprisk.errors import DataError, RunError
 from poprisk.runs import Problem, Run, SegmentReader
 
@@ -105,10 +105,10 @@ class MemberExamples:
         if self._pool is not None:
             beyond, strange = rows >= n, (rows - n).clamp(min=0)
             others, labels = take_examples(self._pool[0], strange), self._pool[1][strange]
-            pairs = zip(parts(inputs), parts(others), strict=True)
+            pairs = zip(parts_of(inputs), parts_of(others), strict=True)
             merged = tuple(_pick(beyond, other, own) for own, other in pairs)
             inputs, targets = merged if isinstance(inputs, tuple) else merged[0], _pick(beyond, labels, targets)
-        converted = tuple(cast(part, self._dtype) for part in parts(inputs))
+        converted = tuple(cast(part, self._dtype) for part in parts_of(inputs))
         return converted if isinstance(inputs, tuple) else converted[0], cast(targets, self._dtype)
 
 
@@ -179,11 +179,6 @@ def cannot_repeat(run: Run, k: int, w: Float[Tensor, "d"]) -> None:
             f"step {k - 1} cannot be repeated: its weights differ by {float(off / recorded.norm()):.1e} "
             "(relative). Record a run without a variance source, whose loop does not change gradients"
         )
-
-
-def parts(inputs: Inputs) -> tuple[Tensor, ...]:
-    """One tensor as a tuple of one."""
-    return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
 def moved(inputs: Inputs, device: torch.device) -> Inputs:

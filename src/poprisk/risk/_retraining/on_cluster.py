@@ -114,7 +114,9 @@ def train_on_cluster(
             if isinstance(result, BaseException):
                 raise result
             i = left[place]
-            found[i] = result if store is None else _written(store, *items[i])
+            found[i] = result if store is None else _kept(store, *items[i])
+            if found[i] is None:
+                raise JobError(f"{store} does not have {items[i][0]!r}, which a worker stored: all must see one store")
             bar.update(len(parts) - len(left) + count)
     return _joined([each for each in found if each is not None], device)
 
@@ -176,17 +178,13 @@ def _content(run: Run, members: Members, resume: Retrained | None, options: dict
     }
 
 
-def _group(store: Any, name: str, content: dict[str, Any], weights: Tensor) -> TiledArray:
-    shape = list(weights.shape)
-    where = {"shape": shape, "tile": shape, "dtype": str(weights.dtype).removeprefix("torch."), "symmetric": False}
-    return TiledArray(store, name, "trainings", content, where)
-
-
 def _keep(store: Any, name: str, content: dict[str, Any], found: Retrained) -> None:
     """Store a result; ``values`` are the last weights, and are there when all else is."""
     form, tensors = pack(replace(found, weights=found.weights[:1, :1]))
     text = torch.frombuffer(bytearray(json.dumps({"tensors": len(tensors), "form": form}).encode()), dtype=torch.uint8)
-    group = _group(store, name, content, found.weights)
+    shape, dtype = list(found.weights.shape), str(found.weights.dtype).removeprefix("torch.")
+    where = {"shape": shape, "tile": shape, "dtype": dtype, "symmetric": False}
+    group = TiledArray(store, name, "trainings", content, where)
     add_tiled(group, {_FORM: text, **{f"tensor {key}": x for key, x in tensors.items()}})
     group.write((0, 0), {VALUES: found.weights})
 
@@ -199,14 +197,6 @@ def _kept(store: Any, name: str, content: dict[str, Any]) -> Retrained | None:
     except DataError:
         group.remove()
         return None
-
-
-def _written(store: Any, name: str, content: dict[str, Any]) -> Retrained:
-    """What a worker has just stored."""
-    try:
-        return _read(store, name, content)
-    except DataError as error:
-        raise JobError(f"a worker stored {name!r}, but {store} does not have it: all must see one store") from error
 
 
 def _read(store: Any, name: str, content: dict[str, Any]) -> Retrained:

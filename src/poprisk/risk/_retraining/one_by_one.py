@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from poprisk._core.autodiff import Inputs
+from poprisk._core.autodiff import Inputs, parts_of
 from poprisk._core.progress import training_progress
 from poprisk._core.store import TensorFile, fingerprint, read_json, read_tensors, write_json, write_tensors
 from poprisk.errors import DataError, RunError
@@ -29,7 +29,6 @@ from poprisk.risk._retraining.members import (
     cannot_repeat,
     cast,
     mean_weights,
-    parts,
     recorded_factor,
 )
 from poprisk.runs import (
@@ -126,8 +125,8 @@ def module_outputs(
                 p.copy_(piece)
             for name, buffer in module.named_buffers():
                 buffer.copy_(own.get(name, first[name]))
-            rows = torch.arange(len(parts(batch)[0])).split(_ROWS)
-            done = [module(*(cast(x[r], dtype) for x in parts(batch))) for r in rows]
+            rows = torch.arange(len(parts_of(batch)[0])).split(_ROWS)
+            done = [module(*(cast(x[r], dtype) for x in parts_of(batch))) for r in rows]
             found.append(torch.cat(done))
     return found
 
@@ -234,7 +233,7 @@ class _Trainer:
             if mixes and len(rows) < min(2, len(index)):
                 index, rows = self._filled(index, omega, data, k)
             inputs, targets, axes = data.batch(index, generator)
-            inputs = tuple(x[0] if axes[0] == 0 else x for x in parts(inputs))
+            inputs = tuple(x[0] if axes[0] == 0 else x for x in parts_of(inputs))
             targets = targets[0] if axes[1] == 0 else targets
             outputs = module(*(x[rows] for x in inputs))
             loss = self.problem.batch_loss(outputs, targets[rows], omega[rows])
@@ -288,7 +287,7 @@ def _key(run: Run, members: Members, c: int, steps: list[int], dtype: torch.dtyp
     for name in ("index_map", "targets", "initial"):
         if (given := getattr(members, name)) is not None:
             own[name] = given[c]
-    for j, x in enumerate(() if members.pool is None else (*parts(members.pool[0]), members.pool[1])):
+    for j, x in enumerate(() if members.pool is None else (*parts_of(members.pool[0]), members.pool[1])):
         own[f"pool {j}"] = x
     own["steps"] = torch.tensor(sorted(steps))
     return fingerprint({f"{run.problem.fingerprint} {dtype} {name}": x for name, x in own.items()})[:24]

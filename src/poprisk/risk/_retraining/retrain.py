@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 
-from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, probe, resolve_loss, slices
+from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, parts_of, probe, resolve_loss, slices
 from poprisk._core.cluster import current_cluster, is_remote
 from poprisk._core.costs import current_limits, working_memory
 from poprisk._core.progress import training_progress
@@ -26,7 +26,6 @@ from poprisk.risk._retraining.members import (
     check_members,
     mean_weights,
     moved,
-    parts,
     recorded_factor,
 )
 from poprisk.risk._retraining.on_cluster import members_of_a_task, train_on_cluster
@@ -344,7 +343,7 @@ class _Trainer:
         if form not in self._stacked:
             on_gpu = self.device.type == "cuda"
             self._stacked[form] = Replayed(gradients, capture=on_gpu, only=lambda _: on_gpu)
-        return self._stacked[form](w, weights, targets, *parts(inputs))
+        return self._stacked[form](w, weights, targets, *parts_of(inputs))
 
     def _factor(self, k: int) -> float:
         """The factor of the recorded gradient, apart from clipping, which is computed again."""
@@ -400,11 +399,11 @@ def member_outputs(
             [3., 4.]])
     """
     if buffers is not None:
-        given, several = parts(moved(inputs, run.problem.device)), range(len(weights))
+        given, several = parts_of(moved(inputs, run.problem.device)), range(len(weights))
         each: list[Inputs] = [tuple(x[j] for x in given) if own else given for j in several]
         return torch.stack(module_outputs(run, list(weights), buffers, each, weights.dtype))
     trainer = _Trainer(run, flat_rule(run), weights.dtype, Members(torch.ones(len(weights), run.num_examples)))
-    converted = tuple(cast(part, weights.dtype) for part in parts(moved(inputs, weights.device)))
+    converted = tuple(cast(part, weights.dtype) for part in parts_of(moved(inputs, weights.device)))
     held = _held(trainer)
     block = max(1, memory // (3 * held * weights.element_size() + 1))  # examples at once, where one member fills memory
     found = []
