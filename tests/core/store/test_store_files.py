@@ -91,6 +91,14 @@ def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
     assert [each.is_fifo() for each in tmp_path.iterdir()] == [True]
 
 
+def test_a_file_of_a_run_is_no_output(tmp_path):
+    manifest = write_text(tmp_path / "manifest.json", "{}")
+    with pytest.raises(FileExistsError, match=r"would replace .*manifest\.json, a file of a recorded run; choose"):
+        writable_file(manifest)
+    writable_file(tmp_path / "report.html")
+    assert [each.name for each in tmp_path.iterdir()] == ["manifest.json"]
+
+
 def test_mode_follows_umask(tmp_path):
     old = os.umask(0o027)
     try:

@@ -95,9 +95,12 @@ def writable_file(path: str | Path) -> None:
     """Check that a file can be written, before anything slow; its directory is created if it does not exist.
 
     Raises:
-        OSError: the path is a directory, a pipe or a device, or its directory cannot be written.
+        OSError: the path is a directory, a pipe, a device or a file of a run, or its directory cannot be written.
     """
-    writable_directory(_replaceable(path).parent)
+    target = _replaceable(path)
+    if target.exists() and target.suffix in {".json", ".safetensors"} and (target.parent / "manifest.json").is_file():
+        raise FileExistsError(f"the output would replace {path}, a file of a recorded run; choose another name")
+    writable_directory(target.parent)
 
 
 def _replaceable(path: str | Path) -> Path:
