@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from poprisk import cluster
 from poprisk.cli._jobs import connected
 
 
@@ -18,5 +17,7 @@ def on_scheduler(address: str | None) -> Iterator[None]:
     if address is None:
         yield
         return
+    from poprisk import cluster  # torch comes with it, which the help of a command does not need
+
     with connected(address) as client, cluster(client):
         yield

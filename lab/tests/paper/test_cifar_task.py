@@ -231,7 +231,7 @@ def test_the_smoke_study_is_told_from_the_real_one(tmp_path):
     claims = claims_labels(saved)
     assert [claim.claim.split(":")[0] for claim in claims] == ["synthetic images, clean", "synthetic images, 40% wrong"]
     titles = [axes.get_title("left") for axes in draw_labels(saved).axes]
-    assert titles == ["synthetic images: last step", "synthetic images: learning curves, 40% wrong"]
+    assert titles == ["Synthetic images: last step", "Synthetic images: learning curves, 40% wrong"]
 
 
 def test_the_full_size_asks_for_files_first(tmp_path):

@@ -69,7 +69,7 @@ def test_the_figure_shows_each_data_set_twice(saved):
 
     figure = draw_labels(saved)
     titles = [axes.get_title("left") for axes in figure.axes]
-    assert titles == ["digits: last step", "digits: learning curves, 40% wrong"]
+    assert titles == ["Digits: last step", "Digits: learning curves, 40% wrong"]
     last, curves = figure.axes
     assert list(last.get_xticks()) == [0, 40]
     assert len(curves.lines) == 3 * 5  # a mean, its best and its last step for each of five rows
@@ -81,7 +81,7 @@ def test_several_data_sets_stand_side_by_side():
 
     made = {f"{d}-{n}": stored_study(n, ENDS, (0.9, 0.9, 0.9), d) for d in ("digits", "mnist") for n in (0, 0.2, 0.4)}
     figure = draw_labels({"result": {"studies": made}})
-    assert [axes.get_title("left").split(":")[0] for axes in figure.axes] == ["digits", "MNIST"] * 2
+    assert [axes.get_title("left").split(":")[0] for axes in figure.axes] == ["Digits", "MNIST"] * 2
     oracle = figure.axes[0].containers[2].lines[0].get_ydata()
     assert list(oracle) == pytest.approx([90, 90, 90])
 
