@@ -46,6 +46,15 @@ def test_a_run_that_ended_too_early():
     assert rate == pytest.approx(100 * (1 - losses[-6:].mean() / losses[-12:-6].mean()) / 2, rel=0.25)
 
 
+def test_a_learning_rate_that_came_to_its_end_lowers_the_loss_by_itself():
+    def ended(factor):
+        rule = partial(torch.optim.AdamW, lr=2e-3)
+        return train(blobs(), rule, 48, batch_size=40, schedule=factor, progress=False)
+
+    assert under_training(ended(lambda k: 1 - k / 96)).startswith(STILL_FALLING)
+    assert under_training(ended(lambda k: 1.0 if k < 44 else 0.05)) == ""
+
+
 def test_it_is_said_first_in_the_estimate():
     risk = population_risk(trained(48, 2e-3))
     assert risk.valid

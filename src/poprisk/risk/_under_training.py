@@ -25,6 +25,8 @@ HARDLY_LEARNED = 0.5
 """Share of the first loss above which a run has hardly learned; needed where the risk is not known."""
 STILL_BEST = 0.8
 """Share of the steps before which the best measurement on held-back examples means that the risk was rising."""
+ANNEALED = 0.1
+"""Share of its largest value below which the learning rate has come to its end."""
 
 
 def under_training(run: Run, risk: RiskEstimate | None = None) -> str:
@@ -32,7 +34,8 @@ def under_training(run: Run, risk: RiskEstimate | None = None) -> str:
 
     The losses of the last eighth of the steps are compared with those of the eighth before. Examples that are memorized
     also lower the training loss: nothing is said where the risk exceeds the training loss by much, or, if the risk is
-    not known, unless most of the first loss is left.
+    not known, unless most of the first loss is left. Nor is it where a schedule brought the learning rate to its end,
+    which lowers the loss by itself.
 
     Args:
         run: The run.
@@ -48,7 +51,7 @@ def under_training(run: Run, risk: RiskEstimate | None = None) -> str:
     ''
     """
     losses = run.losses
-    if len(losses) < FEWEST_STEPS or not bool(losses.isfinite().all()) or _was_rising(run):
+    if len(losses) < FEWEST_STEPS or not bool(losses.isfinite().all()) or _was_rising(run) or _is_annealed(run):
         return ""
     eighth = len(losses) // 8
     first, before, last = losses[:eighth].mean().item(), losses[-2 * eighth : -eighth], losses[-eighth:]
@@ -77,3 +80,10 @@ def _is_clear(losses: Float[Tensor, "steps"]) -> bool:
 def _was_rising(run: Run) -> bool:
     """Whether the risk on held-back examples was lowest well before the end."""
     return run.kept is not None and run.kept.risk.step < STILL_BEST * run.num_steps
+
+
+def _is_annealed(run: Run) -> bool:
+    """Whether the learning rate was far below its largest value at the end."""
+    steps = (*range(0, run.num_steps, max(1, run.num_steps // 16)), run.num_steps)
+    rates = [max((float(group["lr"]) for group in run.options(k)), default=0.0) for k in steps]
+    return rates[-1] < ANNEALED * max(rates)

@@ -1,6 +1,7 @@
 """The audit finds what was done to the labels, on any kind of run, and says what it could not do."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -56,6 +57,14 @@ def test_it_finds_the_wrong_labels_and_what_they_were(table):
     cleaned = table.cleaned_targets()
     assert (cleaned != true).sum() < 6
     assert set(table.columns) <= set(DESCRIPTIONS)
+
+
+def test_replacing_all_suspects_unreviewed_is_warned_of_where_their_number_is_not_known(table):
+    unsure = replace(table, wrong_labels=replace(table.wrong_labels, valid=False, reason="not known"))
+    with pytest.warns(PopRiskWarning, match="many suspects may be right: review them, or choose some"):
+        cleaned = unsure.cleaned_targets()
+    assert torch.equal(cleaned, table.cleaned_targets())
+    assert torch.equal(cleaned, unsure.cleaned_targets(unsure.is_suspect))
 
 
 def test_columns_are_what_they_say(run, table):

@@ -197,7 +197,7 @@ def _clean_targets(targets: Tensor, clean: Tensor | None, table: AuditTable | No
     if clean is not None:
         return "given", clean.to(targets)
     try:
-        return "audit", None if table is None else table.cleaned_targets().to(targets)
+        return "audit", None if table is None else table.cleaned_targets(table.is_suspect).to(targets)
     except DataError:
         return "", None
 

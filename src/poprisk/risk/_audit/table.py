@@ -2,6 +2,7 @@
 
 import csv
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from poprisk._core.estimate import Estimate
 from poprisk._core.html import card, table
 from poprisk._core.store import write_bytes, write_text
-from poprisk.errors import DataError, MissingExtraError
+from poprisk.errors import DataError, MissingExtraError, PopRiskWarning
 from poprisk.risk._audit.decisions import Decisions
 from poprisk.theory import ExampleGroups
 
@@ -147,6 +148,8 @@ class AuditTable:
             chosen: Positions or a mask of the examples to change; default: the suspects. Or the file of decisions
                 (``.json`` or ``.csv``) that was exported from a report after its labels were reviewed.
 
+        Without a choice, a warning says where the count of wrong labels is not valid: many suspects may be right.
+
         Raises:
             DataError: nothing can be suggested for these targets, a position is out of range, or the decisions are
                 about other labels.
@@ -158,6 +161,9 @@ class AuditTable:
         if self.suggested_targets is None:
             raise DataError("there are no suggested targets, because the targets are neither classes nor numbers")
         where = self.is_suspect if chosen is None else torch.as_tensor(chosen)
+        if chosen is None and self.kind == "classes" and not self.wrong_labels.valid and bool(where.any()):
+            say = "how many labels are wrong is not known, so many suspects may be right: review them, or choose some"
+            warnings.warn(say, PopRiskWarning, stacklevel=2)
         if where.dtype == torch.bool and where.shape != (len(self),):
             raise DataError(
                 f"a mask must have one entry for each of the {len(self)} examples, got shape {list(where.shape)}"
