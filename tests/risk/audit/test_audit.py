@@ -67,6 +67,12 @@ def test_replacing_all_suspects_unreviewed_is_warned_of_where_their_number_is_no
     assert torch.equal(cleaned, unsure.cleaned_targets(unsure.is_suspect))
 
 
+def test_columns_of_another_shape_are_refused(table):
+    for damaged in (table["suspicion"].unsqueeze(1), table["suspicion"][:-1]):
+        with pytest.raises(DataError, match="one entry for each example"):
+            replace(table, columns=table.columns | {"suspicion": damaged})
+
+
 def test_columns_are_what_they_say(run, table):
     """Every column again, from the outputs at all moments kept at once."""
     steps = table.moments

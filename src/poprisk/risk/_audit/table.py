@@ -86,6 +86,10 @@ class AuditTable:
     notes: tuple[str, ...] = ()
     """What is approximate in this audit, and why columns are missing."""
 
+    def __post_init__(self) -> None:
+        if any(column.shape != (len(self.targets),) for column in self.columns.values()):
+            raise DataError("every column of an audit must have one entry for each example: compute it again")
+
     def __len__(self) -> int:
         return len(self.targets)
 
