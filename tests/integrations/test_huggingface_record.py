@@ -7,11 +7,11 @@ import pytest
 import torch
 from tiny_classifier import classifier, problem, sentences
 from torch.testing import assert_close
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from poprisk import Problem, Run, population_risk, replay
-from poprisk.errors import DataError, RunError, UnexplainedGradientWarning
+from poprisk.errors import DataError, HyperparameterError, RunError, UnexplainedGradientWarning
 from poprisk.integrations.huggingface import KeepBestCallback, use_poprisk
 from poprisk.integrations.huggingface_record import RecordRun, classification_problem
 from poprisk.risk._audit.run_audit import audit
@@ -187,11 +187,39 @@ def test_more_that_is_refused(tmp_path):
         ([{"input_ids": [1], "label": 0}, {"label": 1}], "example 1 has"),
         ([{"input_ids": [1], "label": 0}, {"input_ids": [1, 2], "label": 1}], "there is no attention_mask"),
         ([{"input_ids": [1], "label": -100}], "classes from 0, got -100"),
+        ([{"input_ids": [1], "label": "sport"}], "classes from 0, got 'sport': give"),
+        ([{"input_ids": [1], "label": [0, 1]}], r"classes from 0, got \[0, 1\]: give"),
+        ([{"input_ids": [1], "label": torch.tensor([0, 1])}], "classes from 0, got tensor"),
+        ([{"input_ids": [1], "label": None}], "classes from 0, got None"),
+        ([{"text": "a", "label": 0}], r"inputs such as input_ids, got \['text', 'label'\]: tokenize"),
+        (DataLoader([{"input_ids": [1], "label": 0}]), "the Trainer trains on, got DataLoader: pass that"),
+        ({"train": [{"input_ids": [1], "label": 0}]}, "the Trainer trains on, got dict: pass that"),
     ],
 )
 def test_data_that_are_no_classification_are_refused(rows, message):
     with pytest.raises(DataError, match=message):
         classification_problem(classifier, rows)
+
+
+def test_what_else_is_no_classification_is_refused():
+    rows = sentences()
+    counted = [{**row, "labels": 1 + row["labels"]} for row in rows]
+    with pytest.raises(DataError, match=r"padding must be a token's number, got object: use tokenizer\.pad_token_id"):
+        classification_problem(classifier, rows, padding=object())
+    with pytest.raises(DataError, match="classes from 0 to 1, as the model has num_labels=2, got 2"):
+        classification_problem(classifier(), counted)
+    with pytest.raises(DataError, match="as the model has num_labels=2"):
+        classification_problem(classifier(), rows, test=counted)
+    tensors = [{"input_ids": [1], "label": torch.tensor(i)} for i in range(2)]
+    assert classification_problem(classifier(), tensors).targets.tolist() == [0, 1]
+
+
+def test_a_recording_takes_a_folder_and_a_problem(tmp_path):
+    with pytest.raises(HyperparameterError, match="got Problem and NoneType: write RecordRun"):
+        RecordRun(problem())
+    with pytest.raises(HyperparameterError, match="got Problem and str"):
+        RecordRun(problem(), "runs/first")
+    assert RecordRun(tmp_path, problem()).path == tmp_path
 
 
 def test_the_example_runs(capsys):

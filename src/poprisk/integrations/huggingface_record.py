@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from poprisk._core.autodiff import Inputs
 from poprisk._core.store import importable, resolve
 from poprisk.errors import DataError, MissingExtraError, RunError
 from poprisk.integrations.recording import TrainerRecording, check_batch, check_from_start, find_network
@@ -78,10 +79,11 @@ def classification_problem(
         problem = classification_problem(model, data, padding=tokenizer.pad_token_id, show=lambda i: texts[i])
         Trainer(model, args, train_dataset=data, callbacks=[RecordRun("runs/first", problem)]).train()
     """
-    columns, inputs, labels = _tensors_of(dataset, padding)
+    classes = getattr(make_model, "num_labels", None)
+    columns, inputs, labels = _tensors_of(dataset, padding, classes)
     if (text := _text_column(dataset)) is not None:
         options.setdefault("show", lambda i: dataset[i][text])
-    tested = None if test is None else _tensors_of(test, padding)
+    tested = None if test is None else _tensors_of(test, padding, classes)
     if tested is not None and tested[0] != columns:
         raise DataError(
             f"the training examples have the columns {list(columns)}, the test examples {list(tested[0])}: use the same"
@@ -92,9 +94,8 @@ def classification_problem(
     else:
         path = importable(make_model, arguments).path
         made = partial(make_logits, make_model=path or make_model, columns=list(columns))
-    rest = None if tested is None else (tested[1] if len(columns) > 1 else tested[1][0], tested[2])
-    taken = inputs if len(columns) > 1 else inputs[0]
-    return Problem(made, "cross_entropy", taken, labels, arguments=arguments, test=rest, **options)
+    rest = None if tested is None else tested[1:]
+    return Problem(made, "cross_entropy", inputs, labels, arguments=arguments, test=rest, **options)
 
 
 class RecordRun(TrainerRecording, TrainerCallback):
@@ -226,8 +227,12 @@ def _text_column(dataset: Any) -> str | None:
     return next((name for name, value in first.items() if isinstance(value, str)), None)
 
 
-def _tensors_of(dataset: Any, padding: int) -> tuple[tuple[str, ...], tuple[Tensor, ...], Tensor]:
-    """Names of the columns, their tensors, and the labels."""
+def _tensors_of(dataset: Any, padding: int, classes: int | None) -> tuple[tuple[str, ...], Inputs, Tensor]:
+    """Names of the columns, their tensors, and the labels, where they are those of a classification."""
+    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise DataError(f"expected the dataset that the Trainer trains on, got {type(dataset).__name__}: pass that")
+    if padding is not None and not hasattr(padding, "__index__"):
+        raise DataError(f"padding must be a token's number, got {type(padding).__name__}: use tokenizer.pad_token_id")
     examples = [dataset[i] for i in range(len(dataset))]
     first = examples[0] if examples else {}
     label = next((name for name in _LABELS if name in first), None) if isinstance(first, Mapping) else None
@@ -235,15 +240,19 @@ def _tensors_of(dataset: Any, padding: int) -> tuple[tuple[str, ...], tuple[Tens
         got = list(first) if isinstance(first, Mapping) else type(first).__name__
         raise DataError(f"examples must be mappings with {' or '.join(_LABELS)}, got {got}")
     columns = tuple(name for name, value in first.items() if name != label and not isinstance(value, str))
+    if not columns:
+        raise DataError(f"examples must have inputs such as input_ids, got {list(first)}: tokenize the dataset first")
     odd = next((i for i, example in enumerate(examples) if first.keys() != set(example)), None)
     if odd is not None:
         got = sorted(examples[odd])
         raise DataError(f"example {odd} has the columns {got}, the first one {sorted(first)}: use the same for all")
     inputs = tuple(_padded([torch.as_tensor(e[name]) for e in examples], name, columns, padding) for name in columns)
-    labels = torch.as_tensor([int(e[label]) for e in examples])
-    if bool((labels < 0).any()):
-        raise DataError(f"labels must be classes from 0, got {int(labels.min())}")
-    return columns, inputs, labels
+    labels, end = [e[label] for e in examples], classes or 2**63
+    wrong = [x for x in labels if not hasattr(x, "__index__") or getattr(x, "ndim", 0) or not 0 <= x < end]
+    if wrong:
+        last = f" to {classes - 1}, as the model has num_labels={classes}" if classes else ""
+        raise DataError(f"labels must be classes from 0{last}, got {wrong[0]!r}: give each class such a number")
+    return columns, inputs if len(columns) > 1 else inputs[0], torch.as_tensor([int(x) for x in labels])
 
 
 def _padded(rows: list[Tensor], name: str, columns: Sequence[str], padding: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
-from poprisk.errors import PopRiskError, PopRiskWarning, RunError
+from poprisk.errors import HyperparameterError, PopRiskError, PopRiskWarning, RunError
 from poprisk.report import analyze, can_rebuild
 from poprisk.runs import Problem, Recorder, Run, StepContext, usual_interval
 
@@ -190,6 +190,9 @@ class TrainerRecording:
         verify_steps: int = 2,
         analyze: bool = True,
     ) -> None:
+        if isinstance(path, Problem) or not isinstance(problem, Problem | None):
+            got = f"{type(path).__name__} and {type(problem).__name__}"
+            raise HyperparameterError(f'expected a folder and a problem, got {got}: write RecordRun("runs/1", problem)')
         self.path, self.problem, self.analyze = path, problem, analyze
         self._options = {"every": every, "augmentation": augmentation, "verify_steps": verify_steps}
         self._recorder: Recorder | None = None
