@@ -161,7 +161,7 @@ def test_more_that_is_refused(tmp_path):
     turned = [{**row, "input_ids": row["input_ids"][::-1]} for row in rows]
     cases = [
         ({"data": Stream()}, problem(), "Stream does not tell which examples"),
-        ({}, classification_problem(classifier, rows[:30]), "30 examples, .* dataset 40"),
+        ({}, classification_problem(classifier, rows[:30]), "30 examples, .* dataset 40: .* after keep_best"),
         ({}, classification_problem(classifier, swapped), "targets of the batch are not those of the problem"),
         ({}, classification_problem(classifier, turned), "gradient of step 0 is not that"),
         ({"model": classifier(dropout=0.1)}, problem(), r"attention_dropout=0.1 .*applies dropout"),

@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig
 
-from poprisk import Run, cli
+from poprisk import Run, cli, population_risk
 from readme_code import blocks
 
 PAGE = (Path(__file__).parents[2] / "docs/trainers.md").read_text(encoding="utf-8")
-RECORD, RECORD_LIGHTNING, TRAINER, TRL, LIGHTNING, OPTAX, TRAIN = blocks(PAGE)
+RECORD, RECORD_LIGHTNING, TRAINER, BOTH, TRL, LIGHTNING, OPTAX, TRAIN = blocks(PAGE)
 QUICKSTART = (Path(__file__).parents[2] / "docs/quickstart.md").read_text(encoding="utf-8")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
@@ -89,6 +89,18 @@ def test_the_hugging_face_trainer(folder):
     found = run(TRAINER, model=model(), args=arguments("run"), data=sequences())
     assert found["kept"].risk.measured >= 1
     assert (folder / "final").is_dir()
+
+
+def test_the_hugging_face_trainer_with_both_callbacks(folder):
+    rows = sentences()
+    args = TrainingArguments("out", max_steps=8, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+    words = SimpleNamespace(pad_token_id=0, decode=lambda tokens: f"words {tokens}")
+    found = run(BOTH, model=classifier(), data=rows, args=args, tokenizer=words)
+    opened = Run.load("runs/kept")
+    assert opened.num_examples == len(found["rest"]) == 36
+    assert opened.kept.risk.value == found["kept"].risk.value
+    assert found["problem"].show(0) == f"words {found['rest'][0]['input_ids']}"
+    assert population_risk(found["record"].run).value == opened.kept.risk.value
 
 
 def test_trl(folder):

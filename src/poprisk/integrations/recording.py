@@ -313,7 +313,7 @@ def make_recorder(
     if len(problem) != examples:
         raise RunError(
             f"problem {problem.name!r} has {len(problem)} examples, the training loader's dataset {examples}: "
-            "both must have the same examples, in the same order"
+            "both must have the same examples, in the same order; after keep_best, make it of trainer.train_dataset"
         )
     return Recorder(path, network, optimizer, problem=problem, **options)
 
