@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from trl import DPOConfig
 
 from poprisk import Run, cli, population_risk
+from poprisk.report import KeptAnalysis
 from readme_code import blocks
 
 PAGE = (Path(__file__).parents[2] / "docs/trainers.md").read_text(encoding="utf-8")
@@ -44,7 +45,7 @@ def recorded_by_the_trainer(code, more=""):
     rows = sentences()
     args = TrainingArguments("out", max_steps=4, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
     made, texts = classifier(), [f"text {i}" for i in range(len(rows))]
-    names = {"model": made, "data": rows, "train_set": rows, "args": args, "texts": texts}
+    names = {"model": made, "data": rows, "train_set": rows, "test_data": sentences(8), "args": args, "texts": texts}
     names |= {"tokenizer": SimpleNamespace(pad_token_id=0), "trainer": Trainer(made, args, train_dataset=rows)}
     run(f"{code}\n{more}", **names)
     opened = Run.load("runs/first")
@@ -65,6 +66,7 @@ def test_a_recorded_trainer_is_opened_by_the_command(folder, code, more):
     found, texts = recorded_by_the_trainer(code, more)
     assert found.num_steps == 4
     assert len(texts) == 40
+    assert (KeptAnalysis(found).get("curves").value.test is None) == ("test_data" not in code)
 
 
 def test_a_recorded_lightning_training_is_opened_by_the_command(folder, monkeypatch):
@@ -83,6 +85,10 @@ def quiet_trainer():
             super().__init__(**options, **quiet, enable_checkpointing=False, log_every_n_steps=1)
 
     return Quiet
+
+
+def test_the_page_shows_the_test_set():
+    assert "test=test_data" in RECORD
 
 
 def test_the_hugging_face_trainer(folder):
