@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from poprisk import Problem, Run, population_risk, replay
+from poprisk import Problem, Run, analyze, population_risk, replay
 from poprisk.errors import DataError, HyperparameterError, RunError, UnexplainedGradientWarning
 from poprisk.integrations.huggingface import KeepBestCallback, use_poprisk
 from poprisk.integrations.huggingface_record import RecordRun, classification_problem
@@ -106,7 +106,13 @@ def test_the_exact_tier_takes_eager_attention(tmp_path, attention):
     trainer(tmp_path, record, model=classifier(attention=attention), data=rows, max_steps=2).train()
     table = audit(record.run, progress=False)
     assert ("loo_loss" in table.columns) == (attention == "eager")
-    assert any("no exact columns: vmap" in note for note in table.notes) == (attention == "sdpa")
+    reasons = [note for note in table.notes if note.startswith("no exact columns")]
+    followed = "the model decides by its values in Python (data-dependent control flow), which torch.func cannot follow"
+    assert reasons == ([] if attention == "eager" else [f"no exact columns: {followed}"])
+    left_out = analyze(record.run, progress=False).left_out
+    assert left_out.get("operators") == left_out.get("kernel") == (None if attention == "eager" else followed)
+    if attention == "sdpa":
+        assert left_out["risk"] == f"{followed}. Or use population_risk(run, retrain_budget=10)."
 
 
 def test_a_penalty_that_begins_later_is_found_and_the_run_is_kept(tmp_path):

@@ -1,4 +1,4 @@
-"""Text that may come from a file or from a person's task, made safe for a terminal."""
+"""Text that may come from a file, from a person's task or from torch, made fit to be shown."""
 
 
 def printable(text: str) -> str:
@@ -17,3 +17,10 @@ def one_line(text: str) -> str:
     'a b?'
     """
     return " ".join(printable(text).split())
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, or the reason in plain words where torch.func asks to report a model to PyTorch."""
+    if "a Tensor in some data-dependent control flow" in str(error):
+        return "the model decides by its values in Python (data-dependent control flow), which torch.func cannot follow"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -190,12 +190,7 @@ class KeepBestCallback(TrainerCallback):
 
 
 def keep_best(
-    trainer: Trainer,
-    held: Any = 0.05,
-    *,
-    seed: int = 0,
-    labels: Any = None,
-    **options: Any,
+    trainer: Trainer, held: Any = 0.05, *, seed: int = 0, labels: Any = None, **options: Any
 ) -> KeepBestCallback:
     """Make a trainer end with the best of its averaged weights, chosen on held-back examples.
 

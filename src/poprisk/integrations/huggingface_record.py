@@ -92,10 +92,8 @@ def classification_problem(
     if isinstance(make_model, nn.Module):
         made = Logits(make_model, columns)
     else:
-        path = importable(make_model, arguments).path
-        made = partial(make_logits, make_model=path or make_model, columns=list(columns))
-    rest = None if tested is None else tested[1:]
-    return Problem(made, "cross_entropy", inputs, labels, arguments=arguments, test=rest, **options)
+        made = partial(make_logits, make_model=importable(make_model, arguments).path or make_model, columns=[*columns])
+    return Problem(made, "cross_entropy", inputs, labels, arguments=arguments, test=tested and tested[1:], **options)
 
 
 class RecordRun(TrainerRecording, TrainerCallback):
@@ -116,8 +114,8 @@ class RecordRun(TrainerRecording, TrainerCallback):
     The audit and every analysis with the network need a problem. :func:`classification_problem` makes one for models
     with one label per example. Losses that average over the tokens of a batch (language models) or compare with
     another model (TRL's DPO) are not means over examples: record these without a problem, and ``poprisk report`` shows
-    their losses. Exact analyses (influence, operators) need a model that torch can differentiate example by example:
-    ``attn_implementation="eager"`` and no dropout. With other attention the audit has all but the exact columns.
+    their losses. Exact analyses (influence) and operators need a model that :func:`torch.func.vmap` can run, e.g. Qwen2
+    with ``attn_implementation="eager"``, exact ones also no dropout. Otherwise the audit has all but the exact columns.
 
     Args:
         path: Directory for the run, new or empty; None keeps it in memory.
@@ -244,8 +242,9 @@ def _tensors_of(dataset: Any, padding: int, classes: int | None) -> tuple[tuple[
         raise DataError(f"examples must have inputs such as input_ids, got {list(first)}: tokenize the dataset first")
     odd = next((i for i, example in enumerate(examples) if first.keys() != set(example)), None)
     if odd is not None:
-        got = sorted(examples[odd])
-        raise DataError(f"example {odd} has the columns {got}, the first one {sorted(first)}: use the same for all")
+        raise DataError(
+            f"example {odd} has the columns {sorted(examples[odd])}, the first {sorted(first)}: use the same"
+        )
     inputs = tuple(_padded([torch.as_tensor(e[name]) for e in examples], name, columns, padding) for name in columns)
     labels, end = [e[label] for e in examples], classes or 2**63
     wrong = [x for x in labels if not hasattr(x, "__index__") or getattr(x, "ndim", 0) or not 0 <= x < end]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from poprisk._core.costs import is_out_of_memory
 from poprisk._core.progress import limits
+from poprisk._core.text import first_line
 from poprisk.errors import DataError, HyperparameterError, JobError, RunError
 from poprisk.risk._exclusion import MOST_EXAMPLES, check_controls, choose_examples, exclusion_risk
 from poprisk.risk._first_order import first_order_risk
@@ -290,7 +291,7 @@ def _estimated(road: Road, question: Question) -> RiskEstimate:
     except (DataError, RuntimeError) as error:  # from PyTorch: an operation without the derivatives needed
         if is_out_of_memory(error):
             raise
-        raise RunError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+        raise RunError(first_line(error)) from error
 
 
 def _with_advice(obstacles: list[tuple[Road, RunError]], budget: int) -> RunError:

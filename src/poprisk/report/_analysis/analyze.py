@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from poprisk._core.progress import Progress, limits
+from poprisk._core.text import first_line
 from poprisk.errors import DataError, HyperparameterError, PopRiskError, RunError, UntrustedError
 from poprisk.report._analysis.contents import Contents, example_contents
 from poprisk.report._analysis.curves import (
@@ -295,9 +296,9 @@ class _Work:
             self.missing = "interrupted before it was computed; analyze the run again"
             part = Part(None, self.missing)
         except PopRiskError as error:
-            part = Part(None, _first_line(error))
+            part = Part(None, first_line(error))
         except RuntimeError as error:  # from PyTorch: an operation without the derivatives needed, or out of memory
-            return Part(None, _first_line(error))  # not kept: it may succeed next time
+            return Part(None, first_line(error))  # not kept: it may succeed next time
         if self.kept is not None:
             self.kept.put(name, part)
         return part
@@ -325,7 +326,7 @@ class _Work:
         try:  # from the test set alone; not kept, as the risk may be computed later
             return memorization(found.curves, None)
         except DataError as error:
-            found.left_out["memorization"] = _first_line(error)
+            found.left_out["memorization"] = first_line(error)
             return None
 
     def _contents(self) -> Contents | None:
@@ -406,7 +407,3 @@ def _round_up(seconds: float) -> int:
     """
     unit = 10 ** max(0, math.floor(math.log10(max(seconds, 1.0))))
     return math.ceil(seconds / unit) * unit
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

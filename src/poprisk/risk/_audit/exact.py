@@ -8,6 +8,7 @@ from torch import Tensor
 
 from poprisk._core.autodiff import take_examples
 from poprisk._core.costs import current_limits, is_out_of_memory
+from poprisk._core.text import first_line
 from poprisk.errors import DataError, LimitError, PopRiskError, RunError
 from poprisk.operators import Window
 from poprisk.risk._audit.table import AuditTable
@@ -75,8 +76,8 @@ def exact_columns(run: Run, table: AuditTable, obstacle: str | None, *, demanded
         if is_out_of_memory(error):
             raise
         if demanded and not isinstance(error, LimitError):
-            raise RunError(f"the exact tier is not possible for this run: {_first_line(error)}") from error
-        return _with_note(table, f"no exact columns: {_first_line(error)}")
+            raise RunError(f"the exact tier is not possible for this run: {first_line(error)}") from error
+        return _with_note(table, f"no exact columns: {first_line(error)}")
     notes = [unrolled.note] if unrolled.note else []
     if "displacement" not in columns:
         notes.append("no column displacement: it needs a problem with a test set and a small run")
@@ -137,10 +138,6 @@ def example_scores(window: Window) -> Float[Tensor, "n"]:
 
 def _numbers(value: float | Tensor) -> Tensor:
     return torch.as_tensor(value).double().cpu()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _with_note(table: AuditTable, note: str) -> AuditTable:

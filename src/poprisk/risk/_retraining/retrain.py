@@ -15,6 +15,7 @@ from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, parts_of, pr
 from poprisk._core.cluster import current_cluster, is_remote
 from poprisk._core.costs import current_limits, working_memory
 from poprisk._core.progress import training_progress
+from poprisk._core.text import first_line
 from poprisk.errors import DataError, PopRiskError, RunError
 from poprisk.risk._retraining.members import (
     Buffers,
@@ -165,20 +166,19 @@ def _stackable(run: Run, dtype: torch.dtype | None) -> tuple[int, str | None]:
             with torch.no_grad():
                 vmap(trainer.outputs, in_dims=(0, None))(w, inputs)
     except (PopRiskError, RuntimeError) as error:  # from PyTorch: no batching rule, an operation in place
-        return 0, _brief(str(error) or type(error).__name__)
+        return 0, _brief(first_line(error))
     return held, None
 
 
 def _brief(text: str) -> str:
-    """The first clause of an error, without what to do.
+    """The first clause of an error's line, without what to do.
 
     >>> _brief("aten::embedding_bag hit the vmap fallback which is currently disabled")
     "torch.func.vmap has no rule for 'embedding_bag'"
     """
-    line = text.splitlines()[0]
-    if "hit the vmap fallback" in line:
-        return f"torch.func.vmap has no rule for {line.split()[0].removeprefix('aten::')!r}"
-    return line.rpartition(" but ")[2].partition(": ")[0].partition(", so ")[0]
+    if "hit the vmap fallback" in text:
+        return f"torch.func.vmap has no rule for {text.partition(' ')[0].removeprefix('aten::')!r}"
+    return text.rpartition(" but ")[2].partition(": ")[0].partition(", so ")[0]
 
 
 @contextmanager
