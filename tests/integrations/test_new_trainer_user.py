@@ -101,6 +101,18 @@ def test_the_run_of_a_program_opens_by_itself(walked, capsys, monkeypatch):
     assert sentences[0] in Path("compare.html").read_text() or "agree" in Path("compare.html").read_text()
 
 
+def test_nothing_is_retrained_without_the_program(walked, capsys, monkeypatch):
+    monkeypatch.chdir(walked[0])
+    for command in ("audit", "report", "analyze"):
+        options = ("--output", "retrained.html") if command == "report" else ()
+        code, out, err = call(capsys, command, "run", "--retrain", "5", *options)
+        assert (code, out) == (2, "")
+        assert "run: --retrain 5 cannot train: this was recorded in a program of your own" in err
+        assert "poprisk.analyze(run, retrain=5)" in err
+        assert err.count("\n") == 1
+    assert not Path("retrained.html").exists()
+
+
 def test_reviewed_labels_make_the_classifier_better(walked, capsys, monkeypatch):
     folder, sentences, topic, given, test, before = walked
     monkeypatch.chdir(folder)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from poprisk.cli._audit import kept_table
 from poprisk.cli._options import (
     AsJson,
     Budget,
@@ -65,6 +66,8 @@ def analyzed(
     """The analysis of a run with the options of ``kept``; shows progress, and says what is kept after an interrupt."""
     from poprisk.report import analyze as analyze_run
 
+    if kept.retrain and not kept.finished:
+        kept_table(run, kept.retrain)  # refuses a run that cannot be trained again
     with interrupt_says(kept.words), user_code("the analysis"):
         return analyze_run(run, budget=kept.budget, retrain=kept.retrain, clean=clean, kept=kept, memory=memory)
 

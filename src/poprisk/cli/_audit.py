@@ -103,7 +103,7 @@ def audit(
         check_format(output)
         writable_file(output)  # before anything slow
     found = opened(run, problem, trust, quiet=True)
-    audited = _kept_table(found)
+    audited = kept_table(found, retrain)
     if audited is None:
         with user_code("the audit"):
             limits = {"budget": budget, "memory": memory}
@@ -115,8 +115,8 @@ def audit(
     show([*audit_lines(audited, top, stdout().width), *written], outcome, as_json)
 
 
-def _kept_table(found: "Run") -> "AuditTable | None":
-    """The audit kept with a run whose problem is not available; None if the problem is."""
+def kept_table(found: "Run", retrain: int = 0) -> "AuditTable | None":
+    """The audit kept with a run whose problem is not available; None if it is. Without it, nothing can be retrained."""
     from poprisk.errors import RunError
     from poprisk.report import WITHOUT_PROBLEM, KeptAnalysis, can_rebuild
 
@@ -125,12 +125,13 @@ def _kept_table(found: "Run") -> "AuditTable | None":
     except RunError:
         kept = KeptAnalysis(found, writes=False)
         part = kept.get("examples")
-        if part is not None and part.value is not None:
+        if part is not None and part.value is not None and not retrain:
             note(f"using the audit kept in {kept.folder}")
             return part.value
         if can_rebuild(found):
             raise
-        raise RunError(f"{found.path}: {WITHOUT_PROBLEM}") from None
+        said, call = (f"--retrain {retrain} cannot train: ", f"(run, retrain={retrain})") if retrain else ("", "(run)")
+        raise RunError(f"{found.path}: {said}{WITHOUT_PROBLEM.replace('(run)', call)}") from None
     return None
 
 
@@ -143,7 +144,7 @@ def _apply(found: "Run", file: Path, output: Path | None, as_json: bool) -> None
     check_targets_format(output)
     decisions = Decisions.load(file)
     decisions.check_is_of(found)
-    table = _kept_table(found)
+    table = kept_table(found)
     given = found.problem.targets.cpu() if table is None else table.targets
     corrected = decisions.apply(given)
     writable_file(output)
