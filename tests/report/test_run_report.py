@@ -10,6 +10,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -18,9 +19,11 @@ from report_problems import HOSTILE, WRONG, call, chance, curve, pictures, truth
 from torch.nn import functional as F
 
 from poprisk import PopRiskAdamW
+from poprisk._core.autodiff import FlatModel
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.optim import Gate
 from poprisk.report import CleanTargets, analyze, write_report
+from poprisk.report._analysis import operators
 from poprisk.report._analysis.contents import example_contents, png
 from poprisk.report._analysis.curves import memorization
 from poprisk.report._analysis.gates import gate_curve
@@ -148,6 +151,30 @@ def test_memorization_falls_back_on_the_test_set():
     page = report_page(found)
     assert "poprisk report RUN --budget" in page
     assert "according to the test set, assuming that it is drawn from the same distribution as the training set" in page
+
+
+@pytest.mark.parametrize("seconds", [0.0, 50.0])  # that a Jacobian of some examples takes
+def test_spectra_are_left_out_where_forming_jacobians_takes_too_long(monkeypatch, found, seconds):
+    ticks = count()
+    monkeypatch.setattr(operators, "process_time", lambda: seconds * next(ticks))
+    window = operators.window_facts(found.run, budget=30.0)
+    assert window.readings.steps == found.window.readings.steps
+    assert next(ticks) == 2  # one example is enough
+    assert (window.dense is None) == (seconds > 30)
+    page = html.unescape(report_page(replace(found, window=window)))
+    said = re.search(r"the spectra would take about (\d+) s on one CPU core, over the budget of 30 s", page)
+    assert (said is None) == (seconds == 0)
+
+
+def test_a_pilot_takes_more_examples_until_the_estimate_is_known(monkeypatch, found):
+    sizes, jacobian = [], FlatModel.output_jacobian
+    monkeypatch.setattr(
+        FlatModel, "output_jacobian", lambda self, w, x: (sizes.append(len(x)), jacobian(self, w, x))[1]
+    )
+    monkeypatch.setattr(operators, "process_time", lambda: 0.01 * len(sizes))  # of however many examples
+    n = found.run.num_examples
+    assert operators._pilot_seconds(found.run, 1e9) > operators._pilot_seconds(found.run, 1e-9)
+    assert sizes == [1, *(k for k in (1, 4, 16, 64, 256) if k < n), n]
 
 
 @pytest.mark.parametrize("every", [1, 8])
@@ -392,10 +419,10 @@ def test_nothing_is_left_behind_if_the_analysis_fails(tmp_path):
 def test_a_report_is_written_from_an_analysis_or_a_run(tmp_path):
     path = tmp_path / "new" / "page.html"
     run = train(chance(), partial(torch.optim.SGD, lr=0.5), 4, progress=False)
-    found = analyze(run, budget=0.1, progress=False)
+    found = analyze(run, budget=30.0, progress=False)  # near a smaller one, times that are measured decide
     assert write_report(found, path, command="c") == path
     assert path.read_text(encoding="utf-8") == report_page(found, command="c")
-    again = write_report(run, tmp_path / "again.html", budget=0.1, progress=False, command="c")
+    again = write_report(run, tmp_path / "again.html", budget=30.0, progress=False, command="c")
     assert again.read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again.html", "new"]  # no temporary files
     with pytest.raises(TypeError, match="budget: pass these to analyze"):

@@ -27,7 +27,7 @@ from poprisk.report._analysis.curves import (
 from poprisk.report._analysis.gates import GateCurve, gate_curve, has_gate
 from poprisk.report._analysis.kept import BUDGET, KeptAnalysis, Part
 from poprisk.report._analysis.neighbours import SUSPECTS, Neighbours, neighbours
-from poprisk.report._analysis.operators import CleanTargets, WindowFacts, window_facts, window_seconds
+from poprisk.report._analysis.operators import CleanTargets, WindowFacts, too_expensive, window_facts, window_seconds
 from poprisk.risk import (
     FEWEST_FOLDS,
     MOST_EXAMPLES,
@@ -289,7 +289,7 @@ class _Work:
                 self.progress(name)
                 part = Part(compute())
             else:
-                part = Part(None, self._too_expensive(needed))
+                part = Part(None, too_expensive(needed, self.budget))
         except KeyboardInterrupt:
             if self.kept is not None:
                 raise
@@ -302,13 +302,6 @@ class _Work:
         if self.kept is not None:
             self.kept.put(name, part)
         return part
-
-    def _too_expensive(self, seconds: float) -> str:
-        needed = _round_up(seconds)
-        return (
-            f"would take about {needed} s on one CPU core, over the budget of {self.budget:g} s; use budget={needed}, "
-            f"or poprisk report RUN --budget {needed}"
-        )
 
     def _exact(self, name: str, seconds: Callable[[], float], compute: Callable[[], Found]) -> Found | None:
         def possible() -> float:
@@ -378,7 +371,7 @@ class _Work:
         enough = examples >= min(MOST_EXAMPLES, run.num_examples)  # as many as without a budget
         obstacle, needed = exact_obstacle(run), self._risk_seconds(examples)
         missing = None if obstacle is None else f"this run cannot be analyzed exactly: {obstacle}"
-        missing = missing or (self._too_expensive(needed) if needed > self.budget else None)
+        missing = missing or (too_expensive(needed, self.budget) if needed > self.budget else None)
         meter = RiskMeter(
             retrain_budget=self.retrain,
             examples=None if enough else examples,
@@ -397,13 +390,3 @@ class _Work:
 
 def _free() -> float:
     return 0.0
-
-
-def _round_up(seconds: float) -> int:
-    """Round up to one digit, so that a budget of that size is enough.
-
-    >>> _round_up(31.2), _round_up(4.0)
-    (40, 4)
-    """
-    unit = 10 ** max(0, math.floor(math.log10(max(seconds, 1.0))))
-    return math.ceil(seconds / unit) * unit

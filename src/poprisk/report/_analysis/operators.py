@@ -3,6 +3,7 @@
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from time import process_time
 from typing import get_args
 
 import torch
@@ -39,6 +40,7 @@ NO_TEST = "the problem has no test set; pass one with Problem(…, test=(inputs,
 _SHARE, _MOST_GROUPS = 0.9, 8
 _PER_SECOND, _STEP_OVERHEAD = 5e9, 2e-2
 _MEMORY = 2**30
+_PILOT = 0.3  # seconds after which a pilot takes no more examples
 _SPREADS = 3  # one draw of the spread of two samples, often of few large coordinates, stands for its size
 
 
@@ -151,6 +153,14 @@ def window_seconds(run: Run, budget: float) -> float:
     return plan.seconds / ALLOWANCE if plan.seconds > ALLOWANCE * budget else 0.0
 
 
+def too_expensive(seconds: float, budget: float) -> str:
+    """What a part would take, and the budget that is enough for it."""
+    unit = 10 ** (len(str(int(seconds))) - 1)
+    needed = int(-(-seconds // unit)) * unit
+    over = f"the budget of {budget:g} s; use budget={needed}, or poprisk report RUN --budget {needed}"
+    return f"would take about {needed} s on one CPU core, over {over}"
+
+
 def window_facts(
     run: Run, clean: CleanTargets | None = None, table: AuditTable | None = None, budget: float = 30.0
 ) -> WindowFacts:
@@ -181,7 +191,9 @@ def window_facts(
         pair = cast_inputs(queries, torch.float32), (test[1] if clean is None else clean.test.to(test[1]))[:QUERIES]
     evaluation = evaluation_of(run, torch.float32, start=plan.start)
     found = readings(run, plan, evaluation, None if clean is None else clean.train, pair, table)
-    dense = _dense_facts(run, queries, clean) if _dense_seconds(run) <= budget else None
+    seconds, notes = _dense_seconds(run, budget), () if test is not None else (NO_TEST,)
+    if budget < seconds < float("inf"):
+        notes = (*notes, f"the spectra {too_expensive(seconds, budget)}")
     return WindowFacts(
         outputs=run.num_examples * _outputs(run),
         queries=0 if test is None else min(QUERIES, len(test[1])),
@@ -189,13 +201,13 @@ def window_facts(
         drift=None if queries is None else drift_curve(run, evaluation, queries, plan.start, budget),
         predicted=found.predicted,
         displacement=found.measured,
-        notes=() if test is not None else (NO_TEST,),
-        dense=dense,
+        notes=notes,
+        dense=_dense_facts(run, queries, clean) if seconds <= budget else None,
         form=evaluation.note,
     )
 
 
-def _dense_seconds(run: Run) -> float:
+def _dense_seconds(run: Run, budget: float) -> float:
     """Estimated seconds on one CPU core to form the operators; infinite if they are too large."""
     n, d, batch = run.num_examples, run.num_weights, len(run.batch(0))
     N = n * _outputs(run)
@@ -203,7 +215,22 @@ def _dense_seconds(run: Run) -> float:
         return float("inf")
     sweeps = 8 * N * (2 * n + 2 * batch + QUERIES) * d
     factor = 4 * N * N * (min(N, run.num_steps * d) + d)
-    return run.num_steps * ((sweeps + factor) / _PER_SECOND + _STEP_OVERHEAD)
+    products = run.num_steps * ((sweeps + factor) / _PER_SECOND + _STEP_OVERHEAD)
+    return products if products > budget else products + _pilot_seconds(run, budget - products)
+
+
+def _pilot_seconds(run: Run, budget: float) -> float:
+    """Seconds on one CPU core to form the Jacobians, from those of more and more examples of the first step."""
+    inputs, n, count = run.problem.batch(dtype=torch.float64)[0], run.num_examples, 1
+    window = Window.of_run(run, stop=1, test_inputs=take_examples(inputs, slice(0, 1)), dense=False)
+    rows = run.num_steps * (window.steps[0].nodes * (n + QUERIES) + len(run.batch(0)))
+    while True:
+        begun = process_time()
+        window.model.output_jacobian(window.model.weights, take_examples(inputs, slice(0, count))).sum().item()
+        taken = process_time() - begun
+        if taken * rows <= budget * count or taken > _PILOT or count == n:
+            return taken * rows / count
+        count = min(4 * count, n)
 
 
 def _dense_facts(run: Run, queries: Inputs | None, clean: CleanTargets | None) -> DenseFacts:

@@ -163,7 +163,7 @@ def drift_section(found: Analysis) -> Section:
     if window is None:
         return Section("drift", title, missing=_SEE_OPERATORS)
     if window.drift is None:
-        return Section("drift", title, missing=window.notes[0] if window.notes else _NO_DRIFT)
+        return Section("drift", title, missing=window.notes[0] if window.predicted is None else _NO_DRIFT)
     drift, steps = window.drift, [float(k) for k in window.drift.steps]
     errors = drift.errors or {}
     lines = [Line(name, steps, v, j, errors.get(name), j) for j, (name, v) in enumerate(drift.parts.items())]
