@@ -74,8 +74,8 @@ Budget = Annotated[
     number(
         0.1,
         1e6,
-        "Approximate time per section, in seconds on one CPU core; more expensive sections are skipped. Default: that "
-        "of the analysis kept with the run, otherwise 30.",
+        "Approximate time per section, in seconds on one CPU core (the four sections on operators share 5 times that); "
+        "more expensive sections are skipped. Default: that of the analysis kept with the run, otherwise 30.",
         show_default=False,
     ),
 ]

@@ -120,8 +120,8 @@ def analyze(
     Args:
         run: The run, or the path of its directory. If its problem is not available, only the recorded losses can be
             shown.
-        budget: Approximate time, in seconds on one CPU core, that each part may take. More expensive parts are left
-            out; ``Analysis.left_out`` says how long each would take.
+        budget: Approximate time, in seconds on one CPU core, that each part may take; ``"operators"``, which fills four
+            sections, 5 times that. More expensive parts are left out; ``Analysis.left_out`` says how long each takes.
         retrain: Number of trainings that may be spent on the risk if the run alone does not determine it: 0, or at
             least 3 (K-fold). These trainings do not count towards the budget.
         clean: Targets without label noise, if known, to split the test error (squared loss only).
