@@ -177,6 +177,15 @@ def test_a_pilot_takes_more_examples_until_the_estimate_is_known(monkeypatch, fo
     assert sizes == [1, *(k for k in (1, 4, 16, 64, 256) if k < n), n]
 
 
+def test_an_analysis_shows_itself_in_a_few_lines(found):
+    shown = repr(found)
+    assert shown.splitlines()[0] == f"<Analysis of {found.run!r}>"
+    assert "found: curves, readings, risk" in shown
+    assert len(shown.splitlines()) == 2 + len(found.left_out)
+    left = replace(found, gates=None, left_out={"gates": "the optimizer has no gate"})
+    assert repr(left).endswith("\nleft out: gates (the optimizer has no gate)")
+
+
 @pytest.mark.parametrize("every", [1, 8])
 def test_gates_are_those_that_the_training_had(every):
     problem = pictures()

@@ -93,6 +93,11 @@ class Analysis:
     left_out: dict[str, str] = field(default_factory=dict)
     """For each missing part: why it is missing, and how to get it."""
 
+    def __repr__(self) -> str:
+        found = [name for name, value in list(vars(self).items())[3:-1] if value is not None]
+        missing = [f"left out: {part} ({reason})" for part, reason in self.left_out.items()]
+        return "\n".join([f"<Analysis of {self.run!r}>", f"found: {', '.join(found) or 'nothing'}", *missing])
+
     @property
     def last_risk(self) -> RiskEstimate | None:
         """Estimated population risk of the weights at the last step: the last of ``readings``."""
