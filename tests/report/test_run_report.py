@@ -548,3 +548,10 @@ def test_texts_are_shown_as_texts_in_a_browser(chromium, noisy, tmp_path):
     assert notes["found"] == [i for i in range(24) if i == 7 or "7" in str(i)]
     assert "given" not in notes
     assert all(points > 0 for points, _, _ in notes["charts"])
+
+
+def test_a_curve_without_a_value_at_each_step_is_refused():
+    from poprisk.report._drawing.svg_chart import Line
+
+    with pytest.raises(DataError, match="needs one value at each step: compute the analysis again"):
+        Line("drift", [0, 1, 2], [0.5, 0.6])

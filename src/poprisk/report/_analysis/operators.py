@@ -223,7 +223,7 @@ def _pilot_seconds(run: Run, budget: float) -> float:
     """Seconds on one CPU core to form the Jacobians, from those of more and more examples of the first step."""
     inputs, n, count = run.problem.batch(dtype=torch.float64)[0], run.num_examples, 1
     window = Window.of_run(run, stop=1, test_inputs=take_examples(inputs, slice(0, 1)), dense=False)
-    rows = run.num_steps * (window.steps[0].nodes * (n + QUERIES) + len(run.batch(0)))
+    rows = run.num_steps * (window.steps[0].nodes * (n + QUERIES * bool(run.problem.test)) + len(run.batch(0)))
     while True:
         begun = process_time()
         window.model.output_jacobian(window.model.weights, take_examples(inputs, slice(0, count))).sum().item()

@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from poprisk.errors import DataError
+
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 62, 14, 12, 44
 _DASHES = ("", "7 4", "2 4", "10 3 2 3", "4 2")
 _FLAT = 0.04
@@ -29,6 +31,10 @@ class Line:
     """Whether to draw the points, each with a tooltip."""
     hollow: Sequence[bool] | None = None
     """Which points to draw hollow: estimates that are not valid."""
+
+    def __post_init__(self) -> None:
+        if any(len(each) != len(self.x) for each in (self.y, self.error, self.hollow) if each is not None):
+            raise DataError(f"the curve {self.name!r} needs one value at each step: compute the analysis again")
 
 
 @dataclass(frozen=True)
