@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from poprisk._core.store import write_text
+from poprisk._core.text import first_line
+from poprisk.errors import DataError, PopRiskError
 from poprisk.report._analysis.analyze import Analysis, analyze
 from poprisk.report._drawing.advice import actions, judgement, numbers
 from poprisk.report._drawing.commands import training_call, with_command
@@ -59,7 +61,18 @@ def report_page(found: Analysis, *, examples: bool = True, command: str | None =
 
     Raises:
         MissingExtraError: jinja2 is not installed.
+        DataError: a part that was kept with the run is damaged.
     """
+    try:
+        return _drawn(found, examples, command)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, PopRiskError) or found.run.path is None:
+            raise
+        kept = f"the analysis kept in {found.run.path} cannot be drawn ({first_line(error)})"
+        raise DataError(f"{kept}: compute it again with poprisk analyze RUN --again") from error
+
+
+def _drawn(found: Analysis, examples: bool, command: str | None) -> str:
     table, parts, facts = table_data(found, contents=examples), sections(found), facts_of(found)
     return render(
         "report.html",
