@@ -438,6 +438,15 @@ def test_a_report_is_written_from_an_analysis_or_a_run(tmp_path):
         write_report(found, path, budget=3.0)
 
 
+def test_a_damaged_part_is_one_line_where_it_may_have_been_kept(found, monkeypatch):
+    damaged = replace(found, window=replace(found.window, readings=replace(found.window.readings, directions=[1.0])))
+    with pytest.raises(DataError, match=r"cannot be drawn \(not enough values.*--again; if that does not help"):
+        report_page(damaged)
+    monkeypatch.setattr(Run, "path", None)  # in memory nothing is kept: this is our own mistake
+    with pytest.raises(ValueError, match="not enough values"):
+        report_page(damaged)
+
+
 def test_drift_and_diffusion_that_nearly_cancel_are_not_read_as_effects(found):
     window = found.window
     moved = float(np.hypot.reduce(window.displacement))

@@ -191,8 +191,7 @@ def drift_section(found: Analysis) -> Section:
     if either > 3 * moved:  # then their sum is small beside them
         meaning = (
             f"Do not read drift and diffusion separately here: each is at least {number(either)}, but they nearly "
-            f"cancel, and the test outputs moved by only {number(moved)}. In its first steps Adam divides by very few "
-            "gradients, so that a mean gradient makes steps that the run never took."
+            f"cancel, and the test outputs moved by only {number(moved)}."
         )
     return Section("drift", title, lead, (chart,), notes=(how, closure, *_form(window)), meaning=meaning)
 

@@ -69,7 +69,8 @@ def report_page(found: Analysis, *, examples: bool = True, command: str | None =
         if isinstance(error, PopRiskError) or found.run.path is None:
             raise
         kept = f"the analysis kept in {found.run.path} cannot be drawn ({first_line(error)})"
-        raise DataError(f"{kept}: compute it again with poprisk analyze RUN --again") from error
+        again = "compute it again with poprisk analyze RUN --again; if that does not help, please report it as a bug"
+        raise DataError(f"{kept}: {again}") from error
 
 
 def _drawn(found: Analysis, examples: bool, command: str | None) -> str:
