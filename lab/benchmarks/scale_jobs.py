@@ -2,8 +2,8 @@
 
 On a GPU: the tiles of the kernel of 60,000 × 50,000 images in float16, the first 5% of them (and at least one change of
 rows), first in a plain loop that keeps nothing, then as jobs in a store on the disk, interrupted there and resumed. On
-the CPU, at the same time on cores of its own: tiles of about a second in a plain loop and by one, two and four workers,
-in turns; and a plan of ten thousand tiles. Images are random: no figure depends on their content.
+the CPU, at the same time on cores of its own: tiles of about a second in a plain loop, in two plain loops at once (what
+the machine itself gains by two processes), and by one, two and four workers, in turns; and a plan of ten thousand tiles. Images are random: no figure depends on their content.
 
     python benchmarks/scale_jobs.py --out results/scale_jobs.json
     python benchmarks/scale_jobs.py --out results/scale_jobs.json --only cpu    # and keep the other part that is stored
@@ -23,6 +23,8 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -215,9 +217,9 @@ def gpu_part(tiny: bool, note: Any) -> None:
         note(tile_bytes=group.where["tile_bytes"], chunk=group.where["chunk"], bound=group.where["bound"])
         in_a_row = -(-columns // tile[1])
         count = min(len(cells) - 1, max(int(SHARE * len(cells)) + 2, in_a_row + 4))
-        loop = _child("loop", folder, count)
+        loop = _child("loop", folder / "store", count)
         note(loop=loop | {"digests": None}, measured_tiles=count, measured_share=count / len(cells))
-        note(stream=_child("stream", folder, count))
+        note(stream=_child("stream", folder / "store", count))
         began = time.perf_counter()
         with cluster("processes", workers=1, gpus=0 if tiny else 1) as client:
             note(cluster_seconds=time.perf_counter() - began)
@@ -255,47 +257,66 @@ def cpu_part(tiny: bool, note: Any, seconds: float = 300.0) -> None:
     import torch
 
     from poprisk import cluster
+    from poprisk._core.cluster import WORKER_MEMORY
     from poprisk.jobs import JobPlan, run_jobs
 
     torch.set_num_threads(1)
-    sizes, side, sides = ([20, 8, 2], 4, 3) if tiny else ([784, 256, 64, 10], 32, 6)
+    sizes, side, sides = ([20, 8, 2], 4, 3) if tiny else ([784, 256, 64, 10], 48, 8)
     end = time.perf_counter() + seconds
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         small = ten_thousand(folder, note, 200 if tiny else 10_000)
         run = recorded(folder / "run", vectors, sizes=sizes, train=side * sides)
-        plan = JobPlan(folder / "planned", memory_limit=2**30)
+        plan = JobPlan(folder / "planned", memory_limit=2**31)
         plan.train_kernel(run, 0, side=side, method="jacobian contraction")
         tiles = sides * (sides + 1) // 2
-        found: dict[str, list[float]] = {"plain": [], "one": [], "two": [], "four": []}
-        places = [cluster("processes", workers=workers, memory_limit=0) for workers in (1, 2, 4)]
-        with places[0] as one, places[1] as two, places[2] as four:
-            for name, client in (("one", one), ("two", two), ("four", four)):  # what is imported is imported
+        counts = {"one": 1, "two": 2} | ({"four": 4} if tiny or len(os.sched_getaffinity(0)) >= 4 else {})
+        found: dict[str, list[float]] = {name: [] for name in ("plain", "beside", *counts)}
+        with ExitStack() as stack:
+            clients = {}
+            for name, workers in counts.items():
+                clients[name] = stack.enter_context(cluster("processes", workers=workers, memory_limit=0))
                 JobPlan(folder / f"warm {name}", memory_limit=2**28).train_kernel(small, 0, side=10)
-                plain_loop(folder / f"warm {name}", 1)
-                run_jobs(folder / f"warm {name}", client=client, progress=False)
+                run_jobs(folder / f"warm {name}", client=clients[name], progress=False)  # what is imported is imported
                 note(ready=name)
             while (rounds := len(found["plain"])) < 3:
                 if rounds and time.perf_counter() + 3.3 * statistics.mean(found["plain"]) > end:
                     break
-                began = time.perf_counter()
-                plain_loop(folder / "planned", tiles)
-                found["plain"].append(time.perf_counter() - began)
-                for name, client in (("one", one), ("two", two), ("four", four)):
+                found["plain"].append(_child("loop", folder / "planned", tiles, WORKER_MEMORY)["times"][-1])
+                found["beside"].append(beside(folder, tiles))
+                for name, client in clients.items():
                     there = folder / f"{name}{rounds}"
                     shutil.copytree(folder / "planned", there)
                     found[name].append(run_jobs(there, client=client, progress=False).seconds)
                 note(cpu_seconds=found, cpu_tiles=tiles)
-        ratios = [b / a for a, b in zip(found["plain"], found["one"], strict=True)]
-        scaling = [a / b for a, b in zip(found["one"], found["two"], strict=True)]
+
+        def ratio(a: str, b: str) -> float:
+            return statistics.median(x / y for x, y in zip(found[a], found[b], strict=True))
+
+        overhead, scaling = ratio("one", "plain") - 1, ratio("one", "two")
         note(
             seconds_per_tile=statistics.median(found["plain"]) / tiles,
-            overhead=statistics.median(ratios) - 1,
-            scaling_one_to_two=statistics.median(scaling),
-            scaling_one_to_four=statistics.median(found["one"]) / statistics.median(found["four"]),
-            reached_overhead=statistics.median(ratios) - 1 <= MOST_OVERHEAD,
-            reached_scaling=statistics.median(scaling) >= LEAST_SCALING,
+            overhead=overhead,
+            scaling_one_to_two=scaling,
+            machine_scaling=ratio("plain", "beside"),
+            reached_overhead=overhead <= MOST_OVERHEAD,
+            reached_scaling=scaling >= LEAST_SCALING,
+            **({"scaling_one_to_four": ratio("one", "four")} if "four" in found else {}),
         )
+
+
+def beside(folder: Path, tiles: int) -> float:
+    """Seconds that these tiles take two plain loops at once: how far the machine itself scales with two processes."""
+    from poprisk._core.cluster import WORKER_MEMORY
+
+    half = tiles // 2
+
+    def loop(name: str) -> float:
+        shutil.copytree(folder / "planned", folder / name, dirs_exist_ok=True)
+        return _child("loop", folder / name, half, WORKER_MEMORY)["times"][-1]
+
+    with ThreadPoolExecutor(2) as pool:
+        return max(pool.map(loop, ("left", "right"))) / (2 * half) * tiles
 
 
 def ten_thousand(folder: Path, note: Any, count: int) -> Any:
@@ -337,11 +358,11 @@ def _free_memory() -> int:
     return int(done.stdout)
 
 
-def _child(part: str, folder: Path, count: int) -> dict[str, Any]:
+def _child(part: str, store: Path, count: int, settings: dict[str, str] | None = None) -> dict[str, Any]:
     """A part in a process of its own, whose memory is free again when it ends."""
-    out = folder / f"{part}.json"
-    command = [sys.executable, __file__, "--part", part, "--store", folder / "store", "--count", count, "--out", out]
-    subprocess.run([str(each) for each in command], check=True)
+    out = store.with_name(f"{store.name} {part}.json")
+    command = [sys.executable, __file__, "--part", part, "--store", store, "--count", count, "--out", out]
+    subprocess.run([str(each) for each in command], check=True, env=os.environ | (settings or {}))
     return json.loads(out.read_text())
 
 
@@ -359,6 +380,8 @@ def main() -> None:
     if lacking := missing():
         sys.exit(f"cannot be imported here: {'; '.join(lacking)}")
     if args.part in ("loop", "stream"):
+        if args.part == "loop":
+            plain_loop(args.store, 1)  # what is imported is imported
         found = (plain_loop if args.part == "loop" else stream)(args.store, args.count)
         args.out.write_text(json.dumps(found))
     elif args.part == "all":

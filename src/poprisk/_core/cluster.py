@@ -21,6 +21,9 @@ COMPUTING = threading.Lock()
 
 WORKER_SETTINGS = {f"DASK_DISTRIBUTED__WORKER__MEMORY__{what}": "False" for what in ("TARGET", "SPILL", "PAUSE")}
 """For the environment of workers: results are not kept there, so that a worker that waits for memory waits forever."""
+WORKER_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**40), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""For their environment, too, where they start here: glibc keeps what was freed, rather than ask the system for zeroed
+pages again with each large tensor, which takes up to a third of the time of a tile."""
 
 
 @contextmanager
@@ -229,6 +232,7 @@ def _environment() -> Iterator[None]:
     """Processes started in the block find the modules that this one finds, no others, and log errors only."""
     path = os.pathsep.join(each or os.getcwd() for each in sys.path)
     ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "DASK_LOGGING__DISTRIBUTED": "error"} | WORKER_SETTINGS
+    ours |= {name: value for name, value in WORKER_MEMORY.items() if name not in os.environ}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:

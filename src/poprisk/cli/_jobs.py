@@ -80,13 +80,13 @@ def work(
     gpu: Annotated[bool, typer.Option("--gpu", help="Take one GPU, for jobs planned with device='cuda'.")] = False,
 ) -> None:
     """Start a worker, which computes one task at a time. Start many, on any machine that sees runs and store."""
-    from poprisk._core.cluster import WORKER_SETTINGS
+    from poprisk._core.cluster import WORKER_MEMORY, WORKER_SETTINGS
 
     connected(scheduler).close()  # or Dask would say on many lines that nobody answers
     options = ["--nthreads", "2" if gpu else "1", "--memory-limit", memory_limit, "--no-dashboard"]
     options += ["--resources", "GPU=2"] if gpu else []  # one task computes while the other stores
     # or the worker would import what lies in the current directory
-    safe = {**WORKER_SETTINGS, **os.environ, "PYTHONSAFEPATH": "1"}
+    safe = {**WORKER_SETTINGS, **WORKER_MEMORY, **os.environ, "PYTHONSAFEPATH": "1"}
     os.execve(sys.executable, [sys.executable, "-m", "dask", "worker", scheduler, *options], safe)
 
 
