@@ -12,7 +12,9 @@ from poprisk.errors import RunError
 from poprisk.optim import Gate
 from poprisk.optim._adamw import PopRiskAdamW
 from poprisk.runs._linearize import optimizer_name
+from poprisk.runs._problem import Problem
 from poprisk.runs._recorder import Recorder
+from poprisk.runs._training import train
 
 EXACT = 1e-12  # relative, float64
 
@@ -210,6 +212,21 @@ def test_whatever_else_moves_the_weights_is_the_source():
     torch.testing.assert_close(w - step.preconditioner * f + step.source, run.weights(1), rtol=1e-13, atol=1e-15)
     assert step.source.abs().max() > 0.1
     assert not step.source[24:].abs().max() > 1e-15
+
+
+@pytest.mark.parametrize("seed", [0, 2, 7])
+def test_a_gate_that_is_nearly_closed_is_not_taken_for_something_else_that_moves_the_weights(seed):
+    """Biases start at zero, where nothing but the gate's own rounding is left of a step."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 6, generator=generator), torch.randint(0, 2, (60,), generator=generator)
+
+    def network():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 300), nn.LayerNorm(300), nn.GELU(), nn.Linear(300, 2))
+
+    paper = partial(PopRiskAdamW, lr=0.01, gate=Gate.paper())
+    run = train(Problem(network, "cross_entropy", x, y), paper, 6, batch_size=20, progress=False)
+    assert [run.step(k).source for k in range(6)] == [0.0] * 6
 
 
 def test_recording_starts_in_the_middle_of_a_training():
