@@ -3,7 +3,8 @@
 On a GPU: the tiles of the kernel of 60,000 × 50,000 images in float16, the first 5% of them (and at least one change of
 rows), first in a plain loop that keeps nothing, then as jobs in a store on the disk, interrupted there and resumed. On
 the CPU, at the same time on cores of its own: tiles of about a second in a plain loop, in two plain loops at once (what
-the machine itself gains by two processes), and by one, two and four workers, in turns; and a plan of ten thousand tiles. Images are random: no figure depends on their content.
+the machine itself gains by a second process), and by one, two and four workers, in turns; and a plan of ten thousand
+tiles. Images are random: no figure depends on their content.
 
     python benchmarks/scale_jobs.py --out results/scale_jobs.json
     python benchmarks/scale_jobs.py --out results/scale_jobs.json --only cpu    # and keep the other part that is stored

@@ -1,5 +1,6 @@
 """The held-back risk is the first choice of ``population_risk``, with its target said, checked against the others."""
 
+import math
 from functools import partial
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from poprisk import Problem, RiskEstimate, RiskMeter, population_risk, train
+from poprisk import Problem, RiskEstimate, RiskMeter, TailAverage, population_risk, train
 from poprisk.errors import HyperparameterError, RunError
 from poprisk.risk import Unrolled
 from poprisk.risk._influence.linearized_run import LinearizedRun
-from poprisk.risk._verdict import narrower
+from poprisk.risk._kept_folds import averaged_steps, kept_folds
+from poprisk.risk._verdict import narrower, trained_on
 from poprisk.runs import MODULE_BUFFER
 
 
@@ -23,13 +25,13 @@ def normed():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
 
 
-def trained(make_model=mlp, n=120, hold_back=0.25, steps=40, tail=0.2):
+def trained(make_model=mlp, n=120, hold_back=0.25, steps=40, tail=0.2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, 4, generator=generator)
     y = (x + 0.7 * torch.randn(n, 4, generator=generator))[:, :3].argmax(1)
     problem = Problem(make_model, "cross_entropy", x, y)
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
-    return train(problem, optimizer, steps, batch_size=10, hold_back=hold_back, tail=tail, progress=False)
+    return train(problem, optimizer, steps, batch_size=10, hold_back=hold_back, tail=tail, dtype=dtype, progress=False)
 
 
 @pytest.fixture(scope="module", params=[mlp, normed])
@@ -123,16 +125,111 @@ def test_the_meter_reads_the_same_where_memory_holds_only_some_examples_at_a_tim
 
 
 def test_nothing_is_trained_where_held_back_examples_are_enough():
-    run = trained(normed)
+    run = trained(normed, n=1200, hold_back=0.5, steps=15)
+    assert run.kept.risk.standard_error < 0.1 * run.kept.risk.value
     assert population_risk(run, retrain_budget=10).cost == run.kept.risk.cost
     assert population_risk(run, weights="last", retrain_budget=10).method != "k_fold"
+
+
+@pytest.mark.parametrize("make_model", [mlp, normed])
+def test_folds_are_trained_where_held_back_examples_leave_much_open(make_model):
+    run = trained(make_model, hold_back=0.1)
+    held, found = population_risk(run), population_risk(run, retrain_budget=10)
+    assert held.standard_error > 0.1 * held.value
+    assert (found.method, found.valid) == ("k_fold", True)
+    assert found.standard_error < held.standard_error
+    assert "the held-back examples agree" in found.reason
+    assert found.value == population_risk(run, "k_fold", 10, weights="kept").value
+    assert found.target == f"the kept weights, step {run.kept.risk.step} of 40, of {trained_on((96, 100), 120)}"
+
+
+def test_folds_answer_where_too_few_examples_are_held_back():
+    run = trained(hold_back=0.05)
+    assert not population_risk(run).valid
+    found = population_risk(run, retrain_budget=10)
+    assert (found.method, found.valid) == ("k_fold", True)
+    assert found.target.startswith("the kept weights")
+
+
+def plain_normed():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def moments_without(run, fold, points):
+    """The recorded training without a fold, by a loop of its own: state dicts after these numbers of steps."""
+    module, n = run.problem.module(torch.float64), run.num_examples
+    with torch.no_grad():
+        for p, first in zip(module.parameters(), run.layout.split(run.weights(0)), strict=True):
+            p.copy_(first)
+    optimizer, found = torch.optim.AdamW(module.parameters(), lr=1e-2), []
+    out = set(fold.tolist())
+    for k in range(max(points)):
+        batch = run.batch(k).tolist()
+        rows = torch.tensor([i for i in batch if i not in out])
+        inputs, targets = run.problem.batch(rows, dtype=torch.float64)
+        optimizer.zero_grad()
+        losses = nn.functional.cross_entropy(module.train()(inputs), targets, reduction="sum")
+        (losses / len(batch) * n / (n - len(out))).backward()
+        optimizer.step()
+        if k + 1 in points:
+            found.append({name: x.clone() for name, x in module.state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize("make_model", [mlp, plain_normed])
+def test_folds_of_the_kept_weights_are_trainings_of_their_own_averaged_to_the_same_step(make_model):
+    run = trained(make_model, n=60, steps=20, dtype=torch.float64)
+    folds = kept_folds(run, 5, seed=3)
+    assert sorted(torch.cat(folds).tolist()) == sorted(set(range(60)) - set(run.kept.held.tolist()))
+    points, losses = averaged_steps(run.kept.risk.step, 0.2), []
+    for fold in folds:
+        moments = moments_without(run, fold, points)
+        mean = {
+            name: torch.stack([each[name] for each in moments]).mean(0) if last.is_floating_point() else last
+            for name, last in moments[-1].items()
+        }
+        module = run.problem.module(torch.float64).eval()
+        module.load_state_dict(mean)
+        inputs, targets = run.problem.batch(fold, dtype=torch.float64)
+        losses.append(nn.functional.cross_entropy(module(inputs), targets, reduction="none"))
+    found = population_risk(run, "k_fold", 5, weights="kept", seed=3)
+    assert_close(
+        torch.tensor(float(found.value), dtype=torch.float64), torch.cat(losses).mean().detach(), rtol=1e-9, atol=0
+    )
+
+
+def test_a_few_steps_stand_for_the_average_over_all():
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    average = TailAverage(model, optimizer, tail=0.2)
+    path = []
+    for k in range(300):
+        with torch.no_grad():
+            model.weight.fill_(math.sin(k / 40))
+        model.weight.grad = torch.zeros(1, 1, dtype=torch.float64)
+        optimizer.step()
+        path.append(model.weight.item())
+    with average.swapped():
+        exact = model.weight.item()
+    few = [path[k - 1] for k in averaged_steps(300, 0.2)]
+    assert abs(sum(few) / len(few) - exact) < 0.02 < abs(path[-1] - exact) / 10
+
+
+def test_a_copy_that_was_held_back_is_no_example_that_was_trained_on():
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+    y = (x[:, :1] > 0).long().squeeze(1)
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    problem = Problem(mlp, "cross_entropy", x, y)
+    run = train(problem, optimizer, 10, batch_size=10, hold_back=0.25, progress=False)
+    assert len(set(run.kept.held.tolist()) & {(int(i) + 40) % 80 for i in run.kept.held}) < len(run.kept.held)
+    assert "were also trained on" not in population_risk(run, "k_fold", 10, weights="kept").reason
 
 
 def test_too_few_held_back_examples_say_what_to_do():
     run = trained(hold_back=0.05)
     found = population_risk(run)
     assert not found.valid
-    assert 'population_risk(run, weights="last")' in found.reason
+    assert 'population_risk(run, retrain_budget=10), or population_risk(run, weights="last")' in found.reason
     assert population_risk(run, weights="last").method == "exclusion"
 
 

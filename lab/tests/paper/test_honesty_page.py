@@ -93,13 +93,14 @@ def test_a_page_with_a_wrong_answer_says_so_and_names_the_missed_bars():
     assert "all of it does" in good
 
 
-def test_what_was_wrong_in_an_earlier_run_is_named_beside_the_second_one():
-    saved = made(row("report 1: x", "relu", 1.0))
-    before = row("report 1: x", "relu", 2.0)
-    saved["result"]["report_before"] = {"commits": {"auto": {"1234567890": 1}}, "settings": [before]}
-    page = render("poprisk_lab.paper.risk_honesty", **numbers.slots(saved))
-    assert "1 of these settings had been run once before, at commit 123456789," in page
-    assert "- 1: x: exclusion 2 ± 0.01 (truth 1)" in page.partition("Valid and wrong then")[2]
+def test_what_is_wrong_in_settings_that_were_reported_before_is_named_beside_the_fresh_ones():
+    saved, before = made(row("fresh 1: x", "relu", 1.0)), row("report 1: x", "relu", 2.0)
+    saved["result"]["fresh"] = saved["result"].pop("report")
+    saved["result"]["report"] = {**made(before)["result"]["report"], "commits": {"auto": {"1234567890": 1}}}
+    page = " ".join(render("poprisk_lab.paper.risk_honesty", **numbers.slots(saved)).split())
+    assert "The 1 settings that this page showed before are no longer fresh" in page
+    assert "On commit 123456789 (auto), the automatic choice is valid in 1 of them and wrong in 1 of these" in page
+    assert "- 1: x: exclusion 2 ± 0.01 (truth 1)" in page.partition("By all methods, valid and wrong:")[2]
 
 
 def test_levels_of_each_factor_are_in_order_and_add_up():

@@ -204,9 +204,13 @@ def test_an_answer_is_judged_by_the_rule(found, truth, error, wrong, covered):
     assert judging.is_covered(setting, found) is covered
 
 
-def test_a_held_back_block_is_held_against_the_weights_it_chose():
+def test_an_answer_is_held_against_the_weights_it_is_about():
     kept = {"value": 2.0, "error": 0.0}
-    made = judged(answer(2.0, by="held_back"), answer(2.0, by="exclusion"), kept=kept)
+    about = (
+        "the kept weights, step 3 of 5, of a model trained on 9 of the 10 examples",
+        "the weights at the last step",
+    )
+    made = judged(*(answer(2.0, target=target) for target in about), kept=kept)
     assert [judging.distance(s, s["answers"]["auto"])[0] for s in made] == [0.0, 1.0]
 
 

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import fields, replace
 from functools import cache
+from itertools import combinations
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def trained(name):
     return setting, setting.run()
 
 
-@pytest.mark.parametrize(("split", "least"), [("tune", 100), ("seen", 200), ("report", 200)])
+@pytest.mark.parametrize(("split", "least"), [("tune", 100), ("seen", 200), ("report", 200), ("fresh", 200)])
 def test_a_split_covers_every_factor(split, least):
     made = drawn(split)
     assert len(made) >= least
@@ -45,33 +46,35 @@ def test_a_split_covers_every_factor(split, least):
         assert min(counts[each].values()) >= least // 20, each
 
 
-def test_the_report_goes_from_30_examples_to_5000_and_from_clean_to_half_wrong():
-    made = drawn("report")
+@pytest.mark.parametrize("split", ["report", "fresh"])
+def test_the_report_goes_from_30_examples_to_5000_and_from_clean_to_half_wrong(split):
+    made = drawn(split)
     assert {30, 5000} <= {s.n for s in made}
     assert {0.0, 0.5} <= {s.noise for s in made if s.classes}
 
 
-def test_the_report_has_enough_of_the_models_that_are_hard_to_follow():
-    made = drawn("report")
+@pytest.mark.parametrize("split", ["report", "fresh"])
+def test_the_report_has_enough_of_the_models_that_are_hard_to_follow(split):
+    made = drawn(split)
     assert sum(s.model.startswith("cnn") for s in made) >= 24
     assert sum(s.model.endswith("batchnorm") for s in made) >= 30
     assert sum(s.model == "transformer" for s in made) >= 12
 
 
-@pytest.mark.parametrize(("one", "other"), [("tune", "seen"), ("tune", "report"), ("seen", "report")])
+@pytest.mark.parametrize(("one", "other"), list(combinations(SPLITS, 2)))
 def test_the_design_is_always_the_same_and_the_splits_are_disjoint(one, other):
     assert settings(one) == drawn(one)
-    few = {"sizes": {30, 5000}} if (one, other) == ("seen", "report") else {}
+    few = {"sizes": {30, 5000}} if one != "tune" else {}
     for name in ("teachers", "sizes", "widths", "rates", "spread", "features", "linear_features"):
         shared = set(getattr(SPLITS[one], name)) & set(getattr(SPLITS[other], name))
         assert shared == few.get(name, set()), name
     assert {s.width for s in drawn(one)}.isdisjoint(s.width for s in drawn(other))
     assert {s.seed for s in drawn(one)}.isdisjoint(s.seed for s in drawn(other))
-    halved = set(sources.HALVED) if "report" not in (one, other) else set()
+    halved = set(sources.HALVED) if (one, other) == ("tune", "seen") else set()
     assert set(SPLITS[one].real) & set(SPLITS[other].real) == halved
 
 
-@pytest.mark.parametrize("name", SPLITS["report"].real)
+@pytest.mark.parametrize("name", [*SPLITS["report"].real, *SPLITS["fresh"].real])
 def test_the_report_has_tasks_of_its_own_on_real_data(name):
     kind, outputs, shape = sources.REAL[name]
     x, y = sources._table(name)

@@ -74,7 +74,7 @@ def k_fold(
     n = run.num_examples
     if nested and folds < 3:
         raise DataError(f"folds must lie between 3 and the {n} examples, got {folds}")
-    held = _held_by_fold(run, folds, seed)
+    held = held_by_fold(run, folds, seed)
     if nested < 0:
         raise DataError(f"nested must be 0 or a number of repetitions, got {nested}")
     if nested:
@@ -89,7 +89,7 @@ def k_fold_members(run: Run, folds: int = FOLDS, seed: int = 0, *, renormalize: 
         DataError: folds is out of range.
     """
     n = run.num_examples
-    return members_without(n, _held_by_fold(run, folds, seed), renormalize=renormalize)
+    return members_without(n, held_by_fold(run, folds, seed), renormalize=renormalize)
 
 
 def k_fold_of_weights(
@@ -114,7 +114,7 @@ def k_fold_of_weights(
     """
     folds, own = len(weights), run.weights(run.num_steps).to(weights)
     every = None if buffers is None else (*buffers, buffers_at(run, run.num_steps))
-    return _result(run, _held_by_fold(run, folds, seed), Trained(weights, own, notes, float(folds), every))
+    return _result(run, held_by_fold(run, folds, seed), Trained(weights, own, notes, float(folds), every))
 
 
 class FoldEnsemble:
@@ -127,7 +127,7 @@ class FoldEnsemble:
     """
 
     def __init__(self, run: Run, folds: int, seed: int = 0) -> None:
-        self.folds, self._held = folds, _held_by_fold(run, folds, seed)
+        self.folds, self._held = folds, held_by_fold(run, folds, seed)
         self.members = members_without(run.num_examples, self._held)
         self._trained: Retrained | None = None
 
@@ -156,7 +156,8 @@ def _result(run: Run, held: list[Tensor], trained: Trained) -> Resampled:
     return held_out_result(run, f"{len(held)}-fold", held, trained, partition=True)
 
 
-def _held_by_fold(run: Run, folds: int, seed: int) -> list[Tensor]:
+def held_by_fold(run: Run, folds: int, seed: int) -> list[Tensor]:
+    """The examples of each fold."""
     fold = _partition(run, folds, seed)
     return [(fold == f).nonzero().squeeze(1) for f in range(folds)]
 

@@ -28,9 +28,10 @@ from poprisk.risk._first_order import first_order_risk
 from poprisk.risk._held_back import Weights, held_back_risk
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
 from poprisk.risk._k_fold import k_fold_curve
+from poprisk.risk._kept_folds import kept_k_fold_risk
 from poprisk.risk._leverage.controlled import LeverageControls
 from poprisk.risk._under_training import under_training
-from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, UNSTABLE, RiskEstimate, narrower
+from poprisk.risk._verdict import FEWEST_FOLDS, FOLDS, UNSTABLE, RiskEstimate, is_enough, narrower
 from poprisk.runs import Run, as_run
 
 _KEPT = "the examples followed so far, if they are 32 or more"
@@ -126,6 +127,8 @@ def leverage_controls(question: Question) -> int | None:
 def _k_fold(question: Question) -> RiskEstimate:
     run = question.run
     folds = min(FOLDS, question.retrain_budget, run.num_examples)
+    if question.weights == "kept":
+        return kept_k_fold_risk(run, folds, seed=question.seed)
     return k_fold_curve(run, [question.stop], folds, seed=question.seed)[0]
 
 
@@ -134,10 +137,11 @@ ROADS: tuple[Road, ...] = (
     Road("exclusion", _exclusion),
     Road("leverage", _leverage),
     Road("first_order", _first_order, in_auto=False),
-    Road("k_fold", _k_fold, trainings=FEWEST_FOLDS, same_model=False),
+    Road("k_fold", _k_fold, trainings=FEWEST_FOLDS, of=("kept", "last"), same_model=False),
 )
 """All methods. "auto" takes the first valid estimate in this order; where held-back examples give one, a more precise
-estimate for the same weights that does not contradict it is preferred (:func:`poprisk.risk._verdict.narrower`)."""
+estimate for the same weights that does not contradict it is preferred (:func:`poprisk.risk._verdict.narrower`). For
+this, folds are trained only if they are allowed and held-back examples leave much open."""
 
 
 def population_risk(
@@ -160,12 +164,12 @@ def population_risk(
             it, to stop earlier or in another precision.
         method: "held_back", "exclusion", "leverage", "first_order" or "k_fold". "auto" uses the first that is valid:
             the held-back risk where examples were held back, exclusion, leverage, and K-fold where the budget allows
-            it. If none is valid, it
-            returns K-fold, or else the first of them, marked as not valid.
+            it. If none is valid, it returns K-fold, or else the first of them, marked as not valid. Where held-back
+            examples leave more than 10% of the risk open, K-fold is preferred, unless they contradict it.
         retrain_budget: Number of trainings allowed for K-fold; 0 uses no folds.
         weights: The weights whose risk to estimate: "kept", those that were chosen on held-back examples, or "last",
-            those of the last step. Default: the kept ones, if the run has any, for "auto" and "held_back"; all other
-            methods know only the last ones. ``target`` of the estimate names them.
+            those of the last step. Default: the kept ones, if the run has any, for "auto" and "held_back". "k_fold"
+            knows both, all other methods know only the last ones. ``target`` of the estimate names them.
         examples: Indices of the examples used by exclusion, leverage and first order, or a number of them to draw at
             random; default: all, up to 256 (for leverage up to 1000 outputs).
         controls: Number of single deletions that are trained as a check of exclusion, or of leverage. Default: for
@@ -228,7 +232,7 @@ def _answer(
     if question.weights not in road.of:
         raise HyperparameterError(
             f'{method} estimates the risk of the weights at the last step, got weights="{question.weights}": use '
-            'method="held_back" for those that were kept'
+            'method="held_back" or "k_fold" for those that were kept'
         )
     return _told(question, _estimated(road, question))
 
@@ -263,7 +267,7 @@ def _first_valid(question: Question, roads: Sequence[Road]) -> RiskEstimate:
     _ = question.chosen  # refuses examples that do not exist
     for road in roads:
         fits = road.in_auto and question.weights in road.of and road.trainings <= question.retrain_budget
-        if not fits or (held is not None and not road.same_model):
+        if not fits or (held is not None and not road.same_model and is_enough(held)):
             continue
         if road.method == "leverage" and any(UNSTABLE in estimate.reason for estimate in found):
             continue

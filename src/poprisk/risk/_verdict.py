@@ -94,6 +94,8 @@ LARGEST_LEVERAGE_GAP = 0.3
 LEVERAGE_ERROR, GATED_LEVERAGE_ERROR = 0.5, 1.0
 """Standard error of the correction by leverage, as a share of it, apart from sampling: two reach the training loss. The
 second is for a gate that opens and closes, which may let more of a missing example through than leverage follows."""
+LARGEST_ENOUGH = 0.1
+"""Largest standard error of a held-back risk, as a share of it, beside which no folds are trained, if they may be."""
 LARGEST_CONTRADICTION = 2.5
 """Standard errors by which another estimate may differ from the held-back risk of the same weights."""
 LAST_WEIGHTS = "the weights at the last step"
@@ -201,7 +203,7 @@ def judge_kept(
     mean = "" if risk.tail is None else f", averaged over about the last {100 * risk.tail:.3g}% of the steps up to it"
     target = target or f"the kept weights, step {risk.step} of {steps}{mean}"
     wide = _too_wide(float(risk.value), float(risk.standard_error), first_loss) if risk.valid else ""
-    reason = wide or (risk.reason if risk.valid else f"{risk.reason}. {_LAST_INSTEAD}")
+    reason = wide or (risk.reason if risk.valid else f"{risk.reason}. {_INSTEAD}")
     about = {"target": target, "method": "held_back", "training_loss": training_loss, "cost": risk.cost}
     return RiskEstimate(risk.value, risk.standard_error, risk.valid and not wide, reason, **about)
 
@@ -214,8 +216,13 @@ def judge_held_back(found: Found) -> RiskEstimate:
     return _verdict(found, reason, f"{found.examples} examples that no step trained on")
 
 
+def is_enough(held: RiskEstimate) -> bool:
+    """Whether a held-back risk is so precise that no folds are trained."""
+    return float(held.standard_error) <= LARGEST_ENOUGH * float(held.value)
+
+
 def narrower(held: RiskEstimate, other: RiskEstimate) -> RiskEstimate:
-    """The more precise of two valid estimates for the same weights; the held-back one if it contradicts the other.
+    """The more precise of two valid estimates; the held-back one if it contradicts the other.
 
     Estimates from all examples include the held-back ones, so that there is nothing to gain from a mean of both.
     """
@@ -383,7 +390,10 @@ def judge_first_order(found: Found, exclusion: RiskEstimate) -> RiskEstimate:
 UNSTABLE = "single examples change the predictions for new inputs too much"
 """A reason that no estimate from the run alone can answer, as the examples of the run do not show it."""
 _HOLD_BACK = "Hold examples back: train(…, hold_back=0.1)."
-_LAST_INSTEAD = 'For the weights at the last step: population_risk(run, weights="last").'
+_INSTEAD = (
+    f'Use population_risk(run, retrain_budget={FOLDS}), or population_risk(run, weights="last") for the weights at the '
+    "last step."
+)
 
 
 def judge_count(found: Counted, agreed: float, n: int, source: str) -> Estimate:

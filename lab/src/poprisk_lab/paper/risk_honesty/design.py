@@ -1,6 +1,7 @@
 """The settings of the honesty study: disjoint splits, each drawn by a seeded design that covers every factor.
 
-Limits are set on "tune" and on "seen", which was reported once before they were set. They are judged on "report".
+Limits are set on "tune" and on "seen", which was reported once before they were set. They were judged on "report",
+whose answers led to further changes, and are judged on "fresh".
 
 Each factor has a deck of its levels. A level is dealt from the deck that fits the setting's other factors, and a deck
 is shuffled anew only when it is empty: every level comes up equally often. The levels of the splits differ
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from poprisk_lab.paper.risk_honesty import networks, sources
 from poprisk_lab.paper.risk_honesty.task import GATES, LITERAL, Setting
 
-Split = Literal["tune", "seen", "report"]
+Split = Literal["tune", "seen", "report", "fresh"]
 REGIMES = ("under-trained", "early", "trained", "long")
 _REGRESSION = ("squared", "absolute", "huber")
 _LINEAR = ("linear", "softmax", "logistic")
@@ -24,6 +25,7 @@ _FOR_LINEAR: dict[str, tuple[str, ...]] = {
     "tune": ("linear",),
     "seen": ("sparse", "relu"),
     "report": ("cubic", "steps"),
+    "fresh": ("hinges", "largest"),
 }
 """Teachers for linear regression."""
 _LONGEST = 2_000_000
@@ -116,14 +118,29 @@ SPLITS: dict[Split, Levels] = {
         linear_features=(7, 14, 26, 48),
         steps={"under-trained": (18, 28), "early": (45, 80), "trained": (160, 280), "long": (420, 650)},
     ),
+    "fresh": Levels(
+        seed=4,
+        counts={**_SEEN_COUNTS, "batchnorm": 18, "cnn_batchnorm": 16},
+        held_back=36,
+        teachers=("waves", "largest", "hinges"),
+        real=("upper", "thirds", "obesity", "hue", "sepals", "texture"),
+        sizes=(30, 45, 85, 110, 160, 240, 500, 1300, 5000),
+        widths=(18, 36, 60),
+        rates=(0.55, 1.1, 1.8),
+        wrong=(0.0, 0.08, 0.25, 0.4, 0.5),
+        spread=(0.12, 0.45, 1.1),
+        features=(9, 15, 21),
+        linear_features=(9, 15, 29, 52),
+        steps={"under-trained": (16, 32), "early": (55, 90), "trained": (170, 260), "long": (430, 680)},
+    ),
 }
 
 
 def settings(split: Split) -> list[Setting]:
     """All settings of a split, always the same.
 
-    >>> [len(settings(split)) for split in ("tune", "seen", "report")]
-    [112, 220, 224]
+    >>> [len(settings(split)) for split in SPLITS]
+    [112, 220, 224, 248]
     """
     levels = SPLITS[split]
     design = _Design(split, levels)

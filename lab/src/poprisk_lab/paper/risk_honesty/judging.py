@@ -38,12 +38,12 @@ def clopper_pearson(count: int, of: int, level: float = 0.95) -> tuple[float, fl
 
 
 def truth_of(setting: Mapping[str, Any], answer: Answer) -> tuple[float, float]:
-    """The true risk that an answer is held against, and its standard error: of the kept weights for a held-back block.
+    """The true risk that an answer is held against, and its standard error: of the kept weights if it is about them.
 
     A truth that is not finite is stored as None, and infinite here.
     """
     truth = setting["truth"]
-    if str(answer.get("by", "")).startswith("held_back") and truth.get("kept") is not None:
+    if str(answer.get("target", "")).startswith("the kept weights") and truth.get("kept") is not None:
         truth = truth["kept"]
     value, error = truth.get("value"), truth.get("error")
     return (math.inf, 0.0) if value is None or error is None else (float(value), float(error))

@@ -7,7 +7,7 @@ from typing import Any
 
 from poprisk._core.store import load_result
 from poprisk_lab.pages.wording import short
-from poprisk_lab.paper.risk_honesty.design import Split
+from poprisk_lab.paper.risk_honesty.design import SPLITS, Split
 from poprisk_lab.paper.risk_honesty.design import settings as designed
 from poprisk_lab.paper.risk_honesty.judging import KIND, by_factor, judge, truth_of
 from poprisk_lab.paper.risk_honesty.methods import JUDGED
@@ -105,11 +105,12 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
     split, report = shown_split(saved)
     summary, settings = report["summary"], report["settings"]
     methods = summary["methods"]
-    before = saved["result"].get("report_before", {"commits": {}, "settings": []})
+    splits = list(SPLITS)
+    earlier = splits[: splits.index(split)]
     return {
-        "fresh": split == "report",
+        "fresh": split == "fresh",
         "settings": summary["settings"],
-        "tuned_on": len(designed("tune")) + len(designed("seen")),
+        "tuned_on": sum(len(designed(other)) for other in earlier),
         "designed": len(designed(split)),
         "missing": missing(settings, split),
         "commits": commits(report["commits"]),
@@ -118,11 +119,7 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
         "bars": [_bar(bar) for bar in summary["bars"]],
         "missed": sum(not bar["met"] for bar in summary["bars"]),
         "wrong": wrong_answers(settings),
-        "before": {
-            "settings": len(before["settings"]),
-            "commit": ", ".join(sorted({commit[:9] for counts in before["commits"].values() for commit in counts})),
-            "wrong": wrong_answers(before["settings"]),
-        },
+        "before": [_before(saved["result"][other]) for other in earlier if other in saved["result"]],
         "factors": factor_rows(settings),
         "auto": methods["auto"],
         "auto10": methods["auto10"],
@@ -136,9 +133,17 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown_split(saved: Mapping[str, Any]) -> tuple[Split, Mapping[str, Any]]:
-    """The split that the page and the figure show, with its settings: "report", if it has been run."""
-    split: Split = "report" if "report" in saved["result"] else "seen"
+    """The split that the page and the figure show, with its settings: the last of those that have been run."""
+    split: Split = [each for each in SPLITS if each in saved["result"]][-1]
     return split, saved["result"][split]
+
+
+def _before(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the automatic choice says of settings that were reported before, and each answer that is wrong."""
+    methods = found["summary"]["methods"]
+    kinds = {name: {key: methods[name][key] for key in ("valid", "wrong")} for name in ("auto", "auto10")}
+    about = {"settings": found["summary"]["settings"], "commits": commits(found["commits"])}
+    return {**about, **kinds, "named": wrong_answers(found["settings"])}
 
 
 def missing(settings: Sequence[Mapping[str, Any]], split: Split) -> str:

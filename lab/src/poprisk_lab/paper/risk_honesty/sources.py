@@ -1,7 +1,7 @@
 """The data of the honesty study: teachers that give any number of fresh examples, and scikit-learn's data sets.
 
-No two splits of the study have a teacher in common. The first two have no real example in common, either; the third has
-tasks of its own on the same tables: other targets.
+No two splits of the study have a teacher in common. The first two have no real example in common, either; the others
+have tasks of their own on the same tables: other targets.
 """
 
 import math
@@ -27,11 +27,17 @@ REAL = {
     "alcohol": ("regression", 1, (12,)),
     "petals": ("regression", 1, (3,)),
     "concavity": ("regression", 1, (10,)),
+    "upper": ("classes", 2, (64,)),
+    "thirds": ("classes", 3, (64,)),
+    "obesity": ("classes", 2, (9,)),
+    "hue": ("regression", 1, (12,)),
+    "sepals": ("regression", 1, (3,)),
+    "texture": ("regression", 1, (10,)),
 }
 """Kind of target, number of outputs and shape of an input of each task on real data."""
 HALVED = ("digits", "cancer")
 """Data sets of which a split uses one half of the rows."""
-IMAGES = ("digits", "parity", "pairs")
+IMAGES = ("digits", "parity", "pairs", "upper", "thirds")
 """Tasks whose inputs are images of 8 × 8 pixels."""
 PLACES, SIGNALS = 8, 4
 
@@ -107,6 +113,12 @@ _TABLES = {
     "severity": "diabetes",
     "alcohol": "wine",
     "petals": "iris",
+    "upper": "digits",
+    "thirds": "digits",
+    "obesity": "diabetes",
+    "hue": "wine",
+    "sepals": "iris",
+    "texture": "breast_cancer",
 }
 """The table of a task in scikit-learn, where it has another name."""
 _TASKS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
@@ -116,6 +128,12 @@ _TASKS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "alcohol": lambda x, y: (x[:, 1:], x[:, 0]),
     "petals": lambda x, y: (x[:, :3], x[:, 3]),
     "concavity": lambda x, y: (x[:, :10], x[:, 27]),
+    "upper": lambda x, y: (x, (y > 4).long()),
+    "thirds": lambda x, y: (x, y % 3),
+    "obesity": lambda x, y: (x[:, [0, 1, *range(3, 10)]], (x[:, 2] > x[:, 2].median()).long()),
+    "hue": lambda x, y: (x[:, [*range(10), 11, 12]], x[:, 10]),
+    "sepals": lambda x, y: (x[:, 1:], x[:, 0]),
+    "texture": lambda x, y: (x[:, 10:20], x[:, 21]),
 }
 """Inputs and targets of a task from those of its table."""
 
@@ -238,6 +256,25 @@ def _cubic(x: Tensor, request: Request, generator: Generator) -> Tensor:
     return (z + z.clamp(-2, 2) ** 3 / 3) @ V / 2
 
 
+def _waves(x: Tensor, request: Request, generator: Generator) -> Tensor:
+    """Waves around a few points."""
+    W, V = _weights(request, x.shape[1], 5, generator)
+    distance = torch.cdist(x, W.T * math.sqrt(x.shape[1])) / math.sqrt(x.shape[1])
+    return 1.5 * (4 * distance).cos() @ V
+
+
+def _largest(x: Tensor, request: Request, generator: Generator) -> Tensor:
+    """The largest of a few directions in each of several groups."""
+    W, V = _weights(request, x.shape[1], 15, generator)
+    return ((x @ W).unflatten(1, (5, 3)).amax(2) - 0.85) @ V[:5]
+
+
+def _hinges(x: Tensor, request: Request, generator: Generator) -> Tensor:
+    W, V = _weights(request, x.shape[1], 6, generator)
+    z = x @ W
+    return (z.abs() - 0.8) @ V / 2 + z @ V / 3
+
+
 TEACHERS: dict[str, Callable[[Tensor, Request, Generator], Tensor]] = {
     "tanh": _tanh,
     "linear": _linear,
@@ -248,5 +285,8 @@ TEACHERS: dict[str, Callable[[Tensor, Request, Generator], Tensor]] = {
     "prototypes": _prototypes,
     "steps": _steps,
     "cubic": _cubic,
+    "waves": _waves,
+    "largest": _largest,
+    "hinges": _hinges,
 }
 """What the targets are of the inputs: a regression's first output, or the class with the largest one."""

@@ -177,12 +177,8 @@ def chosen_methods(names: Sequence[str]) -> dict[str, Method]:
 
 
 def condensed(folder: Path) -> dict[str, Any]:
-    """The stored lines of each split as one result: every setting with its truth and its answers, and a summary.
-
-    Lines in ``report_before.jsonl`` are an earlier run of settings of the report split, which the page names beside it.
-    """
+    """The stored lines of each split as one result: every setting with its truth and its answers, and a summary."""
     found = {split: _condensed(split, lines_of(folder, split)) for split in SPLITS}
-    found["report_before"] = _condensed("report", lines_of(folder, "report_before"))
     return {name: each for name, each in found.items() if each["settings"]}
 
 
