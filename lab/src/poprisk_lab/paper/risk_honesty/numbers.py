@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from poprisk._core.store import load_result
 from poprisk_lab.pages.wording import short
@@ -134,7 +134,7 @@ def slots(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown_split(saved: Mapping[str, Any]) -> tuple[Split, Mapping[str, Any]]:
     """The split that the page and the figure show, with its settings: the last of those that have been run."""
-    split: Split = [each for each in SPLITS if each in saved["result"]][-1]
+    split: Split = next(each for each in reversed(get_args(Split)) if each in saved["result"])
     return split, saved["result"][split]
 
 
