@@ -41,7 +41,7 @@ class LoraConfig:
     removed: float = 0.1
     random_groups: int = 3
     seed: int = 0
-    limit: float = 210.0
+    limit: float = 480.0
     """Seconds after which no further removal is trained."""
 
 
@@ -122,7 +122,7 @@ def timed(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
 def influence_of(run: Run, queries: tuple[Tensor, Tensor, Tensor], targets: Tensor, notes: dict[str, Any]) -> Tensor:
     """Influence on every query; with less memory where the card has not enough."""
     unrolled = Unrolled(run, parameters="lora")
-    for power in (38, 37, 36, 31):
+    for power in (36, 35, 33, 31):
         unrolled.memory = 2**power
         try:
             found = influence_on(unrolled, queries, targets).cpu()
