@@ -55,7 +55,7 @@ def broken_value(value: Any, how: str, depth: int = 0) -> Any:
     >>> broken_value({"a": (1.0, "b"), "c": torch.ones(2)}, "negated")
     {'a': (-1.0, 'b'), 'c': tensor([-1., -1.])}
     """
-    if isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, Tensor | np.ndarray) or hasattr(value, "aval"):  # JAX's arrays, traced ones too, have an aval
         return _numbers(value, how)
     if isinstance(value, bool | int | float | complex | np.number):
         return _number(value, how)
@@ -64,7 +64,7 @@ def broken_value(value: Any, how: str, depth: int = 0) -> Any:
         return "" if how == "zero" else value
     if value is None or isinstance(value, bytes | nn.Module | type | torch.dtype) or depth > _DEPTH:
         return value
-    if hasattr(value, "matmat"):  # a linear operator
+    if hasattr(value, "matmat") or hasattr(value, "tocsr"):  # a linear operator, a sparse matrix
         Changes.count += 1
         return {"scaled": 1.1, "negated": -1.0, "zero": 0.0}[how] * value
     return _packed(value, how, depth + 1)
@@ -117,14 +117,15 @@ def _number(value: Any, how: str) -> Any:
 
 def _numbers(value: Any, how: str) -> Any:
     boolean = value.dtype in (torch.bool, np.bool_)
-    if isinstance(value, np.ndarray):
-        whole = value.dtype.kind in "iu"
-    else:
+    new: Any
+    if isinstance(value, Tensor):
         whole = not (boolean or value.is_floating_point() or value.is_complex())
+    else:
+        whole = value.dtype.kind in "iu"
     if boolean:
         new = {"scaled": value, "negated": ~value, "zero": value & False}[how]
     elif whole:  # indices: their order, or all of them the first
-        turned = value[::-1].copy() if isinstance(value, np.ndarray) else value.flip(0) if value.dim() else value
+        turned = value if not value.ndim else value.flip(0) if isinstance(value, Tensor) else value[::-1].copy()
         new = {"scaled": value, "negated": turned, "zero": value * 0}[how]
     else:
         new = {"scaled": value * 1.1, "negated": -value, "zero": value * 0.0}[how]
@@ -134,7 +135,12 @@ def _numbers(value: Any, how: str) -> Any:
 
 
 def _same(new: Any, old: Any) -> bool:
-    return torch.equal(new, old) if isinstance(new, Tensor) else np.array_equal(new, old)
+    if new is old:
+        return True
+    try:
+        return torch.equal(new, old) if isinstance(new, Tensor) else np.array_equal(new, old)
+    except TypeError:  # traced by JAX: it has no numbers yet
+        return False
 
 
 def _wrapped(function: Any, how: str) -> Any:

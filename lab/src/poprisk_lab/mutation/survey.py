@@ -202,9 +202,9 @@ def _try(bench: Bench, log: Log, row: Row, function: str, how: str, *, themselve
 
 
 def _attempt(bench: Bench, log: Log, job: Job) -> None:
-    """One trial for all its tests; each alone where they did not end, for one of them may have held up the others."""
+    """One trial for all its tests; each alone where they did not end, for one of them may have stopped the others."""
     outcome = bench.run(job)
-    if len(job.tests) > 1 and "timeout" in outcome.said.values():
+    if len(job.tests) > 1 and not {"timeout", "hung", "crashed"}.isdisjoint(outcome.said.values()):
         for test in job.tests:
             _attempt(bench, log, replace(job, tests=(test,)))
     else:

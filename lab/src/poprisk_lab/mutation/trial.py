@@ -53,7 +53,7 @@ class Outcome:
     """What the tests said."""
 
     said: dict[str, str] = field(default_factory=dict)
-    """"passed", "failed", "skipped", "timeout" or "hung", for each test."""
+    """"passed", "failed", "skipped", "timeout", "hung" or "crashed", for each test; the last two say nothing."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of the processor, for each test; the first of a file pays for the fixtures that they share."""
     changes: int = 0
@@ -109,7 +109,8 @@ class _Trials:
         self.prefix, self.pipe, self.once = prefix, pipe, once
         self.said: dict[str, str] = {}
         self.asked: dict[str, set[str]] = {}
-        self.by_fixtures: set[str] = set()
+        self.by_fixture: dict[str, set[str]] = {}
+        self.fixtures: tuple[str, ...] = ()
 
     def pytest_runtestloop(self, session: Any) -> bool:
         """Take jobs until there are no more."""
@@ -119,11 +120,22 @@ class _Trials:
             _import(outcome.modules)  # so that the next trials need not
         return True
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Any:
+        """Note what a fixture calls: for every test that has the fixture, and for no other."""
+        before = set(Changes.asked)
+        Changes.asked.clear()
+        try:
+            return (yield)
+        finally:
+            self.by_fixture.setdefault(fixturedef.argname, set()).update(Changes.asked)
+            Changes.asked.update(before)
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note the outcome of a test, its parameters together."""
         name = self._name(report.nodeid)
-        self.by_fixtures |= Changes.asked if report.when == "setup" else set()
-        self.asked.setdefault(name, set()).update(Changes.asked, self.by_fixtures)
+        by_fixtures = (self.by_fixture.get(fixture, ()) for fixture in self.fixtures)
+        self.asked.setdefault(name, set()).update(Changes.asked, *by_fixtures)
         Changes.asked.clear()
         if report.failed:
             self.said[name] = "failed"
@@ -145,15 +157,14 @@ class _Trials:
             finally:
                 os._exit(0)
         send.close()
-        try:
-            hung = not _ends(process, receive)
-            outcome = Outcome(dict.fromkeys(job.tests, "hung")) if hung else receive.recv()
-        except EOFError:
-            hung, outcome = False, Outcome(dict.fromkeys(job.tests, "timeout"))  # killed at the limit
-        if hung:  # a lock that was held when the process was forked: this says nothing
+        outcome, hung = None, False
+        with contextlib.suppress(EOFError):  # killed at the limit, or crashed
+            if not (hung := not _ends(process, receive)):
+                outcome = receive.recv()
+        if hung:  # a lock that was held when the process was forked
             os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        return outcome
+        status = os.waitpid(process, 0)[1]
+        return outcome or Outcome(dict.fromkeys(job.tests, "hung" if hung else _how_it_ended(status)))
 
     def _broken(self, job: Job, items: Sequence[Any]) -> Outcome:
         try:
@@ -168,7 +179,7 @@ class _Trials:
         chosen = [each for test in job.tests for each in _some(self._items(items, test), job.parameters)]
         for item, following in zip(chosen, [*chosen[1:], None], strict=True):
             if self.said.get(name := self._name(item.nodeid)) != "failed":
-                began = time.process_time()
+                began, self.fixtures = time.process_time(), tuple(item.fixturenames)
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 seconds[name] += time.process_time() - began
         said = {test: self.said.get(test, "skipped") for test in job.tests}
@@ -189,6 +200,11 @@ def _ends(process: int, pipe: Any) -> bool:
             return False
         used = now
     return True
+
+
+def _how_it_ended(status: int) -> str:
+    """A process that said nothing: at its limit, or by something else, which no test noticed."""
+    return "timeout" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU else "crashed"
 
 
 def _import(names: Sequence[str]) -> None:
