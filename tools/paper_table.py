@@ -166,10 +166,11 @@ def _introduction(table: Table) -> str:
 
 def _surveyed() -> str:
     counts = json.loads(SURVEY.read_text(encoding="utf-8"))["counts"]
+    whole, rows = counts["whole"], counts["rows"]
     return (
         "The citations are tested, too: each cited function is broken on purpose (its results are scaled by 1.1, or "
         "negated or set to zero where a factor changes nothing), and a cited test of the same row must fail. This was "
-        f"done to the end for {counts['whole']} of the {counts['rows']} rows that cite code, with "
+        f"done to the end for {f'{whole} of the' if whole < rows else 'all'} {rows} rows that cite code, with "
         f"{counts['functions']} functions and {counts['tests']} tests: {counts['unnoticed']} functions were noticed by "
         f"no cited test of their row, and {counts['idle_tests']} cited tests noticed nothing "
         "(`python -m poprisk_lab.mutation.survey`)."

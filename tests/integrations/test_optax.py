@@ -312,13 +312,15 @@ def test_the_gate_joins_a_run_that_began_with_adam():
 
 
 def test_around_adam_it_is_algorithm_1():
-    gradients = jax.tree.map(jnp.asarray, stream(MATRIX, steps=30, spoiled=False))
-    params = jax.tree.map(jnp.float32, numbers(MATRIX))
+    rows = stream(MATRIX, steps=30, spoiled=False)
+    gradients, params = jax.tree.map(jnp.asarray, rows), jax.tree.map(jnp.float32, numbers(MATRIX))
     alone, around = (population_risk_gate(alpha=0.5, **SOFT, inner=inner) for inner in (None, optax.scale_by_adam()))
     chains = [optax.chain(x, optax.scale_by_learning_rate(1e-2)) for x in (alone, around)]
     (w, state), (expected, _) = jax.jit(lambda: [scan(x, params, gradients) for x in chains])()
     assert_near(w, expected, 1e-6)
     assert isinstance(state[0], PopulationRiskState)
+    [paper] = torch_paths([{**SOFT, "alpha": 0.5, "weight_decay": 0.0}], MATRIX, rows, rate=lambda _: 1e-2)
+    assert_near(expected, paper.weights, 1e-6)
 
 
 def test_around_a_chain_with_decay_it_gates_the_decay():

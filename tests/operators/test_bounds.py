@@ -72,6 +72,12 @@ def failing(bounds: list[Bound]) -> list[str]:
     return [str(bound) for bound in bounds if not bound.holds]
 
 
+def plain_sides(F, D, G, A, moved_S, moved_Q) -> tuple[float, float]:
+    """‖Δu_Q - A Δu_S‖ and ‖C_Q - A C_S‖, by NumPy from a factor F of W."""
+    error = (G - A @ D) @ np.linalg.pinv(F, rcond=1e-9)
+    return float(np.linalg.norm(moved_Q - A @ moved_S)), float(np.linalg.norm(error, 2))
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), momentum=st.booleans(), squared=st.booleans(), never_drawn=st.integers(0, 2))
 def test_all_hold_on_synthetic_runs(seed, momentum, squared, never_drawn):
@@ -108,6 +114,13 @@ def test_all_hold_on_runs_that_happened(loss, rule, start):
     bounds = window_bounds(coupling, window, predictors=[anchor])
     assert failing(bounds) == []
     named = {bound.name: bound for bound in bounds}
+    # What a step leaves of the paper's bounds: √(gᵀWg) on the right, displacements without their source on the left.
+    g, F = window.gradient.numpy(), ops.W_factor
+    moved_S = run.train_outputs[-1] - run.train_outputs[start] - ops.source_S
+    moved_Q = run.test_outputs[-1] - run.test_outputs[start] - ops.source_Q
+    for name, A in (("visibility", 0 * ops.G), ("predictor", anchor.numpy())):
+        left, size = plain_sides(F, ops.D, ops.G, A, moved_S, moved_Q)
+        assert (named[name].left, named[name].right) == pytest.approx((left, size * np.linalg.norm(F @ g)), rel=1e-7)
     assert 0 < named["predictor"].tightness <= 1
     assert named["trajectory"].tightness == pytest.approx(named["predictor"].tightness ** 2)
     if rule != "gd":  # with the source left in, the discrete form is another statement
@@ -180,6 +193,12 @@ def test_the_papers_form_holds_in_gradient_flow(loss):
     for name in ("visibility", "predictor", "trajectory", "path error order", "sharp", "soft reservoir", "mobility"):
         assert named[name].holds, named[name]
     assert {named[name].form for name in ("visibility", "remainder", "predictor", "trajectory")} == {"flow"}
+    D, G, W = np.split(path[d + n * n :, -1], [n * n, n * n + 3 * n])
+    D, G, W = D.reshape(n, n), G.reshape(3, n), W.reshape(n, n)
+    moved = window.train_displacement.numpy(), window.test_displacement.numpy()
+    for name, predictor in (("visibility", 0 * G), ("predictor", anchor.numpy())):
+        left, size = plain_sides(np.linalg.cholesky(W).T, D, G, predictor, *moved)
+        assert (named[name].left, named[name].right) == pytest.approx((left, size * window.loss_drop**0.5), rel=1e-7)
     # R_perp = 0 in flow: left and right of the remainder's bound are the solver's error.
     assert coupling.relative_remainder < 1e-9
     assert named["remainder"].left < 1e-7
@@ -232,6 +251,8 @@ def test_bounds_are_attained_where_the_theory_says():
     louder = dissipation_channels(tensor(ops.W_factor), tensor(ops.D), 10 * tensor(ops.G))
     assert louder.visibility_spectrum[0] > louder.roots[0].square()
     assert visibility_spectrum_bound(louder).holds
+    even = visibility_spectrum_bound(dissipation_channels(*(k * torch.eye(3).double() for k in (2, 1, 6))))
+    assert (even.left, even.right) == pytest.approx((36, 36))  # G is three times the root of W: 9 · 4 at every index
 
 
 def test_directions_below_a_cut_off_are_bounded_too():
@@ -358,6 +379,13 @@ def test_both_sides_are_those_of_plain_algebra(form):
         (anchored_bound(coupling, lifted), (norm(remainder) ** 2, norm(total))),
     ):
         assert (bound.left, bound.right) == pytest.approx(sides, rel=1e-9), bound
+    # Above, the worst index has 0 on both sides; where every output was drawn it is the one with the least slack.
+    ops = operators_of(random_steps(7))
+    seen, values = (np.linalg.eigvalsh(X.T @ X)[::-1] for X in (ops.G, ops.W_factor))
+    allowed = norm(ops.G @ np.linalg.pinv(ops.W_factor)) ** 2 * values
+    worst, bound = (seen - allowed).argmax(), visibility_spectrum_bound(coupling_of(ops).channels)
+    assert (bound.left, bound.right) == pytest.approx((seen[worst], allowed[worst]), rel=1e-7)
+    assert bound.right > 0
 
 
 def test_what_does_not_fit_is_refused():

@@ -29,6 +29,8 @@ def test_graph_metric_and_its_roots(dense, p):
     metric = graph_metric(x, 7.0, neighbours=3, outputs=p, dense=dense)
     R = oracle.graph_metric(x.flatten(1).numpy(), 7.0, 3, p)
     assert_close(metric.matrix.to_dense().numpy(), R, **EXACT)
+    edges = (R[::p, ::p] < 0).astype(float)  # weights would cancel in R
+    assert_close(neighbour_graph(x, neighbours=3).toarray(), edges, rtol=0, atol=0)
     assert_close(metric.root.to_dense().numpy(), oracle.power(R, 0.5), **EXACT)
     assert_close(metric.inverse_root.to_dense().numpy(), oracle.power(R, -0.5), **EXACT)
     low, high = metric.interval

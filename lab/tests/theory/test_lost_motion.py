@@ -85,6 +85,9 @@ def test_the_optimum_is_not_unique():
     turned = torch.tensor([np.cos(0.1), 0.0, np.sin(0.1)], dtype=torch.float64)
     assert worst_lost_motion(triple, torch.outer(turned, turned), 1.0) == pytest.approx(2, rel=1e-10)
     assert minimax_lost_motion(triple, 1, 1.0) == pytest.approx(2, rel=1e-10)
+    best = triple.projector(1)  # the theorem's, onto e1, is another one and no better
+    assert_close(best.to_dense(), torch.diag(torch.tensor([1.0, 0.0, 0.0])).double(), **EXACT)
+    assert worst_lost_motion(triple, best, 1.0) == pytest.approx(2, rel=1e-10)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -23,7 +23,9 @@ def test_the_remainder_is_that_of_real_trainings():
         half = case.own_losses(case.again(alpha=(1 + alpha) / 2)) - before
         assert_close(found.half[place], half[i], rtol=1e-8, atol=1e-10)
     J = influence_matrix(case.run)
-    assert_close(found.first_order, ((J.diagonal() - J.mean(1)) * 6 / 5)[chosen], rtol=1e-9, atol=1e-12)
+    first_order = (J.diagonal() - J.mean(1)) * 6 / 5
+    assert_close(found.first_order, first_order[chosen], rtol=1e-9, atol=1e-12)
+    assert generalization_gap(case.run).value == pytest.approx(first_order.mean().item(), rel=1e-9)  # L_pop's
     assert_close(found.remainder, found.full - found.first_order)
     assert found.trainings == 4
 

@@ -61,6 +61,23 @@ def test_rule_equals_the_paper_line_by_line(gate, options):
     assert_close(torch.stack(path), torch.tensor(oracle, dtype=torch.float64), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
+)
+def test_line_1_is_zero(dtype, kept):
+    """All that is remembered, in float32 or better; stochastic rounding begins with key 0."""
+    w = torch.ones(2, 3, dtype=dtype)
+    for hyper in (Hyper(), Hyper(normalize_gate=True), Hyper(gate=None)):
+        state = initial_state(w, hyper)
+        moments = [state.m, state.v] if hyper.gate is None else [state.m, state.v, state.s]
+        assert all(torch.equal(x, torch.zeros(2, 3)) and x.dtype == kept for x in moments)
+        assert len({x.data_ptr() for x in moments}) == len(moments)
+        assert (state.s is None) == (hyper.gate is None)
+        assert (state.step, state.var_step, state.gain, state.key) == (0.0, 0.0, 0.0, 0)
+        assert not state.observed
+        assert (state.scale is not None) == hyper.in_adamw_units
+
+
 @pytest.mark.parametrize(("granularity", "row_length"), [("row", 4), ("tensor", 12)])
 @pytest.mark.parametrize("gate", ["soft", "hard", "snr"])
 def test_pooled_gates(gate, granularity, row_length):

@@ -9,6 +9,7 @@ from torch import nn
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk import _k_fold as k_fold_module
 from poprisk.risk._exclusion import exclusion_risk
+from poprisk.risk._first_order import generalization_gap
 from poprisk.risk._influence.sensitivity import Unrolled
 from poprisk.risk._meter import RiskMeter
 from poprisk.risk._resampling import leave_one_out
@@ -115,8 +116,13 @@ def test_first_order_is_believed_only_where_it_may_be():
     risk = population_risk(run, "first_order", examples=100)
     assert risk.target == "this model"
     assert risk.valid == (risk.standard_error <= 0.07 * risk.value)
-    small = population_risk(run_of(noisy(20, width=4), 30), "first_order")
+    few = run_of(noisy(20, width=4), 30)
+    small = population_risk(few, "first_order")
     assert not small.valid
+    model, data = few.problem.model(torch.float64), (few.problem.inputs, few.problem.targets)
+    training = model.per_example_losses(few.weights(30), *data).mean().item()
+    assert small.value == pytest.approx(training + generalization_gap(few).value, rel=1e-9)
+    assert small.training_loss == pytest.approx(training, rel=1e-12)
     assert any(word in small.reason for word in ("standard error", "by exclusion", "which checks the first order"))
 
 
