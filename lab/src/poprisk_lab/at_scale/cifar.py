@@ -182,9 +182,9 @@ def judged_run(arrays: Arrays, config: CifarConfig, device: torch.device) -> dic
     data, watch = Data(arrays, config, device), Watch(device)
     rows = torch.arange(len(data.labels))
     (kept, kept_labels), (held, held_labels) = hold_back((rows, data.labels), config.share, seed=config.seed)
-    bare = Training(data, kept, config)
-    bare.epoch()  # chooses kernels
-    watch.time("bare", lambda: [bare.epoch() for _ in range(config.bare_epochs)])
+    bare, unused = Training(data, kept, config), {"sum": torch.zeros(len(rows), device=device)}
+    bare.epoch(unused)  # chooses kernels
+    watch.time("bare", lambda: [bare.epoch(unused) for _ in range(config.bare_epochs)])
     run = Training(data, kept, config)
     average = TailAverage(run.model, run.optimizer, tail=config.tail)
     block = (data.images[held.to(device)], held_labels.to(device))
