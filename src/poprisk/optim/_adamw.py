@@ -227,8 +227,10 @@ class PopRiskAdamW(Optimizer):
                 if was_stepped(p, update.hyper)
             }
 
-    def linearize(self) -> dict[Tensor, Linearization]:
+    def linearize(self, *, gated: bool = True) -> dict[Tensor, Linearization]:
         """The last step of each parameter as an affine map of its gradient's momentum; see ``Linearization``.
+
+        With ``gated=False`` it is the step with an open gate, beside which the gate itself is known to rounding.
 
         It uses the hyper-parameters of that step, whatever a scheduler has set since. Complex parameters are pairs of
         real numbers, sharded ones DTensors. Coordinates left out for a non-finite gradient are not marked.
@@ -237,6 +239,7 @@ class PopRiskAdamW(Optimizer):
         with torch.no_grad():
             for update in self._updates(stepping=False):
                 hyper = update.memory.last or update.hyper
+                hyper = hyper if gated else replace(hyper, gate=None)
                 for p in update.params:
                     if was_stepped(p, update.hyper):
                         lin = linearize(rule_state(p, hyper), hyper)

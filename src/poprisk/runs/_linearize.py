@@ -16,7 +16,7 @@ torch's implementations (for-loop, foreach, fused) have the same linearization u
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,6 +151,13 @@ class Linearizer:
                 vectors["preconditioner"] = self._spread("preconditioner", lins)
         return {"coefficients": table, **{name: x for name, x in vectors.items() if x is not None}}
 
+    def ungated(self) -> Tensor | None:
+        """The preconditioner of the step just taken with an open gate; None for optimizers without a gate."""
+        if not isinstance(self.optimizer, PopRiskAdamW):
+            return None
+        with torch.no_grad():
+            return self._spread("preconditioner", self.optimizer.linearize(gated=False))
+
     def _linearizations(self) -> dict[Tensor, Linearization]:
         """Each parameter's step."""
         if isinstance(self.optimizer, PopRiskAdamW):
@@ -203,8 +210,13 @@ def unexplained(
     before: Float[Tensor, "d"],
     after: Float[Tensor, "d"],
     parameters: Sequence[Tensor],
+    ungated: Callable[[], Tensor | None] = lambda: None,
 ) -> Float[Tensor, "d"] | None:
-    """The change of the weights that the step's affine map does not explain; None if it is within rounding."""
+    """The change of the weights that the step's affine map does not explain; None if it is within rounding.
+
+    A gate is a difference of numbers of size one, so that what is nearly closed is known to the rounding of those:
+    ``ungated`` computes the preconditioner with an open gate, and is asked where a difference is larger.
+    """
     values = {k: x.to(before) if isinstance(x, Tensor) else x for k, x in affine_map(layout, linear).items()}
     driven = gradient + values["coupled_decay"] * before
     without_momentum = torch.as_tensor(values["momentum"], device=before.device) == 0
@@ -213,6 +225,8 @@ def unexplained(
     rest = (after - before) + push + values["decay"] * before
     eps = max(torch.finfo(p.dtype).eps for p in parameters)
     rounding = 64 * eps * (before.abs() + after.abs() + push.abs()) + torch.finfo(before.dtype).tiny
+    if bool((rest.abs() > rounding).any()) and (M := ungated()) is not None:
+        rounding += 64 * eps * (M.to(before) * v).abs()
     return rest if bool((rest.abs() > rounding).any()) else None
 
 

@@ -310,7 +310,9 @@ class Recorder:
             assert step.weights_before is not None
             moved = (step.weights_before, self._weights_after)
             self._check.keep(step)
-            record.source = unexplained(self.layout, step.linear, step.gradient, *moved, self._parameters)
+            record.source = unexplained(
+                self.layout, step.linear, step.gradient, *moved, self._parameters, self._linearizer.ungated
+            )
         self._versions = [p._version for p in self._parameters]
         self._writer.add(record)
         self._mark()
