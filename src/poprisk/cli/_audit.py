@@ -60,7 +60,7 @@ def audit(
             show_default=False,
         ),
     ] = None,
-    top: Annotated[int, number(0, 100_000, "Number of most suspicious examples to print.")] = 20,
+    top: Annotated[int, number(0, 100_000, "Number of most suspicious examples to print, suspects first.")] = 20,
     moments: Annotated[
         int, number(1, 10_000, "Number of moments of the training at which to evaluate the network.")
     ] = 20,
@@ -180,7 +180,7 @@ def audit_lines(audited: "AuditTable", top: int, width: int) -> "Iterator[Render
         wanted = (*_SHOWN[audited.kind], "self_influence", "loo_loss")
         names = [name for name in wanted if name in audited.columns]
         rows = [[short(row[name]) for name in names] for row in audited.worst(top)]
-        title = f"The {min(top, len(audited))} most suspicious examples"
+        title = f"The {min(top, len(audited))} most suspicious examples, suspects first"
         yield from table(title, [_HEADINGS.get(name, name) for name in names], rows, width, named=False)
     for line in [line for line in audited.notes if line not in first]:
         yield Text(f"Note: {as_command(line)}.")

@@ -11,7 +11,7 @@ const labelOf = new Map(isClass ? data.rows.map(row => [row[AT.example], row[AT.
 const hasPictures = Object.keys(data.pictures).length > 0, hasTexts = Object.keys(data.texts).length > 0;
 const hasNeighbours = Object.keys(data.neighbours).length > 0;
 const decisions = new Map();  // the decided label or value of each reviewed example
-let sortBy = column("suspicion"), downwards = true, limit = PAGE, listed = [];
+let sortBy = -1, downwards = true, limit = PAGE, listed = [];  // unsorted: suspects first, as the rows come
 
 function make(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -76,7 +76,7 @@ function chosen() {
     (suggested === "" || String(row[AT.suggested]) === suggested) && (decided === "" || state(row) === decided) &&
     (words === "" || String(row[AT.example]) === words || (data.texts[row[AT.example]] || "").toLowerCase().includes(words)));
   const size = value => value === null ? -Infinity : Number(value), sign = downwards ? 1 : -1;
-  return kept.sort((a, b) => sign * (size(b[sortBy]) - size(a[sortBy])) || a[AT.example] - b[AT.example]);
+  return sortBy < 0 ? kept : kept.sort((a, b) => sign * (size(b[sortBy]) - size(a[sortBy])));  // equal ones stay in order
 }
 function draw() {
   get("body").replaceChildren(...listed.slice(0, limit).map(rowOf));

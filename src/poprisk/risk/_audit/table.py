@@ -113,11 +113,15 @@ class AuditTable:
         """Whether each label is suspected to be wrong."""
         return self.columns["is_suspect"]
 
-    def order(self, by: str = "suspicion") -> Tensor:
-        """Examples from the highest value of a column to the lowest; those with equal values by position."""
-        return self[by].double().nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
+    def order(self, by: str | None = None) -> Tensor:
+        """The suspects by suspicion, then the other examples; or all from the highest value of a column to the lowest.
 
-    def worst(self, k: int = 20, *, by: str = "suspicion") -> list[dict[str, Any]]:
+        Examples with equal values are ordered by position.
+        """
+        order = self[by or "suspicion"].double().nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
+        return order if by else order[(~self.is_suspect[order]).byte().argsort(stable=True)]
+
+    def worst(self, k: int = 20, *, by: str | None = None) -> list[dict[str, Any]]:
         """The first k rows of :meth:`order`, as plain values.
 
         Raises:
