@@ -3,6 +3,7 @@ let shown = null;  // the row under review
 const storedAs = "poprisk decisions " + data.run;
 
 function load() {
+  decisions.clear();
   try {
     for (const [i, decided] of JSON.parse(localStorage.getItem(storedAs) || "[]")) decisions.set(i, decided);
   } catch { decisions.clear(); }  // no storage here, or not ours: decisions live in memory
@@ -29,6 +30,7 @@ function show(row) {
   const what = [`Example ${i}, ${place() + 1} of ${listed.length}`];
   if (AT.given >= 0) what.push("given " + written(row[AT.given], kindOf));
   if (data.reviewable) what.push("suggested " + written(row[AT.suggested], kindOf));
+  if (data.reviewable) what.push(row[AT.suspect] ? "suspect" : "not a suspect");
   if (decisions.has(i)) what.push(labelled(row, decisions.get(i)));
   get("which").textContent = what.join(" · ");
   if (get("other")) get("other").value = decisions.has(i) ? String(decisions.get(i)) : "";
@@ -45,23 +47,27 @@ function move(by) {
 }
 function progress() {
   if (!data.reviewable) return;
-  const changed = data.rows.filter(row => state(row) === "changed").length;
-  const suspects = data.rows.filter(row => row[AT.suspect]), open = suspects.filter(row => state(row) === "open").length;
-  get("progress").textContent =
-    `${decisions.size} decided: ${changed} changed, ${decisions.size - changed} kept. ${open} of ${suspects.length} suspects are open.`;
+  const count = (rows, which) => rows.filter(row => state(row) === which).length;
+  const suspects = data.rows.filter(row => row[AT.suspect]), left = count(suspects, "open");
+  const changed = count(data.rows, "changed"), kept = count(data.rows, "kept");
+  const words = !suspects.length ? "No suspects." : !left ? `All ${suspects.length} suspects are decided.` :
+    `${left} of ${suspects.length} suspects left to decide.`;
+  get("progress").textContent = `${changed + kept} decided: ${changed} changed, ${kept} kept. ${words}`;
 }
 function refresh(i) {
   const row = data.rows.find(each => each[AT.example] === i), line = get("body").querySelector(`tr[data-example="${i}"]`);
-  if (line) line.querySelector("td.decision").textContent = decisions.has(i) ? state(row) : "";
+  if (chosenIn("state")) { listed = chosen(); draw(); }  // the example leaves the list, or comes back
+  else if (line) line.querySelector("td.decision").textContent = decisions.has(i) ? state(row) : "";
   store();
   progress();
 }
 function decide(value) {
   if (!shown || value === null || !data.reviewable) return;
-  const i = shown[AT.example], last = place() === listed.length - 1;
+  const i = shown[AT.example], at = place();
   decisions.delete(i), decisions.set(i, value);  // so that the latest decision is the last one
   refresh(i);
-  if (last) show(shown); else move(1);
+  const next = listed[at] === shown ? at + 1 : Math.max(at, 0);
+  show(listed[Math.min(next, listed.length - 1)] || null);
 }
 function undo() {  // the decision on the example shown, or else the latest one
   const here = shown && shown[AT.example], i = decisions.has(here) ? here : [...decisions.keys()].pop();
@@ -149,6 +155,14 @@ if (get("other")) get("other").addEventListener("change", () => {
 for (const each of document.querySelectorAll(".command"))  // lines break between words, not after the hyphens of an option
   each.replaceChildren(...each.textContent.split(/(\s)/).map(word => word.trim() ? make("span", {}, word) : word));
 if (data.reviewable) load();
+window.addEventListener("storage", event => {  // decided in another tab
+  if (!data.reviewable || (event.key !== null && event.key !== storedAs)) return;
+  load();
+  if (chosenIn("state")) listed = chosen();
+  draw();
+  progress();
+  show(shown);
+});
 drawMatrix();
 choose();
 progress();
