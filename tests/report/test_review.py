@@ -152,7 +152,9 @@ def test_suspects_are_reviewed_first_and_counted_until_none_is_left(chromium, sc
     other.press("a")
     assert other.run(words) == "4 decided: 3 changed, 1 kept. All 4 suspects are decided."
     assert " · not a suspect" in other.run("get('which').textContent")
-    shown.run("new Promise(done => decisions.size === 4 ? done() : addEventListener('storage', () => setTimeout(done)))")
+    shown.run(
+        "new Promise(done => decisions.size === 4 ? done() : addEventListener('storage', () => setTimeout(done)))"
+    )
     assert shown.run(words) == other.run(words)
     shown.run("localStorage.clear()")
 
