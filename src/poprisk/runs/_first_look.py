@@ -11,12 +11,14 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from poprisk._core.autodiff import parts_of, take_examples
+from poprisk._core.seeds import seeded
 from poprisk._core.store import where
 from poprisk._core.text import one_line
 from poprisk.errors import DataError, PopRiskError
 from poprisk.runs._data_check import check_classes
 
 _FEW = 2
+_SEEDS, _ROWS = 16, 8
 
 
 def check_takes(what: str, function: Any, *arguments: str, **named: Any) -> None:
@@ -70,12 +72,29 @@ def _telling(inputs: Any, targets: Tensor) -> Tensor:
     return torch.tensor(sorted(found), device=targets.device)
 
 
-def _augmented(problem: Any, given: Any) -> Any:
+def check_seeded(problem: Any) -> None:
+    """Check on a few examples that the augmentation draws all its random numbers from the generator that it is given.
+
+    Raises:
+        DataError: with the same seed it gives other inputs; a run with it could not be executed again.
+    """
+    rows = torch.arange(min(_ROWS, len(problem)), device=problem.device)
+    with seeded(0):  # what is drawn from torch's own generator differs from call to call, and is forgotten afterwards
+        for seed in range(_SEEDS if problem.augment is not None else 0):
+            both = [parts_of(_augmented(problem, take_examples(problem.inputs, rows), seed)) for _ in range(2)]
+            if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(*both, strict=True)):
+                raise DataError(
+                    "augment must return the same inputs for generators with the same seed, but it returned others: "
+                    "draw all its random numbers from the generator, as torch.rand(…, generator=generator) does"
+                )
+
+
+def _augmented(problem: Any, given: Any, seed: int = 0) -> Any:
     """The inputs, augmented as in a step."""
     if problem.augment is None:
         return given
     with _of_user(f"augment must take the inputs ({_described(given)})", "correct it"):
-        found = problem.augment(given, torch.Generator().manual_seed(0))
+        found = problem.augment(given, torch.Generator().manual_seed(seed))
     same = type(found) is type(given) if isinstance(given, tuple) else isinstance(found, Tensor)
     if not same or not all(
         isinstance(x, Tensor) and len(x) == len(y) for x, y in zip(parts_of(found), parts_of(given), strict=False)

@@ -58,7 +58,7 @@ class Problem:
         show: Function that returns a display of the example with a given index; default: a line of text.
         test: Test inputs and targets as a tuple, or a dataset or loader of them.
         augment: Function of a batch of inputs and a seeded generator that returns augmented inputs; it must draw all
-            its random numbers from the generator, or it cannot be replayed.
+            its random numbers from the generator, or ``train`` and ``Recorder`` refuse it.
         batch_loss: Mean of ``loss`` over a batch of outputs and targets, computed exactly as in the training loop, for
             replays that are equal bit by bit.
         seed: Seed for the initial weights.
