@@ -150,12 +150,12 @@ IGNORED = having(Y, -100, 11)
 LATE = [
     ({"loss": NLL, "targets": LAST}, "loss must take .* Target 9 is out of bounds"),
     ({"loss": nn.functional.cross_entropy, "targets": LAST}, "loss must take .* Target 9 is out of bounds"),
-    ({"loss": NLL, "targets": IGNORED}, "loss must be finite, got nan for the training target -100"),
+    ({"loss": NLL, "targets": IGNORED}, "loss must be finite, got nan for training target -100"),
     (
         {"make_model": Embedded, "inputs": having(torch.ones(12, 4).long(), 7, 11)},
         "the model must take the training inputs .int64 ",
     ),
-    ({"make_model": Adds}, "the model must leave its inputs as they are, but it changed them"),
+    ({"make_model": Adds}, "the model must leave its inputs as they are, but changed them"),
     ({"loss": lambda u, y: u.sum() if u.sum() > 0 else -u.sum()}, "the loss of a batch must be computed, but .* vmap"),
     ({"loss": lambda u, y: torch.complex(u[0], u[1])}, "a scalar for one example, got torch.complex64"),
     ({"batch_loss": lambda u, y: None}, "batch_loss must return one number as a tensor, got NoneType"),

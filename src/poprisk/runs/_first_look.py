@@ -128,9 +128,7 @@ class _Look:
         ):
             outputs = self._outputs(batch)
         if not all(torch.equal(x.nan_to_num(), y.to(x.dtype).nan_to_num()) for x, y in zip(batch, taken, strict=True)):
-            raise DataError(
-                "the model must leave its inputs as they are, but it changed them: copy them in its forward"
-            )
+            raise DataError("the model must leave its inputs as they are, but changed them: copy them in its forward")
         count = len(wanted)
         if not isinstance(outputs, Tensor):
             raise DataError(
@@ -174,9 +172,7 @@ class _Look:
         for y, loss in zip(targets, losses, strict=True):
             if not isinstance(loss, Tensor) or loss.dim() != 0 or loss.is_complex():
                 got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise DataError(
-                    f"loss must return a scalar for one example, got {got}: sum or average over its outputs"
-                )
+                raise DataError(f"loss must return a scalar for one example, got {got}: sum or average its outputs")
             if not loss.requires_grad:
                 raise DataError(
                     "loss must depend on the model's outputs, got a value without a gradient: compute it from the "
@@ -184,15 +180,12 @@ class _Look:
                 )
             if not self.problem.allow_nonfinite and not bool(loss.isfinite()):
                 target = one_line(str(y.tolist()))[:60]
-                raise DataError(
-                    f"loss must be finite, got {loss.item()} for the {which} target {target}: correct either"
-                )
+                raise DataError(f"loss must be finite, got {loss.item()} for {which} target {target}: correct either")
         with _of_user("the loss of a batch must be computed", "write it for torch.func.vmap, without .item() and if"):
             found = self.problem.batch_loss(outputs, targets)
         if not isinstance(found, Tensor) or found.dim() != 0:
-            raise DataError(
-                f"batch_loss must return one number as a tensor, got {type(found).__name__}: return the mean"
-            )
+            got = type(found).__name__
+            raise DataError(f"batch_loss must return one number as a tensor, got {got}: return the mean")
 
 
 @contextmanager

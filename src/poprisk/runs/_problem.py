@@ -139,15 +139,13 @@ class Problem:
         """
         function = resolve(factory) if isinstance(factory, str) else factory
         if not callable(function):
-            raise DataError(
-                f"{factory!r} must be a function that returns a Problem, got {type(function).__name__}: name one"
-            )
+            got = type(function).__name__
+            raise DataError(f"{factory!r} must be a function that returns a Problem, got {got}: name one")
         check_takes(f"{factory!r}", function, **arguments)
         problem = function(**arguments)
         if not isinstance(problem, cls):
-            raise DataError(
-                f"{factory!r} must return a Problem, got {type(problem).__name__}: end with return Problem(…)"
-            )
+            got = type(problem).__name__
+            raise DataError(f"{factory!r} must return a Problem, got {got}: end with return Problem(…)")
         problem._source = described(factory, arguments) if isinstance(factory, str) else importable(function, arguments)
         problem.remember(lasting=False)
         return problem

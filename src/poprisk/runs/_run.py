@@ -387,8 +387,7 @@ def as_run(run: Run | str | Path) -> Run:
     if isinstance(run, str | Path):
         run = Run.load(run)
     if not isinstance(run, Run):
-        raise DataError(
-            f"expected a Run or the path of its directory, got {type(run).__name__}: record one with train()"
-        )
+        got = type(run).__name__
+        raise DataError(f"expected a Run or the path of its directory, got {got}: record one with train()")
     check_converged(run)
     return run

@@ -113,7 +113,6 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(
-            tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(uint8).numpy().data
-        )
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(plain.reshape(-1).view(uint8).numpy().data)
     return digest.hexdigest()
