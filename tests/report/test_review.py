@@ -240,6 +240,22 @@ def test_the_page_fits_its_window(chromium, page, width):
     assert width < 900 or shown.run("document.querySelector('.actions').getBoundingClientRect().top") < 700
 
 
+def test_each_command_begins_at_the_left_where_lines_are_broken(chromium, page, tmp_path):
+    commands = [
+        "poprisk train task.py:make_task --labels decisions.json --output second",
+        "poprisk compare first second",
+    ]
+    text = re.sub(r"(Then: <code class=.command.>)[^<]*", r"\1" + "\n".join(commands), page.read_text(encoding="utf-8"))
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    shown = chromium.open(tmp_path / "page.html", width=390)
+    assert shown.run("document.querySelector('#then .command').innerText").split("\n") == commands
+    rows = shown.run(
+        "Array.from(document.querySelectorAll('#then .line'), e => Array.from(e.children, w => w.offsetLeft))"
+    )
+    assert len(rows) == 2
+    assert all(left < min(rest) for left, *rest in rows)  # also than the first words of the lines that follow
+
+
 def good():
     row = {"example": 3, "given": 0, "suggested": 1, "decided": 1}
     about = {
