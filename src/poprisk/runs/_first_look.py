@@ -22,10 +22,7 @@ _SEEDS, _ROWS = 16, 8
 
 
 def check_takes(what: str, function: Any, *arguments: str, **named: Any) -> None:
-    """Check that something can be called with these arguments, as far as its signature tells.
-
-    Raises:
-        DataError: it cannot.
+    """Check that something can be called with these arguments, as far as its signature tells; else a DataError.
 
     >>> check_takes("loss", lambda outputs, target: outputs, "outputs", "target")
     """
@@ -43,11 +40,7 @@ def check_takes(what: str, function: Any, *arguments: str, **named: Any) -> None
 
 
 def first_look(problem: Any, module: nn.Module) -> None:
-    """Try the model and the loss on a few examples, with its buffers kept as they are.
-
-    Raises:
-        DataError: the model cannot be trained on these examples with this loss; the message says why.
-    """
+    """Try the model and the loss on a few examples, with its buffers kept as they are; a DataError says what fails."""
     if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
         raise DataError(
             f"make_model must return a module with all its weights, got {lazy[0]!r} without a shape: call the lazy "
@@ -73,10 +66,9 @@ def _telling(inputs: Any, targets: Tensor) -> Tensor:
 
 
 def check_seeded(problem: Any) -> None:
-    """Check on a few examples that the augmentation draws all its random numbers from the generator that it is given.
+    """Check on a few examples that the augmentation draws all its random numbers from its generator, for replays.
 
-    Raises:
-        DataError: with the same seed it gives other inputs; a run with it could not be executed again.
+    A DataError says that with the same seed it gives other inputs.
     """
     rows = torch.arange(min(_ROWS, len(problem)), device=problem.device)
     with seeded(0):  # what is drawn from torch's own generator differs from call to call, and is forgotten afterwards

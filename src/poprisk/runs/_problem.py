@@ -182,12 +182,7 @@ class Problem:
         return module.to(device=self.device if device is None else device, dtype=dtype)
 
     def check_fits(self, module: nn.Module) -> None:
-        """Try a module and the loss on the first examples, before a training.
-
-        Raises:
-            DataError: the module does not take the inputs, the loss does not take its outputs and the targets, or
-                labels are beyond its outputs.
-        """
+        """Try a module and the loss on the first examples, before a training; a DataError if they do not fit."""
         first_look(self, module)
 
     @property

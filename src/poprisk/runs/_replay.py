@@ -160,11 +160,7 @@ def _rebuild(run: Run, problem: Problem, start: int) -> tuple[nn.Module, Optimiz
 def rebuilt(
     run: Run, tensors: Mapping[str, Tensor], k: int, dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Optimizer]:
-    """Module and optimizer before step k, with these weights, buffers and states in the form of a checkpoint.
-
-    Raises:
-        RunError: the recorded options or states are not those of such an optimizer.
-    """
+    """Module and optimizer before step k, with these weights, buffers and states in the form of a checkpoint."""
     module, options = run.module(dtype), options_of(run, k)
     parameters = [p for p in module.parameters() if p.requires_grad]
     try:

@@ -378,12 +378,7 @@ class Run:
 
 
 def as_run(run: Run | str | Path) -> Run:
-    """A run to analyze: as it is, or opened from its directory.
-
-    Raises:
-        DataError: It is neither, or there is no run in the directory.
-        RunError: Its loss or its weights are not finite at the end.
-    """
+    """A run to analyze, as it is or from its directory; a RunError if it has no finite loss and weights at its end."""
     if isinstance(run, str | Path):
         run = Run.load(run)
     if not isinstance(run, Run):

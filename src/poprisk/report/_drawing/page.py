@@ -61,12 +61,7 @@ def write_report(
 
 
 def report_page(found: Analysis, *, examples: bool = True, command: str | None = None) -> str:
-    """The report as HTML text; see :func:`write_report`.
-
-    Raises:
-        MissingExtraError: jinja2 is not installed.
-        DataError: a part that was kept with the run is damaged.
-    """
+    """The report as HTML text; see :func:`write_report`. A DataError if a part kept with the run is damaged."""
     try:
         return _drawn(found, examples, command)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

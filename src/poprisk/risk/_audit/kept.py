@@ -77,11 +77,7 @@ class KeptParts:
     """The parts of one run's analysis on disk, for given options; here those that this room knows.
 
     Options (see ``analyze``) that are not given are those of the analysis on disk if it belongs to the run, otherwise
-    the defaults. With ``writes=False`` existing parts are only read.
-
-    Raises:
-        RunError: The run is in memory.
-        OSError: The run's directory is not writable.
+    the defaults. With ``writes=False`` existing parts are only read; otherwise the run's directory must be writable.
     """
 
     TYPES: ClassVar[dict[str, Any]] = {"examples": AuditTable}
