@@ -15,11 +15,11 @@ from torch import nn
 
 from poprisk import PopRiskAdamW, Run
 from poprisk.errors import RunError
-from poprisk.report import analyze
+from poprisk.report import KeptAnalysis, analyze
 from poprisk.report._analysis.analyze import PARTS
 from poprisk.report._analysis.curves import LossCurves
-from poprisk.report._analysis.kept import KeptAnalysis, Part
 from poprisk.report._drawing.page import report_page
+from poprisk.risk import Part
 from poprisk.runs._problem import Problem
 from poprisk.runs._training import train
 
@@ -119,7 +119,7 @@ def test_what_no_longer_belongs_is_not_used(run, monkeypatch):
     other.test = (other.test[0], other.test[1] + 1)
     assert KeptAnalysis(Run.load(run, problem=other)).get("curves") is None
     with monkeypatch.context() as patch:
-        patch.setattr("poprisk.report._analysis.kept.__version__", "0.0.1")
+        patch.setattr("poprisk.risk._audit.kept.__version__", "0.0.1")
         assert kept_of(run).finished == []
     problem = Problem.build(make_task)
     train(problem, partial(PopRiskAdamW, lr=0.1), 7, batch_size=5, path=run, resume=True, progress=False)
@@ -151,7 +151,7 @@ def test_damaged_parts_are_computed_again(run):
     assert again.get("gates") == Part(None, "why not")
     (run / "analysis" / "index.json").write_text("{")
     assert kept_of(run).finished == []
-    with pytest.raises(RunError, match=r"this run is in memory: save it first with run\.save\(path\)"):
+    with pytest.raises(RunError, match=r"this one is in memory: save it with run\.save\(path\)"):
         KeptAnalysis(train(make_task(), torch.optim.SGD, 2, progress=False))
 
 

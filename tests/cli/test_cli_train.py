@@ -145,8 +145,25 @@ def test_interrupted_it_goes_on_to_the_same_bits(folder, capsys, monkeypatch):
     assert found["last_loss"] == pytest.approx(whole.losses[-1].item())
     code, _, err = call(capsys, *command)
     assert code == 0
-    assert "nothing to do" in err
+    assert "poprisk-run already holds 20 steps (3.333 epochs), and this command asks for 20 (3.333 epochs), so " in err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_directory_with_more_epochs_says_what_it_holds_and_what_to_do(folder, capsys):
+    command = ["train", "task.py:make_task", "--hold-back", 0, "--batch-size", 6, "--epochs"]
+    assert call(capsys, *command, 4)[0] == 0
+    code, out, err = call(capsys, *command, 3)
+    assert code == 0
+    assert (
+        "poprisk-run already holds 24 steps (4 epochs), and this command asks for 18 (3 epochs), so there is nothing "
+        "to do: choose another directory with --output, or more than 4 epochs to continue this run"
+    ) in err
+    assert ": 24 steps of AdamW" in out
+    code, _, err = call(capsys, *command[:-1], "--steps", 3)
+    assert ("asks for 3 (0.5 epochs)" in err, "or more than 24 steps to continue" in err) == (True, True)
+    code, _, err = call(capsys, *command, 5)
+    assert "poprisk-run already holds 24 steps (4 epochs); continuing to 30" in err
+    assert Run.load("poprisk-run").num_steps == 30
 
 
 def test_a_directory_goes_on_only_with_its_own_run(folder, capsys):

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, Trainer, TrainingArguments
 
-from poprisk import Run
+from poprisk import Run, analyze, audit, write_report
 from poprisk.errors import RunError
 from poprisk.integrations.huggingface_record import RecordRun, classification_problem
+from poprisk.report import analysis_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 from cli_calls import call
@@ -99,6 +100,30 @@ def test_the_run_of_a_program_opens_by_itself(walked, capsys, monkeypatch):
     code, _, err = call(capsys, "compare", "run", "run", "--output", "compare.html")
     assert code == 0, err
     assert sentences[0] in Path("compare.html").read_text() or "agree" in Path("compare.html").read_text()
+
+
+def test_python_reads_what_the_command_line_reads(walked, capsys, monkeypatch):
+    monkeypatch.chdir(walked[0])
+    code, out, err = call(capsys, "audit", "run", "--json")
+    assert code == 0, err
+    table = audit("run", progress=False)
+    assert (table.worst(20), list(table.notes)) == (json.loads(out)["worst"], json.loads(out)["notes"])
+    assert "computed where the run was trained, and is kept in run" in table.notes[-1]
+    code, out, err = call(capsys, "analyze", "run", "--json")
+    assert code == 0, err
+    found = analyze("run", progress=False)
+    assert json.loads(out) == json.loads(json.dumps(analysis_json(found))) | {"kept": "run/analysis"}
+    assert found.curves.train[-1] < found.curves.train[0]
+    assert dict(enumerate(walked[1])) == found.contents.texts
+    assert analyze("run", budget=0.5, progress=False).curves.train == found.curves.train  # nothing could be computed
+    code, _, err = call(capsys, "report", "run", "--output", "page.html")
+    assert code == 0, err
+    by_python = write_report("run", "python.html", progress=False).read_text()
+    written = r"poprisk report run (--output page.html )?--budget 30"
+    assert re.sub(written, "", by_python) == re.sub(written, "", Path("page.html").read_text())
+    for options in ({"retrain_budget": 3}, {"out_of_fold": torch.full((EXAMPLES, 2), 0.5)}, {"tier": "exact"}):
+        with pytest.raises(RunError, match=r"problem=|the exact tier is not possible"):
+            audit("run", progress=False, **options)
 
 
 def test_nothing_is_retrained_without_the_program(walked, capsys, monkeypatch):

@@ -15,7 +15,7 @@ from poprisk.report._drawing.advice import Facts, actions, gap_words, judgement,
 from poprisk.report._drawing.first_screen import best_step, facts_of
 from poprisk.report._drawing.page import report_page
 from poprisk.report._drawing.svg_chart import Axis, Line, line_chart
-from poprisk.risk import Estimate, Reading, RiskEstimate
+from poprisk.risk import Estimate, Reading, RiskEstimate, audit
 from poprisk.runs import Problem, Recorder, train
 
 VALID = RiskEstimate(1.5, 0.1, target="this model", method="held_back", training_loss=0.5)
@@ -84,7 +84,7 @@ def test_a_count_that_may_be_zero_is_not_held_against_the_labels():
         (
             changed(wrong=WRONG, suspects=300, test_loss=0.6, test_error=0.05),
             "noise_gap",
-            "Do not chase the gap to the test set",
+            "Do not try to close the gap to the test set",
             "poprisk audit 'a run' --output audit.csv",
         ),
         (changed(risk=None, why_no_risk=OVER), "budget", "Allow more time", "poprisk report 'a run' --budget 300"),
@@ -109,8 +109,21 @@ def test_no_advice_without_its_verdict():
     assert keys(kept_step=480, held=50) == {"nothing"}  # the chosen moment is near the end, and the error is small
     assert keys(kept_step=480, held=200, risk=replace(VALID, standard_error=0.3)) == {"nothing"}  # enough are held back
     assert keys(suspects=9, kind="loss") == {"nothing"}  # nothing is suggested for these
+    assert keys(suspects=9, kind="regression", reviewable=False) == {"nothing"}  # several numbers are not reviewed
     assert keys(test_loss=1.45, test_error=0.05, wrong=WRONG) == {"nothing"}  # no gap
     assert keys(last_loss=3.0, suspects=9, risk=DOUBTED) == {"lower_lr"}  # first things first
+
+
+def test_targets_of_several_numbers_are_not_to_be_reviewed():
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.cat([x, x], dim=1)
+    y[0] += 30.0
+    problem = Problem(torch.nn.Linear, "squared", x, y, arguments={"in_features": 3, "out_features": 6})
+    run = train(problem, lambda p: torch.optim.SGD(p, lr=0.01), 9, progress=False)
+    found = facts_of(Analysis(run, 1.0, table=audit(run, tier="any", progress=False)))
+    assert found.suspects > 0
+    assert not found.reviewable
+    assert "review" not in {action.key for action in actions(found)}
 
 
 def test_numbers_say_what_they_mean_or_why_they_are_not_known():

@@ -13,13 +13,13 @@ from report_problems import call, curve, pictures
 from test_review import CONTRAST, WIDE, analyzed
 
 from poprisk import PopRiskAdamW
-from poprisk._core.store import json_digest
+from poprisk._core.store import json_digest, tensors
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.report import compare_runs, write_comparison
 from poprisk.report._analysis.compare import run_names
 from poprisk.report._drawing.comparison_rules import Entry, verdict
 from poprisk.risk import Estimate
-from poprisk.runs import Problem, list_runs, train
+from poprisk.runs import Problem, Run, list_runs, train
 
 STEPS = 12
 
@@ -184,6 +184,32 @@ def test_runs_are_listed_without_executing_anything(folder, tmp_path, capsys):
     assert code == 0
     assert re.search(r"more cannot be opened: .*", out)
     assert "No recorded runs" in out
+
+
+def test_losses_of_large_runs_are_listed_without_reading_their_weights(folder, monkeypatch):
+    usual = list_runs(folder)
+    whole, read = tensors.read_regular, []
+    monkeypatch.setattr(
+        tensors, "read_regular", lambda path, **options: read.append(path.name) or whole(path, **options)
+    )
+    monkeypatch.setattr("poprisk.runs._run._QUICK", 10)
+    found = list_runs(folder)
+    assert [run.loss for run in found] == [run.loss for run in usual]
+    assert all(math.isfinite(run.loss) for run in found)
+    assert read == ["kept.safetensors"]
+    run = Run.load(folder / "slow")
+    assert torch.equal(run.last_losses(5), Run.load(folder / "slow").losses[-5:])
+    file = next((folder / "slow").glob("segment-*"))
+    segment = run.manifest["segments"][0] | {"stop": 3}
+    with pytest.raises(DataError, match="has other losses than steps"):
+        run._storage.read_losses({"segments": [segment]}, 0)
+    content = file.read_bytes()
+    file.write_bytes(content[:20] + b"?" + content[21:])
+    try:
+        (broken,) = list_runs(folder / "slow")
+    finally:
+        file.write_bytes(content)
+    assert "is not a file of tensors" in broken.error
 
 
 def test_listing_does_not_import_the_problem(folder, tmp_path):

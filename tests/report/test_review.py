@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -125,6 +126,57 @@ def test_another_label_a_search_and_the_confusion_of_labels(chromium, found, pag
     shown.run("localStorage.clear()")
 
 
+@pytest.fixture(scope="module")
+def scattered(found, tmp_path_factory):
+    """A page with suspects that are not the most suspicious, and their number is not known."""
+    table, columns = found.table, dict(found.table.columns)
+    columns["is_suspect"] = torch.zeros(120, dtype=torch.bool)
+    columns["is_suspect"][table.order("suspicion")[[0, 3, 40, 90]]] = True
+    unsure = replace(table, columns=columns, wrong_labels=replace(table.wrong_labels, valid=False, reason="why"))
+    path = write_report(replace(found, table=unsure), tmp_path_factory.mktemp("scattered") / "report.html")
+    return path, table.order("suspicion")[[0, 3, 40, 90]].tolist()
+
+
+def test_suspects_are_reviewed_first_and_counted_until_none_is_left(chromium, scattered):
+    page, suspects = scattered
+    shown = chromium.open(page)
+    shown.run("localStorage.clear()")
+    shown.go(page)
+    words = "get('progress').textContent"
+    assert shown.run("listed.slice(0, 4).map(row => row[AT.example])") == suspects
+    assert shown.run("document.querySelectorAll('#head [aria-sort=descending]').length") == 0
+    shown.press("a", "a", "r")
+    assert shown.run(words) == "3 decided: 2 changed, 1 kept. 1 of 4 suspects left to decide."
+    other = chromium.open(page)  # another tab of the same page goes on, and the first one sees it
+    other.run("show(listed[3])")
+    other.press("a")
+    assert other.run(words) == "4 decided: 3 changed, 1 kept. All 4 suspects are decided."
+    assert " · not a suspect" in other.run("get('which').textContent")
+    shown.run(
+        "new Promise(done => decisions.size === 4 ? done() : addEventListener('storage', () => setTimeout(done)))"
+    )
+    assert shown.run(words) == other.run(words)
+    shown.run("localStorage.clear()")
+
+
+def test_decided_examples_leave_a_list_of_open_ones(chromium, scattered):
+    page, suspects = scattered
+    shown = chromium.open(page)
+    shown.run("localStorage.clear()")
+    shown.go(page)
+    shown.run("get('suspects').checked = true; get('state').value = 'open'; choose()")
+    for left in (3, 2, 1):
+        shown.press("a")
+        assert shown.run("get('count').textContent").startswith(f"{left} of 120 examples")
+        assert f", 1 of {left}" in shown.run("get('which').textContent")
+        assert f" {left} of 4 suspects left" in shown.run("get('progress').textContent")
+    shown.press("r")
+    assert shown.run("[listed.length, decisions.size, get('review').hidden]") == [0, 4, True]
+    shown.press("u")
+    assert shown.run("listed.map(row => row[AT.example])") == [suspects[-1]]
+    shown.run("localStorage.clear()")
+
+
 def test_values_and_long_texts_are_reviewed_whole(chromium, tmp_path):
     long = " ".join(f"word{j}" for j in range(2000))
     run = train(curve(more=long), partial(torch.optim.SGD, lr=0.01), 8, progress=False)
@@ -186,6 +238,22 @@ def test_the_page_fits_its_window(chromium, page, width):
     assert shown.run(WIDE) <= 0
     # The judgement, and what to do next, are on the first screen of a desk.
     assert width < 900 or shown.run("document.querySelector('.actions').getBoundingClientRect().top") < 700
+
+
+def test_each_command_begins_at_the_left_where_lines_are_broken(chromium, page, tmp_path):
+    commands = [
+        "poprisk train task.py:make_task --labels decisions.json --output second",
+        "poprisk compare first second",
+    ]
+    text = re.sub(r"(Then: <code class=.command.>)[^<]*", r"\1" + "\n".join(commands), page.read_text(encoding="utf-8"))
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    shown = chromium.open(tmp_path / "page.html", width=390)
+    assert shown.run("document.querySelector('#then .command').innerText").split("\n") == commands
+    rows = shown.run(
+        "Array.from(document.querySelectorAll('#then .line'), e => Array.from(e.children, w => w.offsetLeft))"
+    )
+    assert len(rows) == 2
+    assert all(left < min(rest) for left, *rest in rows)  # also than the first words of the lines that follow
 
 
 def good():

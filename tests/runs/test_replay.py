@@ -100,6 +100,33 @@ def test_a_run_of_popriskadamw_is_replayed_by_whichever_kernel_there_is(monkeypa
         replay(run)
 
 
+def by_threads(outputs, target):
+    """A loss that depends on the number of threads as clearly as sums do by rounding."""
+    return torch.get_num_threads() * (outputs - target).square().sum()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_run_is_replayed_with_the_number_of_threads_that_it_was_recorded_with(every, tmp_path):
+    inputs, _ = tiny_data()
+    problem, before = Problem(make_mlp, by_threads, inputs, torch.zeros(len(inputs), 3)), torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        run = quiet(problem, SGD, 6, path=tmp_path / "run", every=every)
+    finally:
+        torch.set_num_threads(before)
+    assert replay(run).exact
+    assert torch.equal(Run.load(run.path, problem=problem).weights(2), replay(run).run.weights(2))
+    assert torch.get_num_threads() == before
+    run._manifest["numerics"]["threads"] = before
+    with pytest.raises(RunError, match="deviate"):
+        replay(run)
+    for unknown in (None, "all", 10**9):  # from other hands
+        run._manifest["numerics"]["threads"] = unknown
+        with pytest.raises(RunError, match=f"threads was {unknown}, is {before}"):
+            replay(run)
+    assert torch.get_num_threads() == before
+
+
 def written_otherwise(outputs, targets):
     """Half the squared distances, in an order of operations that rounds differently."""
     return (1.5 * ((outputs - targets) ** 2 / 3).sum(1)).mean()

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from cli_calls import call
@@ -149,12 +150,12 @@ IGNORED = having(Y, -100, 11)
 LATE = [
     ({"loss": NLL, "targets": LAST}, "loss must take .* Target 9 is out of bounds"),
     ({"loss": nn.functional.cross_entropy, "targets": LAST}, "loss must take .* Target 9 is out of bounds"),
-    ({"loss": NLL, "targets": IGNORED}, "loss must be finite, got nan for the training target -100"),
+    ({"loss": NLL, "targets": IGNORED}, "loss must be finite, got nan for training target -100"),
     (
         {"make_model": Embedded, "inputs": having(torch.ones(12, 4).long(), 7, 11)},
         "the model must take the training inputs .int64 ",
     ),
-    ({"make_model": Adds}, "the model must leave its inputs as they are, but it changed them"),
+    ({"make_model": Adds}, "the model must leave its inputs as they are, but changed them"),
     ({"loss": lambda u, y: u.sum() if u.sum() > 0 else -u.sum()}, "the loss of a batch must be computed, but .* vmap"),
     ({"loss": lambda u, y: torch.complex(u[0], u[1])}, "a scalar for one example, got torch.complex64"),
     ({"batch_loss": lambda u, y: None}, "batch_loss must return one number as a tensor, got NoneType"),
@@ -178,6 +179,43 @@ def test_an_augmentation_in_place_leaves_the_examples_alone():
     problem = Problem(network, "cross_entropy", X, Y, augment=lambda x, generator: x.add_(1.0))
     train(problem, torch.optim.SGD, 2, batch_size=4, progress=False)
     assert torch.equal(X, before)
+
+
+OWN = np.random.default_rng(0)
+UNSEEDED = {
+    "torch": lambda x, generator: x + torch.randn(x.shape),
+    "numpy": lambda x, generator: x + torch.from_numpy(np.random.normal(size=tuple(x.shape))).float(),  # noqa: NPY002
+    "own generator": lambda x, generator: x + float(OWN.normal()),
+    "flips all or none": lambda x, generator: x.flip(1) if torch.rand(()) < 0.5 else x,
+    "in place": lambda x, generator: x.mul_(torch.rand(len(x), 1)),
+}
+
+
+@pytest.mark.parametrize("augment", UNSEEDED.values(), ids=UNSEEDED)
+def test_an_augmentation_that_does_not_follow_its_generator_is_refused(augment, tmp_path):
+    numpys = np.random.get_state()  # noqa: NPY002
+    problem, path = Problem(network, "cross_entropy", X, Y, augment=augment), tmp_path / "run"
+    with pytest.raises(DataError, match=r"generators with the same seed, but .*: draw all its random numbers from"):
+        train(problem, torch.optim.SGD, 2, batch_size=4, path=path, progress=False)
+    model, before = problem.module(), torch.random.get_rng_state()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(DataError, match=r"must return the same inputs for generators with the same seed") as caught:
+        Recorder(path, model, optimizer, problem=problem)
+    assert str(caught.value).isprintable()
+    assert not path.exists()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    np.random.set_state(numpys)  # noqa: NPY002
+
+
+def test_an_augmentation_from_its_generator_or_not_recorded_is_accepted():
+    follows = Problem(network, "cross_entropy", X, Y, augment=lambda x, g: x + torch.randn(x.shape, generator=g))
+    assert train(follows, torch.optim.SGD, 2, batch_size=4, progress=False).num_steps == 2
+    seeds = lambda x, g: x + float(np.random.default_rng(g.initial_seed()).normal())  # noqa: E731
+    assert train(Problem(network, "cross_entropy", X, Y, augment=seeds), torch.optim.SGD, 1, progress=False).num_steps
+    problem = Problem(network, "cross_entropy", X, Y, augment=UNSEEDED["torch"])
+    model = problem.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Recorder(None, model, optimizer, problem=problem, augmentation="unseeded")
 
 
 def test_a_factory_that_returns_the_same_module_again():

@@ -69,7 +69,7 @@ def analyzed(
     if kept.retrain and not kept.finished:
         kept_table(run, kept.retrain)  # refuses a run that cannot be trained again
     with interrupt_says(kept.words), user_code("the analysis"):
-        return analyze_run(run, budget=kept.budget, retrain=kept.retrain, clean=clean, kept=kept, memory=memory)
+        return analyze_run(run, clean=clean, kept=kept, memory=memory)
 
 
 def _left_out(reasons: dict[str, str], told: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from poprisk.cli._options import AsJson, Memory, ProblemReference, RunDirectory, Trust, examples, number, opened
-from poprisk.cli._outcome import note, user_code
+from poprisk.cli._outcome import user_code
 from poprisk.cli._output import show, stdout, table
 
 if TYPE_CHECKING:
@@ -118,21 +118,18 @@ def audit(
 def kept_table(found: "Run", retrain: int = 0) -> "AuditTable | None":
     """The audit kept with a run whose problem is not available; None if it is. Without it, nothing can be retrained."""
     from poprisk.errors import RunError
-    from poprisk.report import WITHOUT_PROBLEM, KeptAnalysis, can_rebuild
+    from poprisk.report import WITHOUT_PROBLEM, can_rebuild
+    from poprisk.risk import kept_audit
 
+    table = None if retrain else kept_audit(found)
     try:
-        _ = found.problem
+        _ = table or found.problem
     except RunError:
-        kept = KeptAnalysis(found, writes=False)
-        part = kept.get("examples")
-        if part is not None and part.value is not None and not retrain:
-            note(f"using the audit kept in {kept.folder}")
-            return part.value
         if can_rebuild(found):
             raise
         said, call = (f"--retrain {retrain} cannot train: ", f"(run, retrain={retrain})") if retrain else ("", "(run)")
         raise RunError(f"{found.path}: {said}{WITHOUT_PROBLEM.replace('(run)', call)}") from None
-    return None
+    return table
 
 
 def _apply(found: "Run", file: Path, output: Path | None, as_json: bool) -> None:

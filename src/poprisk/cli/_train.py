@@ -167,7 +167,7 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
         made = make_optimizer([p for p in module.parameters() if p.requires_grad])
     if manifest is not None:
         _check_same(manifest, made, output)
-        note(f"{output} already has {start} steps; " + (f"continuing to {steps}" if start < steps else "nothing to do"))
+        note(_there(plan, manifest, steps, max(1, n // plan.batch_of(n))))
     every = plan.every or (manifest["every"] if manifest is not None else usual_interval(module, made, steps))
     if manifest is None and plan.every is None and every > 1:
         note(f"recording weights every {every} steps, as every step would take over 1 GiB; change it with --every")
@@ -205,6 +205,17 @@ def _train(plan: TrainPlan, problem: "Problem", make_optimizer: "Callable[..., O
 def _name(plan: TrainPlan, problem: "Problem") -> str:
     """The problem's name, or its task's if it was given none."""
     return plan.task if problem.name == "problem" else problem.name
+
+
+def _there(plan: TrainPlan, manifest: dict[str, Any], steps: int, per_epoch: int) -> str:
+    """What the directory holds, and what this command adds to it."""
+    start = manifest["num_steps"]
+    holds = f"{plan.output} already holds {start} steps ({start / per_epoch:.4g} epochs)"
+    if start < steps:
+        return f"{holds}; continuing to {steps}"
+    asked = f"this command asks for {steps} ({steps / per_epoch:.4g} epochs), so there is nothing to do"
+    more = f"more than {start} steps" if plan.steps else f"more than {start // per_epoch} epochs"
+    return f"{holds}, and {asked}: choose another directory with --output, or {more} to continue this run"
 
 
 def _check_same(manifest: dict[str, Any], made: "Optimizer", output: Path) -> None:

@@ -40,6 +40,7 @@ from poprisk.risk._audit.decisions import (
     write_targets,
 )
 from poprisk.risk._audit.exact import exact_obstacle, seconds
+from poprisk.risk._audit.kept import BUDGET, KeptParts, Part, kept_audit
 from poprisk.risk._audit.run_audit import example_losses
 from poprisk.risk._audit.table import DESCRIPTIONS, check_format
 from poprisk.risk._exclusion import MOST_EXAMPLES

@@ -11,19 +11,18 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from poprisk._core.autodiff import parts_of, take_examples
+from poprisk._core.seeds import seeded
 from poprisk._core.store import where
 from poprisk._core.text import one_line
 from poprisk.errors import DataError, PopRiskError
 from poprisk.runs._data_check import check_classes
 
 _FEW = 2
+_SEEDS, _ROWS = 16, 8
 
 
 def check_takes(what: str, function: Any, *arguments: str, **named: Any) -> None:
-    """Check that something can be called with these arguments, as far as its signature tells.
-
-    Raises:
-        DataError: it cannot.
+    """Check that something can be called with these arguments, as far as its signature tells; else a DataError.
 
     >>> check_takes("loss", lambda outputs, target: outputs, "outputs", "target")
     """
@@ -41,11 +40,7 @@ def check_takes(what: str, function: Any, *arguments: str, **named: Any) -> None
 
 
 def first_look(problem: Any, module: nn.Module) -> None:
-    """Try the model and the loss on a few examples, with its buffers kept as they are.
-
-    Raises:
-        DataError: the model cannot be trained on these examples with this loss; the message says why.
-    """
+    """Try the model and the loss on a few examples, with its buffers kept as they are; a DataError says what fails."""
     if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
         raise DataError(
             f"make_model must return a module with all its weights, got {lazy[0]!r} without a shape: call the lazy "
@@ -70,12 +65,28 @@ def _telling(inputs: Any, targets: Tensor) -> Tensor:
     return torch.tensor(sorted(found), device=targets.device)
 
 
-def _augmented(problem: Any, given: Any) -> Any:
+def check_seeded(problem: Any) -> None:
+    """Check on a few examples that the augmentation draws all its random numbers from its generator, for replays.
+
+    A DataError says that with the same seed it gives other inputs.
+    """
+    rows = torch.arange(min(_ROWS, len(problem)), device=problem.device)
+    with seeded(0):  # what is drawn from torch's own generator differs from call to call, and is forgotten afterwards
+        for seed in range(_SEEDS if problem.augment is not None else 0):
+            both = [parts_of(_augmented(problem, take_examples(problem.inputs, rows), seed)) for _ in range(2)]
+            if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(*both, strict=True)):
+                raise DataError(
+                    "augment must return the same inputs for generators with the same seed, but it returned others: "
+                    "draw all its random numbers from the generator, as torch.rand(…, generator=generator) does"
+                )
+
+
+def _augmented(problem: Any, given: Any, seed: int = 0) -> Any:
     """The inputs, augmented as in a step."""
     if problem.augment is None:
         return given
     with _of_user(f"augment must take the inputs ({_described(given)})", "correct it"):
-        found = problem.augment(given, torch.Generator().manual_seed(0))
+        found = problem.augment(given, torch.Generator().manual_seed(seed))
     same = type(found) is type(given) if isinstance(given, tuple) else isinstance(found, Tensor)
     if not same or not all(
         isinstance(x, Tensor) and len(x) == len(y) for x, y in zip(parts_of(found), parts_of(given), strict=False)
@@ -109,9 +120,7 @@ class _Look:
         ):
             outputs = self._outputs(batch)
         if not all(torch.equal(x.nan_to_num(), y.to(x.dtype).nan_to_num()) for x, y in zip(batch, taken, strict=True)):
-            raise DataError(
-                "the model must leave its inputs as they are, but it changed them: copy them in its forward"
-            )
+            raise DataError("the model must leave its inputs as they are, but changed them: copy them in its forward")
         count = len(wanted)
         if not isinstance(outputs, Tensor):
             raise DataError(
@@ -155,9 +164,7 @@ class _Look:
         for y, loss in zip(targets, losses, strict=True):
             if not isinstance(loss, Tensor) or loss.dim() != 0 or loss.is_complex():
                 got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise DataError(
-                    f"loss must return a scalar for one example, got {got}: sum or average over its outputs"
-                )
+                raise DataError(f"loss must return a scalar for one example, got {got}: sum or average its outputs")
             if not loss.requires_grad:
                 raise DataError(
                     "loss must depend on the model's outputs, got a value without a gradient: compute it from the "
@@ -165,15 +172,12 @@ class _Look:
                 )
             if not self.problem.allow_nonfinite and not bool(loss.isfinite()):
                 target = one_line(str(y.tolist()))[:60]
-                raise DataError(
-                    f"loss must be finite, got {loss.item()} for the {which} target {target}: correct either"
-                )
+                raise DataError(f"loss must be finite, got {loss.item()} for {which} target {target}: correct either")
         with _of_user("the loss of a batch must be computed", "write it for torch.func.vmap, without .item() and if"):
             found = self.problem.batch_loss(outputs, targets)
         if not isinstance(found, Tensor) or found.dim() != 0:
-            raise DataError(
-                f"batch_loss must return one number as a tensor, got {type(found).__name__}: return the mean"
-            )
+            got = type(found).__name__
+            raise DataError(f"batch_loss must return one number as a tensor, got {got}: return the mean")
 
 
 @contextmanager

@@ -13,9 +13,6 @@ from poprisk.optim import KeptRisk
 from poprisk.runs._run import Run
 from poprisk.runs._storage import MANIFEST
 
-_QUICK = 64 * 2**20
-"""Size of a run's files up to which its losses are read."""
-
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -34,7 +31,7 @@ class RunSummary:
     finished: bool = False
     """Whether the recording was closed; otherwise it is going on, or was interrupted."""
     loss: float = math.nan
-    """Mean loss of the batches in the last eighth of the steps; NaN if not recorded, or if the files are large."""
+    """Mean loss of the batches in the last eighth of the steps; NaN if not recorded."""
     risk: KeptRisk | None = None
     """Held-back risk of the kept weights, if examples were held back."""
     bytes: int = 0
@@ -89,26 +86,21 @@ def _is_run(manifest: Path) -> bool:
 def _summary(path: Path) -> RunSummary:
     try:
         run = Run.load(path)
-        about, groups = run.manifest, run.options(0)
+        about = run.manifest
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return RunSummary(
             path=path,
             problem=(about["problem"] or {}).get("name", ""),
             optimizer=about["optimizer"]["name"].rpartition(".")[2],
-            lr=float(groups[0].get("lr", math.nan)),
+            lr=float(about["optimizer"]["groups"][0].get("lr", math.nan)),
             created=about["created"],
             steps=run.num_steps,
             examples=run.num_examples,
             weights=run.num_weights,
             finished=bool(about["closed"]),
-            loss=_last_loss(run) if size <= _QUICK else math.nan,
+            loss=run.last_losses(max(1, run.num_steps // 8)).mean().item() if run.num_steps else math.nan,
             risk=None if run.kept is None else run.kept.risk,
             bytes=size,
         )
     except (PopRiskError, OSError, KeyError, TypeError, ValueError) as error:
         return RunSummary(path, error=str(error).splitlines()[0] if str(error) else type(error).__name__)
-
-
-def _last_loss(run: Run) -> float:
-    last = run.losses[-max(1, run.num_steps // 8) :]
-    return last.mean().item() if len(last) else math.nan

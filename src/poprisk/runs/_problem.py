@@ -58,7 +58,7 @@ class Problem:
         show: Function that returns a display of the example with a given index; default: a line of text.
         test: Test inputs and targets as a tuple, or a dataset or loader of them.
         augment: Function of a batch of inputs and a seeded generator that returns augmented inputs; it must draw all
-            its random numbers from the generator, or it cannot be replayed.
+            its random numbers from the generator, or ``train`` and ``Recorder`` refuse it.
         batch_loss: Mean of ``loss`` over a batch of outputs and targets, computed exactly as in the training loop, for
             replays that are equal bit by bit.
         seed: Seed for the initial weights.
@@ -139,15 +139,13 @@ class Problem:
         """
         function = resolve(factory) if isinstance(factory, str) else factory
         if not callable(function):
-            raise DataError(
-                f"{factory!r} must be a function that returns a Problem, got {type(function).__name__}: name one"
-            )
+            got = type(function).__name__
+            raise DataError(f"{factory!r} must be a function that returns a Problem, got {got}: name one")
         check_takes(f"{factory!r}", function, **arguments)
         problem = function(**arguments)
         if not isinstance(problem, cls):
-            raise DataError(
-                f"{factory!r} must return a Problem, got {type(problem).__name__}: end with return Problem(…)"
-            )
+            got = type(problem).__name__
+            raise DataError(f"{factory!r} must return a Problem, got {got}: end with return Problem(…)")
         problem._source = described(factory, arguments) if isinstance(factory, str) else importable(function, arguments)
         problem.remember(lasting=False)
         return problem
@@ -184,12 +182,7 @@ class Problem:
         return module.to(device=self.device if device is None else device, dtype=dtype)
 
     def check_fits(self, module: nn.Module) -> None:
-        """Try a module and the loss on the first examples, before a training.
-
-        Raises:
-            DataError: the module does not take the inputs, the loss does not take its outputs and the targets, or
-                labels are beyond its outputs.
-        """
+        """Try a module and the loss on the first examples, before a training; a DataError if they do not fit."""
         first_look(self, module)
 
     @property

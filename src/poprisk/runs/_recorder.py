@@ -15,6 +15,7 @@ from poprisk.errors import HyperparameterError, RunError
 from poprisk.optim import witness_kept
 from poprisk.runs._dataset import IndexedDataset
 from poprisk.runs._disk_use import announce, bytes_per_step, usual_segment
+from poprisk.runs._first_look import check_seeded
 from poprisk.runs._formats import check_seed, whole
 from poprisk.runs._gradient_check import GradientCheck
 from poprisk.runs._gradients import GradientWatch
@@ -86,6 +87,7 @@ class Recorder:
         RunError: the directory holds other files, or another process writes into it; the optimizer is not supported or
             not built from the model's parameters; there is not enough disk space for the planned steps.
         HyperparameterError: an argument is out of range or missing.
+        DataError: the problem's ``augment`` draws random numbers from elsewhere than its generator.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -144,6 +146,8 @@ class Recorder:
         self._segment_steps = every if every > 1 else segment_steps or usual_segment(self.layout)
         self._augmentation = augmentation or ("seeded" if problem is not None and problem.augment else None)
         first = 0 if self._augmentation == "unseeded" else verify_steps
+        if first and problem is not None:
+            check_seeded(problem)
         checked = (problem, model, self.layout, self._parameters)
         self._check = GradientCheck(*checked, first=first, seed=seed, steps=steps)
         self._loss = problem.loss if problem is not None else loss or ""

@@ -1,7 +1,8 @@
 r"""Executing a run again from its checkpoints, and comparing the weights."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ _OURS = "poprisk.PopRiskAdamW"
 _OF_MOTION = {torch.float32: 1e-5, torch.float64: 1e-12}
 """How far another kernel of PopRiskAdamW may lead, relative to the distance that the weights have moved."""
 
+_MOST_THREADS = 256
+"""A manifest that names more is not followed: a system may end a process that starts too many."""
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -43,9 +47,9 @@ def replay(run: Run, *, start: int = 0, stop: int | None = None, tolerate: bool 
     """Execute a run again: same weights, batches, factors and options, with the problem's examples and loss.
 
     The replay starts at a checkpoint and continues from its own weights; they are compared with the recorded ones (at
-    each step of a dense run, at each checkpoint of a sparse run). The last bits depend on processor, threads and
-    versions, which are listed in ``run.manifest``. Your own loop is reproduced bit by bit only if
-    ``problem.batch_loss`` computes the loss as the loop does.
+    each step of a dense run, at each checkpoint of a sparse run). The last bits depend on processor and versions, which
+    are listed in ``run.manifest``, and on the number of threads, which is set to the recorded one meanwhile. Your own
+    loop is reproduced bit by bit only if ``problem.batch_loss`` computes the loss as the loop does.
 
     Args:
         run: A run with a problem.
@@ -83,7 +87,22 @@ def replay(run: Run, *, start: int = 0, stop: int | None = None, tolerate: bool 
                 f"{_why(run)}; tolerate=True continues and reports the deviation"
             )
 
-    return Replay(_execute(run, start, stop, compare), deviations)
+    with _recorded_threads(run):
+        return Replay(_execute(run, start, stop, compare), deviations)
+
+
+@contextmanager
+def _recorded_threads(run: Run) -> Iterator[None]:
+    """As many threads as the run was recorded with: sums are split among them, and round accordingly."""
+    before, recorded = torch.get_num_threads(), run.manifest["numerics"].get("threads")
+    known = type(recorded) is int and 1 <= recorded <= _MOST_THREADS
+    if known and recorded != before:
+        torch.set_num_threads(recorded)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
 
 
 def replay_segment(run: Run, start: int, stop: int, *, tolerate: bool) -> SegmentReader:
@@ -141,11 +160,7 @@ def _rebuild(run: Run, problem: Problem, start: int) -> tuple[nn.Module, Optimiz
 def rebuilt(
     run: Run, tensors: Mapping[str, Tensor], k: int, dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Optimizer]:
-    """Module and optimizer before step k, with these weights, buffers and states in the form of a checkpoint.
-
-    Raises:
-        RunError: the recorded options or states are not those of such an optimizer.
-    """
+    """Module and optimizer before step k, with these weights, buffers and states in the form of a checkpoint."""
     module, options = run.module(dtype), options_of(run, k)
     parameters = [p for p in module.parameters() if p.requires_grad]
     try:

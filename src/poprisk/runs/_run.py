@@ -1,5 +1,6 @@
 r"""A recorded run: what happened, immutable, opened from memory or from disk."""
 
+import math
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from poprisk.runs._step import AffineStep
 from poprisk.runs._storage import DirectoryStorage, Storage, all_records, copy_beside, file_records, relocate
 
 _QUICK = 64 * 2**20
-"""Size of the files up to which the summary in a notebook reads the losses."""
+"""Size of the files up to which summaries read and check all of them; of larger ones, they read the losses only."""
 
 
 class Run:
@@ -258,6 +259,15 @@ class Run:
         parts = [self._segment(i).losses for i in range(len(self._manifest["segments"]))]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 
+    def last_losses(self, steps: int) -> Float[Tensor, "steps"]:
+        """The last of :attr:`losses`, for a summary: beside large files of weights, these are not read and checked."""
+        segments, storage = self._manifest["segments"], self._storage
+        size = sum(segment["file"].get("size", 0) for segment in segments)
+        if "losses" in vars(self) or size <= _QUICK or not isinstance(storage, DirectoryStorage):
+            return self.losses[-steps:]
+        wanted = [i for i, segment in enumerate(segments) if segment["stop"] > self.num_steps - steps]
+        return torch.cat([storage.read_losses(self._manifest, i) for i in wanted])[-steps:]
+
     def weights(self, k: int) -> Float[Tensor, "d"]:
         """The flat weights before step k; ``weights(num_steps)`` are the final weights."""
         self._check(k, self.num_steps)
@@ -333,21 +343,15 @@ class Run:
             "versions": f"poprisk {about['environment']['poprisk']}, torch {about['environment']['torch']}",
             "exact analyses": f"not possible: {self.obstacles[0]}" if self.obstacles else "possible",
         }
-        losses, notes = self._losses_to_show()
+        notes = []
+        try:
+            losses = [x for x in self.last_losses(self.num_steps).tolist() if math.isfinite(x)]
+        except PopRiskError as error:
+            losses, notes = [], [f"the losses cannot be read: {error}"]
         if losses:
             rows["batch loss"] = f"{losses[0]:.4g} → {losses[-1]:.4g}"
         name = (about["problem"] or {}).get("name", "no problem was recorded")
         return card(f"Run: {name}", rows, picture=sparkline(losses, "loss of each step's batch"), notes=notes)
-
-    def _losses_to_show(self) -> tuple[list[float], list[str]]:
-        """The finite losses, and a note if the files are too large or damaged."""
-        files = [segment["file"] for segment in self._manifest["segments"]]
-        if "losses" not in vars(self) and sum(file.get("size", 0) for file in files) > _QUICK:
-            return [], ["losses not shown, because the files are large; run.losses reads them"]
-        try:
-            return self.losses[self.losses.isfinite()].tolist(), []
-        except PopRiskError as error:
-            return [], [f"the losses cannot be read: {error}"]
 
     def _check(self, k: int, last: int) -> None:
         if not hasattr(k, "__index__") or not 0 <= int(k) <= last:
@@ -374,17 +378,11 @@ class Run:
 
 
 def as_run(run: Run | str | Path) -> Run:
-    """A run to analyze: as it is, or opened from its directory.
-
-    Raises:
-        DataError: It is neither, or there is no run in the directory.
-        RunError: Its loss or its weights are not finite at the end.
-    """
+    """A run to analyze, as it is or from its directory; a RunError if it has no finite loss and weights at its end."""
     if isinstance(run, str | Path):
         run = Run.load(run)
     if not isinstance(run, Run):
-        raise DataError(
-            f"expected a Run or the path of its directory, got {type(run).__name__}: record one with train()"
-        )
+        got = type(run).__name__
+        raise DataError(f"expected a Run or the path of its directory, got {got}: record one with train()")
     check_converged(run)
     return run

@@ -88,11 +88,7 @@ class DirectoryStorage:
         self._version, self._salvage = FORMAT_VERSION, salvage
 
     def check_is_free(self) -> None:
-        """Check that a new run can be written to the directory.
-
-        Raises:
-            RunError: it holds a run, or files other than those left by a killed recorder.
-        """
+        """Check that the directory holds no run, and no files but those left by a killed recorder; else a RunError."""
         if (self._folder / MANIFEST).exists():
             raise RunError(
                 f"{self._folder} already holds a run: record into another directory, or continue it with resume=True"
@@ -104,11 +100,7 @@ class DirectoryStorage:
                 raise RunError(f"{self._folder} holds other files ({strange.name}): record into an empty directory")
 
     def prepare(self) -> None:
-        """Create the directory, and remove what a killed recorder left before its first manifest.
-
-        Raises:
-            RunError: it holds a run of an older format.
-        """
+        """Create the directory, and remove what a killed recorder left; a RunError if a run there has an old format."""
         writable_directory(self._folder)
         named = self._named_files()
         require_present(self._version, self._folder)
@@ -138,6 +130,15 @@ class DirectoryStorage:
         check_content(manifest, i, content, str(self._folder / record["name"]))
         return content
 
+    def read_losses(self, manifest: dict[str, Any], i: int) -> Tensor:
+        """The losses in segment i, without the weights beside them, so that damage to these is not noticed."""
+        segment = manifest["segments"][i]
+        found = read_tensors(self._folder, TensorFile(**segment["file"]), only=("loss",))
+        losses = migrated_content(found, self._version)[0]["loss"]
+        if losses.shape != (segment["stop"] - segment["start"],):
+            raise DataError(f"{self._folder} has other losses than steps: restore it from a copy")
+        return losses
+
     def check_sizes(self, records: list[dict[str, Any]]) -> None:
         """Check that no file is missing or truncated, without reading them."""
         for record in records:
@@ -156,11 +157,7 @@ class DirectoryStorage:
         member(self._folder, record["name"]).unlink(missing_ok=True)
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """The manifest, checked, in the present format.
-
-        Raises:
-            DataError: it is damaged, of another kind, or of a format this version does not know.
-        """
+        """The manifest, checked, in the present format; a DataError if it is damaged, or of another kind or format."""
         path = self._folder / MANIFEST
         try:
             manifest = read_json(path)

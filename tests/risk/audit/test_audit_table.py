@@ -4,15 +4,18 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from audit_problems import clustered, clusters, make_mlp
+from rich.console import Console
 from torch.optim import SGD
 
 from poprisk import cli
+from poprisk.cli._audit import audit_lines
 from poprisk.errors import DataError, MissingExtraError
 from poprisk.risk._audit.run_audit import audit
 from poprisk.runs._problem import Problem
@@ -54,6 +57,25 @@ def test_worst_rows_are_in_order(table):
     for bad, message in ((lambda: table.worst(-1), "negative"), (lambda: table["speed"], "speed")):
         with pytest.raises(DataError, match=message):
             bad()
+
+
+def test_suspects_come_first_by_suspicion_then_the_others(table):
+    suspect = torch.zeros(120, dtype=torch.bool)
+    suspect[table.order("suspicion")[[2, 30, 100]]] = True
+    found = replace(table, columns=table.columns | {"is_suspect": suspect})
+    rows = found.worst(120)
+    assert [row["is_suspect"] for row in rows] == [True] * 3 + [False] * 117
+    for part in (rows[:3], rows[3:]):
+        values = [row["suspicion"] for row in part]
+        assert values == sorted(values, reverse=True)
+    assert [row["suspicion"] for row in found.worst(120, by="suspicion")] == sorted(
+        table["suspicion"].tolist(), reverse=True
+    )
+    shown = Console(width=100)
+    with shown.capture() as printed:
+        shown.print(*audit_lines(found, 3, 100))
+    assert printed.get().count(" yes ") == 3
+    assert "The 3 most suspicious examples, suspects first" in printed.get()
 
 
 def test_csv_and_parquet_have_every_row_and_column(table, tmp_path):

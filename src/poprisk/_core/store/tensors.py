@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,16 +68,25 @@ def check_size(folder: str | Path, file: TensorFile) -> Path:
     return path
 
 
-def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor], Any]:
-    """Read tensors (on the CPU) and notes from a file.
+def read_tensors(
+    folder: str | Path, file: TensorFile, only: Sequence[str] | None = None
+) -> tuple[dict[str, Tensor], Any]:
+    """Read tensors (on the CPU) and notes from a file; with ``only`` these tensors, and the hash is not checked.
 
     Raises:
         DataError: the file is missing, truncated or changed; the message names it.
     """
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load
 
     path = check_size(folder, file)
+    if only is not None:
+        try:
+            with safe_open(path, "pt") as opened:
+                notes = opened.metadata()[_NOTES]
+                return {name: opened.get_tensor(name).clone() for name in only}, parsed_json(notes, path)
+        except (SafetensorError, KeyError, TypeError) as error:
+            raise _strange(path, error) from None
     content = read_regular(path)
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise DataError(f"{path} is damaged: its content does not have the recorded SHA-256; restore it from a copy")
@@ -86,7 +95,11 @@ def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor
         header = parsed_json(content[8 : 8 + int.from_bytes(content[:8], "little")], path)
         return tensors, parsed_json(header["__metadata__"][_NOTES], path)
     except (SafetensorError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not a file of tensors as poprisk writes it ({error}): create it again") from None
+        raise _strange(path, error) from None
+
+
+def _strange(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is not a file of tensors as poprisk writes it ({error}): create it again")
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -100,7 +113,6 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(
-            tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(uint8).numpy().data
-        )
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(plain.reshape(-1).view(uint8).numpy().data)
     return digest.hexdigest()

@@ -5,10 +5,11 @@ few deletions where that is quick, folds where ``retrain`` allows. Reading the g
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from poprisk._core.progress import Progress, limits
 from poprisk._core.text import first_line
@@ -25,13 +26,15 @@ from poprisk.report._analysis.curves import (
     memorization,
 )
 from poprisk.report._analysis.gates import GateCurve, gate_curve, has_gate
-from poprisk.report._analysis.kept import BUDGET, KeptAnalysis, Part
+from poprisk.report._analysis.kept import KeptAnalysis
 from poprisk.report._analysis.neighbours import SUSPECTS, Neighbours, neighbours
 from poprisk.report._analysis.operators import CleanTargets, WindowFacts, too_expensive, window_facts, window_seconds
 from poprisk.risk import (
+    BUDGET,
     FEWEST_FOLDS,
     MOST_EXAMPLES,
     AuditTable,
+    Part,
     Reading,
     RiskEstimate,
     RiskMeter,
@@ -112,8 +115,8 @@ class Analysis:
 def analyze(
     run: Run | str | Path,
     *,
-    budget: float = BUDGET,
-    retrain: int = 0,
+    budget: float | None = None,
+    retrain: int | None = None,
     clean: CleanTargets | None = None,
     kept: KeptAnalysis | None = None,
     parts: Sequence[str] = PARTS,
@@ -127,13 +130,14 @@ def analyze(
             shown.
         budget: Approximate time, in seconds on one CPU core, that each part may take; ``"operators"``, which fills four
             sections, 5 times that. More expensive parts are left out; ``Analysis.left_out`` says how long each takes.
+            Default: that of ``kept``, otherwise 30.
         retrain: Number of trainings that may be spent on the risk if the run alone does not determine it: 0, or at
-            least 3 (K-fold). These trainings do not count towards the budget.
+            least 3 (K-fold). These trainings do not count towards the budget. Default: that of ``kept``, otherwise 0.
         clean: Targets without label noise, if known, to split the test error (squared loss only).
         kept: Storage for finished parts, made with the same options: parts found there are used, others are added.
             Default: none, but the analysis of a run on disk that cannot be opened with its problem again (one of a
             loop of your own or of a trainer) is kept in its directory, with pictures or texts of its examples, so
-            that ``poprisk report``, ``audit`` and ``compare`` show it.
+            that ``poprisk report``, ``audit`` and ``compare``, and this function with the path, show it.
         parts: Names of the parts to compute; others are used if they are kept. Default: all.
         memory: Bytes that the process may use, or "2 GB": work is done in smaller pieces. None sets no limit.
         progress: Whether to show progress, or a function that is called with the name of each part before it is
@@ -157,7 +161,7 @@ def analyze(
     >>> found.curves.steps[-1], found.left_out["gates"]
     (9, 'the optimizer has no gate; train with PopRiskAdamW')
     """
-    check_options(budget, retrain)
+    check_options(BUDGET if budget is None else budget, retrain or 0)
     if unknown := [part for part in parts if part not in PARTS]:
         raise HyperparameterError(f"parts must be among {', '.join(PARTS)}, got {unknown[0]!r}: give only these")
     run = as_run(run)
@@ -165,36 +169,29 @@ def analyze(
         raise DataError(f"clean must be CleanTargets, got {type(clean).__name__}: pass CleanTargets.load(path)")
     if not run.num_steps:
         raise RunError("the run has no steps, so there is nothing to analyze: train it first")
-    if kept is None and run.path is not None and not can_rebuild(run) and _has_problem(run):
-        kept = KeptAnalysis.of(run, budget, retrain, clean)
-    shown, lower = progress is True, "a smaller budget"
-    with limits("analysis", memory=memory, progress=shown, keeps="the finished parts", lower=lower):
-        if callable(progress):
-            return _Work(run, budget, retrain, clean, kept, parts, progress).done()
-        return _shown(run, budget, retrain, clean, kept, parts, shown)
+    if kept is None and run.path is not None and not (_has_problem(run) and can_rebuild(run)):
+        kept = KeptAnalysis.of(run, budget, retrain, clean, writes=_has_problem(run))
+    budget = budget or (BUDGET if kept is None else kept.budget)
+    retrain = (0 if kept is None else kept.retrain) if retrain is None else retrain
+    check_options(budget, retrain)
+    keeps: dict[str, Any] = {"keeps": "the finished parts", "lower": "a smaller budget"}
+    with limits("analysis", memory=memory, progress=progress is True, **keeps), _announced(progress) as began:
+        return _Work(run, clean, kept, parts, began, Analysis(run, budget, retrain)).done()
 
 
-def _shown(
-    run: Run,
-    budget: float,
-    retrain: int,
-    clean: CleanTargets | None,
-    kept: KeptAnalysis | None,
-    parts: Sequence[str],
-    progress: bool,
-) -> Analysis:
+@contextmanager
+def _announced(progress: bool | Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """What to call before each part."""
+    if callable(progress):
+        yield progress
+        return
     with Progress("analysis", len(PARTS), counted="{done} of {total} parts", shown=progress) as bar:
         # Parts differ too much to tell the time left.
-        began = lambda part: bar.update(PARTS.index(part), doing=part, worked=False)  # noqa: E731
-        return _Work(run, budget, retrain, clean, kept, parts, began).done()
+        yield lambda part: bar.update(PARTS.index(part), doing=part, worked=False)
 
 
 def check_options(budget: float, retrain: int) -> None:
-    """Check the options of an analysis.
-
-    Raises:
-        HyperparameterError: ``budget`` is not a positive number of seconds, or ``retrain`` is 1, 2 or negative.
-    """
+    """Check the options of an analysis; a HyperparameterError if one is not as it must be."""
     if not (isinstance(budget, int | float) and math.isfinite(budget) and budget > 0):
         raise HyperparameterError(f"budget must be a positive number of seconds, got {budget!r}")
     if not (isinstance(retrain, int) and (retrain == 0 or retrain >= FEWEST_FOLDS)):
@@ -221,24 +218,18 @@ def _has_problem(run: Run) -> bool:
         return False
 
 
+@dataclass
 class _Work:
     """Computes the parts one after another."""
 
-    def __init__(
-        self,
-        run: Run,
-        budget: float,
-        retrain: int,
-        clean: CleanTargets | None,
-        kept: KeptAnalysis | None,
-        parts: Sequence[str],
-        progress: Callable[[str], None],
-    ) -> None:
-        self.run, self.budget, self.retrain, self.clean = run, budget, retrain, clean
-        self.kept, self.parts, self.progress = kept, parts, progress
-        self.missing = ""
-        """Why nothing can be computed, if the problem is not available; parts that were kept are shown."""
-        self.found = Analysis(run, budget, retrain)
+    run: Run
+    clean: CleanTargets | None
+    kept: KeptAnalysis | None
+    parts: Sequence[str]
+    progress: Callable[[str], None]
+    found: Analysis
+    missing: str = ""
+    """Why nothing can be computed, if the problem is not available; parts that were kept are shown."""
 
     def done(self) -> Analysis:
         run, found = self.run, self.found
@@ -262,15 +253,13 @@ class _Work:
         found.gates = self._part("gates", self._gate_seconds, lambda: gate_curve(run))
         found.window = self._part(
             "operators",
-            lambda: window_seconds(run, self.budget),
-            lambda: window_facts(run, self.clean, found.table, self.budget),
+            lambda: window_seconds(run, self.found.budget),
+            lambda: window_facts(run, self.clean, found.table, self.found.budget),
         )
         if found.window is not None and found.window.dense is not None and found.table is not None:
             found.table = found.table.with_groups(found.window.dense.groups)
-        found.kernel = self._part("kernel", _free, lambda: kernel_curve(run, self.budget))
-        found.neighbours = self._exact(
-            "neighbours", lambda: self._risk_seconds(SUSPECTS), lambda: neighbours(run, found.table)
-        )
+        found.kernel = self._part("kernel", _free, lambda: kernel_curve(run, self.found.budget))
+        found.neighbours = self._part("neighbours", self._neighbour_seconds, lambda: neighbours(run, found.table))
         return found
 
     def _part(self, name: str, seconds: Callable[[], float], compute: Callable[[], Found]) -> Found | None:
@@ -290,11 +279,11 @@ class _Work:
     def _computed(self, name: str, seconds: Callable[[], float], compute: Callable[[], Found]) -> Part:
         try:
             needed = seconds()
-            if needed <= self.budget:
+            if needed <= self.found.budget:
                 self.progress(name)
                 part = Part(compute())
             else:
-                part = Part(None, too_expensive(needed, self.budget))
+                part = Part(None, too_expensive(needed, self.found.budget))
         except KeyboardInterrupt:
             if self.kept is not None:
                 raise
@@ -308,14 +297,10 @@ class _Work:
             self.kept.put(name, part)
         return part
 
-    def _exact(self, name: str, seconds: Callable[[], float], compute: Callable[[], Found]) -> Found | None:
-        def possible() -> float:
-            obstacle = exact_obstacle(self.run)
-            if obstacle is not None:
-                raise RunError(f"this run cannot be analyzed exactly: {obstacle}")
-            return seconds()
-
-        return self._part(name, possible, compute)
+    def _neighbour_seconds(self) -> float:
+        if (obstacle := exact_obstacle(self.run)) is not None:
+            raise RunError(f"this run cannot be analyzed exactly: {obstacle}")
+        return self._risk_seconds(SUSPECTS)
 
     def _memorization(self) -> Memorization | None:
         found = self.found
@@ -340,12 +325,12 @@ class _Work:
 
     def _audit(self) -> AuditTable:
         needed = exact_seconds(self.run)
-        if needed <= self.budget and exact_obstacle(self.run) is None:
+        if needed <= self.found.budget and exact_obstacle(self.run) is None:
             try:
                 return audit(self.run, tier="exact")
             except RunError:
                 pass  # tier "auto" computes the other columns and says why these are missing
-        return audit(self.run, tier="any" if needed > self.budget else "auto")
+        return audit(self.run, tier="any" if needed > self.found.budget else "auto")
 
     def _risk_seconds(self, examples: int) -> float:
         run = self.run
@@ -363,7 +348,7 @@ class _Work:
     def _no_leverage(self) -> list[str]:
         try:
             work = _READINGS * leverage_work(self.run) + controls_work(self.run)
-            fits = work / _PER_SECOND <= self.budget
+            fits = work / _PER_SECOND <= self.found.budget
         except (RunError, RuntimeError):
             fits = False
         return [] if fits else ["leverage"]
@@ -371,14 +356,14 @@ class _Work:
     def _readings(self) -> list[Reading]:
         """The risk along the run, without exclusion if that is not possible or would take too long."""
         run, examples = self.run, MOST_EXAMPLES
-        while examples > _FEWEST_RISK_EXAMPLES and self._risk_seconds(examples) > self.budget:
+        while examples > _FEWEST_RISK_EXAMPLES and self._risk_seconds(examples) > self.found.budget:
             examples //= 2
         enough = examples >= min(MOST_EXAMPLES, run.num_examples)  # as many as without a budget
         obstacle, needed = exact_obstacle(run), self._risk_seconds(examples)
         missing = None if obstacle is None else f"this run cannot be analyzed exactly: {obstacle}"
-        missing = missing or (too_expensive(needed, self.budget) if needed > self.budget else None)
+        missing = missing or (too_expensive(needed, self.found.budget) if needed > self.found.budget else None)
         meter = RiskMeter(
-            retrain_budget=self.retrain,
+            retrain_budget=self.found.retrain,
             examples=None if enough else examples,
             without=(*(["exclusion"] if missing else []), *self._no_leverage()),
         )
@@ -389,7 +374,7 @@ class _Work:
             raise RunError(missing or str(error)) from None
         if missing or enough:
             return readings
-        note = f"{examples} examples used for the budget of {self.budget:g} s, by default {MOST_EXAMPLES}"
+        note = f"{examples} examples used for the budget of {self.found.budget:g} s, by default {MOST_EXAMPLES}"
         return [replace(r, risk=replace(r.risk, reason=f"{r.risk.reason}; {note}")) for r in readings]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from poprisk.errors import HyperparameterError
 from poprisk.report._analysis.analyze import Analysis, analyze
-from poprisk.report._analysis.kept import BUDGET, KeptAnalysis
+from poprisk.report._analysis.kept import KeptAnalysis
 from poprisk.risk import data_fingerprint
 from poprisk.runs import Run, as_run
 
@@ -84,13 +84,8 @@ def compare_runs(
 
 def quick_analysis(run: Run, budget: float | None = None) -> Analysis:
     """An analysis with the quick parts computed, and all others as they are kept with the run."""
-    if run.path is None:
-        return analyze(run, budget=budget or BUDGET, parts=QUICK_PARTS, progress=False)
-    try:
-        kept = KeptAnalysis(run, budget, writes=budget is None)  # another budget would replace what is kept
-    except OSError:
-        kept = KeptAnalysis(run, budget, writes=False)
-    return analyze(run, budget=kept.budget, retrain=kept.retrain, kept=kept, parts=QUICK_PARTS, progress=False)
+    kept = None if run.path is None else KeptAnalysis.of(run, budget, writes=budget is None)  # another would replace it
+    return analyze(run, budget=budget, kept=kept, parts=QUICK_PARTS, progress=False)
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:

@@ -22,11 +22,7 @@ class Neighbours:
 
 
 def neighbours(run: Run, table: AuditTable | None) -> dict[int, Neighbours]:
-    """Find the most influential training examples for each of the most suspicious ones.
-
-    Raises:
-        DataError: The examples were not audited.
-    """
+    """Find the most influential training examples for each of the most suspicious ones, if they were audited."""
     if table is None:
         raise DataError("the examples were not audited")
     chosen = table.order()[: min(SUSPECTS, max(3, int(table.is_suspect.sum())))]

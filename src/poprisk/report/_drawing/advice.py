@@ -56,6 +56,8 @@ class Facts:
     suspects: int = 0
     kind: str = "classes"
     """Kind of the audit's table."""
+    reviewable: bool = True
+    """Whether the page can show a suggestion for each label; not for targets of several numbers."""
     test_loss: float | None = None
     """Of the weights that ``risk`` is about."""
     test_error: float = math.nan
@@ -256,7 +258,7 @@ def _training_actions(f: Facts) -> Iterator[Action]:
 
 
 def _label_actions(f: Facts) -> Iterator[Action]:
-    if f.suspects and f.kind != "loss" and not f.failed:
+    if f.suspects and f.kind != "loss" and f.reviewable and not f.failed:
         why = (
             "accept the suggestion (key A) or keep the given label (key R) for each example below, export your "
             "decisions, then train on the corrected labels"
@@ -264,7 +266,7 @@ def _label_actions(f: Facts) -> Iterator[Action]:
         yield Action("review", f"Review {f.suspects} labels", why, (CORRECTED, {}))
     if f.test_is_easier and f.some_wrong:
         command = f"poprisk audit {f.run} --output audit.csv"
-        yield Action("noise_gap", "Do not chase the gap to the test set", gap_words(f), command=command)
+        yield Action("noise_gap", "Do not try to close the gap to the test set", gap_words(f), command=command)
 
 
 def _risk_actions(f: Facts) -> Iterator[Action]:

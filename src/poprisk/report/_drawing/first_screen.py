@@ -31,6 +31,7 @@ def facts_of(found: Analysis) -> Facts:
         wrong=None if table is None else table.wrong_labels,
         suspects=0 if table is None else int(table.is_suspect.sum()),
         kind="loss" if table is None else table.kind,
+        reviewable=table is not None and not {"suggested_label", "suggested_target"}.isdisjoint(table.columns),
         test_loss=loss,
         test_error=error,
         no_problem=found.left_out.get("examples") == WITHOUT_PROBLEM,

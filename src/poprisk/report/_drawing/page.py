@@ -1,6 +1,5 @@
 """Write the report of a run: one self-contained HTML page, drawn from its analysis."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,17 @@ from poprisk.runs import Run
 
 
 def write_report(
-    analysis: Analysis | Run, path: str | Path, *, examples: bool = True, command: str | None = None, **options: Any
+    analysis: Analysis | Run | str | Path,
+    path: str | Path,
+    *,
+    examples: bool = True,
+    command: str | None = None,
+    **options: Any,
 ) -> Path:
     """Write the report of a run: one HTML file that needs no server and no network.
 
     Args:
-        analysis: What :func:`~poprisk.report.analyze` returned, or a run, which is then analyzed first.
+        analysis: What :func:`~poprisk.report.analyze` returned, or a run or its directory, to be analyzed first.
         path: The file to write. It is replaced in one go, so it is never incomplete.
         examples: Whether to include the contents of the examples (pictures, texts, values to predict).
         command: The command that the page names as the one that wrote it.
@@ -49,7 +53,7 @@ def write_report(
     'report.html'
     """
     require_template()  # before anything slow
-    if isinstance(analysis, Run):
+    if not isinstance(analysis, Analysis):
         analysis = analyze(analysis, **options)
     elif options:
         raise TypeError(f"{', '.join(options)}: pass these to analyze(…); write_report takes them with a run only")
@@ -57,12 +61,7 @@ def write_report(
 
 
 def report_page(found: Analysis, *, examples: bool = True, command: str | None = None) -> str:
-    """The report as HTML text; see :func:`write_report`.
-
-    Raises:
-        MissingExtraError: jinja2 is not installed.
-        DataError: a part that was kept with the run is damaged.
-    """
+    """The report as HTML text; see :func:`write_report`. A DataError if a part kept with the run is damaged."""
     try:
         return _drawn(found, examples, command)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -149,8 +148,7 @@ def _environment(run: Run) -> list[tuple[str, str]]:
 def _commands(found: Analysis, command: str | None) -> list[tuple[str, str]]:
     """How to reproduce the page and the run."""
     run = found.run
-    where = "RUN" if run.path is None else run.path.as_posix()
     options = f" --retrain {found.retrain}" if found.retrain else ""
-    rows = [("This page", command or f"poprisk report {shlex.quote(where)} --budget {found.budget:g}{options}")]
+    rows = [("This page", command or f"poprisk report {facts_of(found).run} --budget {found.budget:g}{options}")]
     again = training_call(run)
     return [*rows, ("This run, in Python", again)] if again else rows

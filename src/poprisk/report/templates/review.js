@@ -153,7 +153,8 @@ if (get("other")) get("other").addEventListener("change", () => {
   if (get("other").value !== "") decide(Number(get("other").value)); else undo();
 });
 for (const each of document.querySelectorAll(".command"))  // lines break between words, not after the hyphens of an option
-  each.replaceChildren(...each.textContent.split(/(\s)/).map(word => word.trim() ? make("span", {}, word) : word));
+  each.replaceChildren(...each.textContent.split("\n").map(line => make("span", {class: "line"},  // a block of its own
+    ...line.split(/(\s)/).map(word => word.trim() ? make("span", {}, word) : word))));
 if (data.reviewable) load();
 window.addEventListener("storage", event => {  // decided in another tab
   if (!data.reviewable || (event.key !== null && event.key !== storedAs)) return;

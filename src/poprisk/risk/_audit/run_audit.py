@@ -16,6 +16,7 @@ from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._audit.count import agreement, count_wrong
 from poprisk.risk._audit.exact import exact_columns, exact_obstacle
 from poprisk.risk._audit.histories import ClassHistory, ResidualHistory, rank_share
+from poprisk.risk._audit.kept import kept_audit
 from poprisk.risk._audit.table import AuditTable
 from poprisk.risk._audit.unseen import Unseen, unseen
 from poprisk.risk._classes import ClassView, class_view, own_and_other
@@ -73,7 +74,8 @@ def audit(
     reliable), and ``displacement`` on the first 100 test examples if the problem has a test set and the run is small.
 
     Args:
-        run: A recorded run whose problem is known, or the path of its directory.
+        run: A recorded run whose problem is known, or the path of its directory; or a run with which an audit was kept,
+            by the callback of a trainer or by :func:`~poprisk.report.analyze`: it is the one that you get.
         tier: ``"any"`` for the columns that every run has; ``"exact"`` to require the exact columns too; ``"auto"`` to
             add them if the run allows them and they are cheap, with a note otherwise.
         moments: Number of evenly spaced steps to evaluate at, in addition to a few early ones. If not every step was
@@ -112,7 +114,11 @@ def audit(
     if retrain_budget and not retrain_budget >= FEWEST_FOLDS:
         raise HyperparameterError(f"retrain_budget must be 0 or at least {FEWEST_FOLDS}, got {retrain_budget!r}")
     with limits("audit", budget=budget, memory=memory, progress=progress, keeps=_KEPT, lower="moments or batch_size"):
-        return _audited(as_run(run), tier, moments, out_of_fold, retrain_budget, batch_size, progress)
+        run = as_run(run)
+        kept = kept_audit(run) if out_of_fold is None and not retrain_budget else None
+        if kept is not None and (tier != "exact" or "self_influence" in kept.columns):
+            return kept
+        return _audited(run, tier, moments, out_of_fold, retrain_budget, batch_size, progress)
 
 
 def _audited(
@@ -166,9 +172,7 @@ class _Look:
                 loss = self._add(moment.step, moment.share, moment.outputs)
                 report(number, loss)
         if not self.losses:
-            raise RunError(
-                "the outputs are not finite at any step, because the training diverged: use a lower learning rate"
-            )
+            raise RunError("the outputs are not finite at any step, as the training diverged: use a lower lr")
 
     def _add(self, step: int, share: float, outputs: Tensor) -> Tensor:
         losses = example_losses(self.problem, outputs)
@@ -291,9 +295,8 @@ def _check_probabilities(given: Tensor, view: ClassView | None, n: int) -> None:
         raise DataError("out_of_fold needs targets that are classes: leave it out")
     if not isinstance(given, Tensor) or given.shape != (n, view.num_classes) or not given.is_floating_point():
         got = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        raise DataError(
-            f"out_of_fold must be a tensor of probabilities of shape {[n, view.num_classes]}, got {got}: pass one"
-        )
+        shape = [n, view.num_classes]
+        raise DataError(f"out_of_fold must be a tensor of probabilities of shape {shape}, got {got}: pass one")
     low, sums = float(given.min()), given.double().sum(1)
     if not low >= 0 or not bool(((sums - 1).abs() < 1e-3).all()):
         raise DataError(
