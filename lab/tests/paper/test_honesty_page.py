@@ -99,7 +99,7 @@ def test_what_is_wrong_in_settings_that_were_reported_before_is_named_beside_the
     saved["result"]["report"] = {**made(before)["result"]["report"], "commits": {"auto": {"1234567890": 1}}}
     page = " ".join(render("poprisk_lab.paper.risk_honesty", **numbers.slots(saved)).split())
     assert "The 1 settings that this page showed before are no longer fresh" in page
-    assert "On commit 123456789 (auto), the automatic choice is valid in 1 of them and wrong in 1 of these" in page
+    assert "On commit 123456789, the automatic choice is valid in 1 of them and wrong in 1 of these" in page
     assert "- 1: x: exclusion 2 ± 0.01 (truth 1)" in page.partition("By all methods, valid and wrong:")[2]
 
 

@@ -31,14 +31,14 @@ def draw(results: Path) -> Figure:
     lora = load_result(place, LORA)["result"] if place.exists() else {}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-        panels = figure.subplots(1, len(runs) + ("removals" in lora), squeeze=False)[0]
+        panels = figure.subplots(1, len(runs) + bool(lora.get("removals")), squeeze=False)[0]
         for axes, (name, run) in zip(panels, runs.items(), strict=False):
             _along(axes, run)
             axes.set_title(_TITLES[name])
         panels[0].set_ylabel("accuracy (%)")
         if runs:
             label_ends(panels[len(runs) - 1], _ends(list(runs.values())[-1]["curve"]))
-        if "removals" in lora:
+        if lora.get("removals"):
             _removals(panels[-1], lora["removals"])
     return figure
 

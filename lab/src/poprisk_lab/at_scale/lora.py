@@ -8,6 +8,7 @@ needs no files. What is compared was written down before, in RULE.md.
 import argparse
 import platform
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from poprisk import Problem, Run, train
 from poprisk._core.store import save_result
+from poprisk.errors import PopRiskWarning
 from poprisk.risk import Unrolled, influence_on
 from poprisk_lab.at_scale.blocks import language_model
 from poprisk_lab.at_scale.numbers import LORA
@@ -160,7 +162,9 @@ def study(data: Path | None, config: LoraConfig, save: Callable[[dict[str, Any]]
     tokens, mask, ratios = examples_of(preferences.evaluation, model, device)
     queries = (tokens[: config.queries], mask[: config.queries], ratios[: config.queries])
     steps = config.epochs * (len(inputs[0]) // config.batch)
-    problem = Problem(model, "logistic", inputs, torch.ones(len(inputs[0]), 1, device=device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PopRiskWarning)  # the first answer of every pair is the preferred one
+        problem = Problem(model, "logistic", inputs, torch.ones(len(inputs[0]), 1, device=device))
     result: dict[str, Any] = {
         "config": asdict(config),
         "versions": _versions(device),

@@ -30,9 +30,10 @@ def cifar_slots(found: Row) -> dict[str, Any]:
     first = next(iter(found["runs"].values()))
     moments = {name: moment_gap(run) for name, run in found["runs"].items()}
     judged = found["confident_learning"]
-    seconds, bare = first["seconds"], first["bare_seconds"]
+    timed = found.get("alone", first)  # where other programs ran beside the first one
+    seconds, bare = timed["seconds"], timed["bare_seconds"]
     share = (seconds["training"] + seconds["finish"]) / bare - 1
-    folds = judged[first["config"]["labels"]]["seconds"]
+    folds = judged[first["config"]["labels"]]["seconds"] * timed["config"]["epochs"] / first["config"]["epochs"]
     whole = (seconds["training"] + seconds["finish"] + seconds["probabilities"]) / folds
     better = {name: at_or_above(found["runs"][name], judged[name]) for name in judged}
     return {
@@ -47,6 +48,7 @@ def cifar_slots(found: Row) -> dict[str, Any]:
         "all_valid": all(row["valid"] for run in found["runs"].values() for row in run["curve"]),
         "readings": sum(len(run["curve"]) for run in found["runs"].values()),
         "bare": f"{bare:.0f}",
+        "timed_epochs": timed["config"]["epochs"],
         "share": f"{100 * share:.1f}",
         "risk_share": f"{100 * seconds['risk'] / bare:.1f}",
         "share_met": share <= BAR_TIME,
@@ -122,16 +124,7 @@ def lora_slots(found: Row) -> dict[str, Any]:
             "lora_device": found["versions"]["device"],
             "training_seconds": f"{found['training_seconds']:.0f}",
         }
-    groups = found["removals"]
-    predicted, measured = (
-        torch.tensor([row[key] for row in groups], dtype=torch.float64) for key in ("predicted", "measured")
-    )
-    means = {row["group"]: float(measured[i].mean()) for i, row in enumerate(groups)}
-    random = [value for name, value in means.items() if name.startswith("random")]
-    chosen = means.get("most helpful"), means.get("most harmful")
-    both = torch.corrcoef(torch.stack([predicted.flatten(), measured.flatten()]))[0, 1]
     total = found["training_seconds"] + found["influence_seconds"]
-    ends = None not in chosen and bool(random)
     return {
         "unfinished": "",
         "pairs": found["pairs"],
@@ -141,16 +134,31 @@ def lora_slots(found: Row) -> dict[str, Any]:
         "lora_device": found["versions"]["device"],
         "training_seconds": f"{found['training_seconds']:.0f}",
         "influence_seconds": f"{found['influence_seconds']:.0f}",
-        "lora_minutes": f"{total / 60:.1f}",
+        "lora_minutes": f"{total / 60:.2f}",
         "lora_met": total <= BAR_SECONDS,
-        "removal_count": groups[0]["removed"] if groups else 0,
+        "query_loss": f"{float(torch.tensor(found['query_losses']).mean()):.3f}",
+        **(_removal_slots(found["removals"]) if found["removals"] else {"removal_rows": []}),
+    }
+
+
+def _removal_slots(groups: Sequence[Row]) -> dict[str, Any]:
+    """Predicted and measured changes of the groups that were removed."""
+    predicted, measured = (
+        torch.tensor([row[key] for row in groups], dtype=torch.float64) for key in ("predicted", "measured")
+    )
+    means = {row["group"]: float(measured[i].mean()) for i, row in enumerate(groups)}
+    random = [value for name, value in means.items() if name.startswith("random")]
+    chosen = means.get("most helpful"), means.get("most harmful")
+    both = torch.corrcoef(torch.stack([predicted.flatten(), measured.flatten()]))[0, 1]
+    ends = None not in chosen and bool(random)
+    return {
+        "removal_count": groups[0]["removed"],
         "removal_rows": [
             [row["group"], f"{predicted[i].mean():+.4f}", f"{measured[i].mean():+.4f}"] for i, row in enumerate(groups)
         ],
         "removal_correlation": f"{float(both):.2f}",
         "removal_slope": f"{float((predicted * measured).sum() / predicted.square().sum()):.2f}",
         "removal_ends": ends and chosen[0] > max(random) and chosen[1] < min(random),  # type: ignore[operator]
-        "query_loss": f"{float(torch.tensor(found['query_losses']).mean()):.3f}",
     }
 
 

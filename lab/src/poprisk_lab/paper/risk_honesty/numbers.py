@@ -142,7 +142,8 @@ def _before(found: Mapping[str, Any]) -> dict[str, Any]:
     """What the automatic choice says of settings that were reported before, and each answer that is wrong."""
     methods = found["summary"]["methods"]
     kinds = {name: {key: methods[name][key] for key in ("valid", "wrong")} for name in ("auto", "auto10")}
-    about = {"settings": found["summary"]["settings"], "commits": commits(found["commits"])}
+    made = " and ".join(f"commit {commit[:9]}" for commit in sorted(found["commits"]["auto"]))
+    about = {"settings": found["summary"]["settings"], "commits": made}
     return {**about, **kinds, "named": wrong_answers(found["settings"])}
 
 
