@@ -104,7 +104,7 @@ def working_memory(usual: int) -> int:
             f"memory={found.memory / 1e9:.3g} GB is too little for {found.name}: the process holds {held / 1e9:.2f} GB "
             f"already; allow {_ceiling((held + 4 * _LEAST) / 1e9)} GB or more"
         )
-    return min(usual, (found.memory - held) * 2 // 3)
+    return min(usual, (found.memory - held) // 2)  # what is planned from it takes up to half as much again
 
 
 def memory_used() -> int:
