@@ -3,6 +3,7 @@
 from typing import Any
 
 from poprisk import _moved
+from poprisk._core.arguments import guard
 from poprisk._core.linalg import top_eigenpairs
 from poprisk.operators._bound import Bound
 from poprisk.operators._channels import DissipationChannels, dissipation_channels
@@ -74,6 +75,7 @@ __all__ = [
     "top_eigenpairs",
     "train_kernel",
 ]
+guard(globals(), ["cross_kernel", "train_kernel"])
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@
 'report.html'
 """
 
+from poprisk._core.arguments import guard
 from poprisk.report._analysis.analyze import Analysis, analyze
 from poprisk.report._analysis.compare import Comparison, compare_runs
 from poprisk.report._analysis.operators import CleanTargets
@@ -39,3 +40,4 @@ __all__ = [
     "write_comparison",
     "write_report",
 ]
+guard(globals(), ["analyze", "write_report"])

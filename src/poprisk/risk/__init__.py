@@ -13,6 +13,7 @@ r"""Know: population risk with a verdict, the influence of every example, and an
 (4, 1, tensor(1))
 """
 
+from poprisk._core.arguments import guard
 from poprisk._core.estimate import Estimate
 from poprisk.risk._audit.run_audit import audit
 from poprisk.risk._audit.table import AuditTable
@@ -80,3 +81,4 @@ __all__ = [
     "self_influence",
     "subsets",
 ]
+guard(globals(), [name for name in __all__ if name != "retrain"])

@@ -34,6 +34,7 @@ your own, ``Run.load(path)`` opens the run, and ``replay(run)`` executes it agai
 from typing import Any
 
 from poprisk import _moved
+from poprisk._core.arguments import guard
 from poprisk.runs._digits import digits_split, replace_labels
 from poprisk.runs._listing import RunSummary, list_runs
 from poprisk.runs._problem import Problem
@@ -89,6 +90,7 @@ __all__ = [
     "replay",
     "train",
 ]
+guard(globals(), ["refit", "replay"])
 
 
 def __getattr__(name: str) -> Any:

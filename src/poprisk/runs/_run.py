@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from poprisk._core.arguments import checked
 from poprisk._core.autodiff import FlatModel
 from poprisk._core.html import card, sparkline
 from poprisk._core.store import WriterLock
@@ -59,9 +60,6 @@ class Run:
             )
         self._storage, self._manifest, self._tolerate, self._trust = storage, manifest, tolerate, trust
         self.layout = Layout.from_json(manifest["layout"])
-        if problem is not None and not isinstance(problem, Problem):
-            got = type(problem).__name__
-            raise DataError(f"problem must be a Problem, got {got}: pass the one that was trained, or Problem.build(…)")
         if problem is not None and manifest["problem"] is not None:
             problem.check_is(manifest["problem"])
         elif problem is not None and len(problem) != manifest["examples"]:
@@ -74,6 +72,7 @@ class Run:
         self._replayed = lru_cache(maxsize=2)(self._replay)
 
     @classmethod
+    @checked
     def load(
         cls,
         path: str | Path,
@@ -103,6 +102,7 @@ class Run:
         storage.check_sizes(all_records(run._manifest))
         return run
 
+    @checked
     def save(self, path: str | Path) -> "Run":
         """Write the run into a new directory, e.g. one that was recorded in memory, and open it there.
 
@@ -383,8 +383,6 @@ def as_run(run: Run | str | Path) -> Run:
     if isinstance(run, str | Path):
         run = Run.load(run)
     if not isinstance(run, Run):
-        raise DataError(
-            f"expected a Run or the path of its directory, got {type(run).__name__}: record one with train()"
-        )
+        raise DataError(f"expected a Run or the path of its directory, got {type(run).__name__}: train one")
     check_converged(run)
     return run

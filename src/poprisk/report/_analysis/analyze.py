@@ -195,9 +195,9 @@ def check_options(budget: float, retrain: int) -> None:
     Raises:
         HyperparameterError: ``budget`` is not a positive number of seconds, or ``retrain`` is 1, 2 or negative.
     """
-    if not (isinstance(budget, int | float) and math.isfinite(budget) and budget > 0):
+    if not 0 < budget < math.inf:
         raise HyperparameterError(f"budget must be a positive number of seconds, got {budget!r}")
-    if not (isinstance(retrain, int) and (retrain == 0 or retrain >= FEWEST_FOLDS)):
+    if retrain and not retrain >= FEWEST_FOLDS:
         raise HyperparameterError(f"retrain must be 0, or at least {FEWEST_FOLDS} trainings, got {retrain!r}")
 
 

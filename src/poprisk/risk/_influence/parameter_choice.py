@@ -38,7 +38,7 @@ def choose_parameters(
     ('0.weight', '0.bias', '2.bias')
     """
     wanted = (parameters,) if isinstance(parameters, str) else tuple(parameters)
-    if not wanted or not all(isinstance(each, str) for each in wanted):
+    if not wanted:
         raise HyperparameterError(
             f'parameters must be "{LAST_LAYER}", "{LORA}", or names or patterns of parameters, got {parameters!r}'
         )

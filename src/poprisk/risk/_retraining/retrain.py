@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 
+from poprisk._core.arguments import checked
 from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, parts_of, probe, resolve_loss, slices
 from poprisk._core.cluster import current_cluster, is_remote
 from poprisk._core.costs import current_limits, working_memory
@@ -40,6 +41,7 @@ _SMALL_WORK = 1e12
 """Number of multiplications up to which no progress is shown."""
 
 
+@checked
 def retrain(
     run: Run,
     members: Members,
