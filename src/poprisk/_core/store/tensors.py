@@ -62,10 +62,14 @@ def check_size(folder: str | Path, file: TensorFile) -> Path:
     try:
         size = regular_size(path)
     except OSError:
-        raise DataError(f"{path} is missing: restore it from a copy, or create it again") from None
+        raise _missing(path) from None
     if size != file.size:
         raise DataError(f"{path} is damaged: expected {file.size} bytes, got {size}; restore it from a copy")
     return path
+
+
+def _missing(path: Path) -> DataError:
+    return DataError(f"{path} is missing: restore it from a copy, or create it again")
 
 
 def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor], Any]:
@@ -78,7 +82,10 @@ def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor
     from safetensors.torch import load
 
     path = check_size(folder, file)
-    content = read_regular(path)
+    try:
+        content = read_regular(path)
+    except FileNotFoundError:  # removed since
+        raise _missing(path) from None
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise DataError(f"{path} is damaged: its content does not have the recorded SHA-256; restore it from a copy")
     try:

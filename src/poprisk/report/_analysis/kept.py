@@ -38,7 +38,7 @@ from poprisk.report._analysis.neighbours import Neighbours
 from poprisk.report._analysis.operators import CleanTargets, DenseFacts, DriftCurve, WindowFacts
 from poprisk.report._analysis.readings import Readings
 from poprisk.risk import AuditTable, Reading, RiskEstimate
-from poprisk.runs import Run
+from poprisk.runs import MANIFEST, Run
 from poprisk.theory import ExampleGroups
 
 BUDGET = 30.0
@@ -139,7 +139,9 @@ class KeptAnalysis:
             raise RunError(
                 "an analysis is kept with its run, but this run is in memory: save it first with run.save(path)"
             )
+        self._run = run
         if writes:
+            self._check_there()
             writable_directory(run.path)
         self.folder, self.writes = own_folder(run.path, FOLDER), writes
         index, identity, data = _read_index(self.folder), _identity(run), _data(run)
@@ -189,11 +191,17 @@ class KeptAnalysis:
         """Keep a part: write its file first, then the index that lists it."""
         if not self.writes:
             return
+        self._check_there()
         form, tensors = pack(part.value)
         file = write_tensors(self.folder / f"{name}.safetensors", tensors, {"value": form, "reason": part.reason})
         self._parts[name] = asdict(file)
         index = {"kind": "analysis", "belongs": self._belongs, "parts": self._parts}
         write_json(self.folder / INDEX, {**index, "sha256": json_digest(index)})
+
+    def _check_there(self) -> None:
+        """Refuse to write an analysis where the run was removed, which would look like a damaged run."""
+        if not (Path(self._run.path or "") / MANIFEST).is_file():
+            raise DataError(f"{self._run.path} was removed while it was read: restore it from a copy, or train again")
 
     def words(self) -> str:
         """What is on disk, for the message after an interrupt; empty if nothing is."""
