@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from functools import cache, wraps
 from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch import Tensor
 from poprisk._core.text import one_line
 from poprisk.errors import DataError, HyperparameterError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
+_HOW = {"run": "open a run with Run.load(path), and ", "problem": "pass the one that was trained or Problem.build(…); "}
 _NO_NUMBERS = (bool, np.bool_, str, bytes)
 
 
@@ -47,7 +49,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     Traceback (most recent call last):
     poprisk.errors.HyperparameterError: folds must be int or None, got '3': see help(count)
     """
-    signature, kinds = inspect.signature(function), cache(lambda: get_type_hints(function))
+    signature, kinds = inspect.signature(function), cache(lambda: _kinds(function))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -55,12 +57,19 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # Python says what is missing, or not known
             return function(*args, **kwargs)
-        for name, value in given.items():
+        for name, value in (given | given.get("options", {})).items():
             if name in kinds() and not _is_a(value, kinds()[name]):
                 raise _error(name, value, kinds()[name], function.__qualname__.removesuffix(".__init__"))
         return function(*args, **kwargs)
 
     return call
+
+
+def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function's arguments, with those of the options that it passes on."""
+    kinds = get_type_hints(function)
+    options = kinds.pop("options", None)
+    return kinds | (get_type_hints(get_args(options)[0]) if get_origin(options) is Unpack else {})
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -78,7 +87,7 @@ def _is_a(value: Any, kind: Any) -> bool:
         return callable(value) if kind is Callable else isinstance(value, str) and value in parts
     if isinstance(value, str) and "\0" in value:
         return False
-    usual = not isinstance(kind, type) or kind is Any or getattr(kind, "_is_protocol", False)
+    usual = not isinstance(kind, type) or kind == Any or getattr(kind, "_is_protocol", False)
     return usual or isinstance(value, kind) or (kind is bool and isinstance(value, np.bool_ | int) and value in (0, 1))
 
 
@@ -108,7 +117,7 @@ def _error(name: str, value: Any, kind: Any, place: str) -> HyperparameterError 
     expected = _words(kind) + (" below 2**63" if type(value) is int and kind is int else "")
     plain = value is None or isinstance(value, str | int | float | complex | bytes | list | tuple | dict)
     got = reprlib.repr(value) if plain else type(value).__name__
-    data = re.search(r"\b(Run|Tensor|Unrolled)\b", expected)
+    data = re.search(r"\b(Run|Tensor|Unrolled|Problem)\b", expected)
     got += f" of {value.dtype} with shape {list(value.shape)}" if isinstance(value, Tensor | np.ndarray) else ""
-    how = f"open a run with Run.load(path), and see help({place})" if name == "run" else f"see help({place})"
+    how = _HOW.get(name, "") + f"see help({place})"
     return (DataError if data else HyperparameterError)(one_line(f"{name} must be {expected}, got {got}: {how}"))

@@ -31,13 +31,7 @@ from poprisk.report._drawing.templates import require_template
 from poprisk.report._drawing.wording import as_command, size_of
 
 __all__ = [
-    "Analysis",
-    "CleanTargets",
-    "Comparison",
-    "analyze",
-    "compare_runs",
-    "explore",
-    "write_comparison",
+    "Analysis", "CleanTargets", "Comparison", "analyze", "compare_runs", "explore", "write_comparison",
     "write_report",
-]
+]  # fmt: skip
 guard(globals(), ["analyze", "write_report"])

@@ -54,31 +54,9 @@ from poprisk.risk._under_training import STILL_FALLING, under_training
 from poprisk.risk._verdict import FEWEST_FOLDS
 
 __all__ = [
-    "AuditTable",
-    "Estimate",
-    "Exclusion",
-    "OutOfSample",
-    "Reading",
-    "Resampled",
-    "RiskEstimate",
-    "RiskMeter",
-    "Unrolled",
-    "audit",
-    "cross_validation_risk",
-    "exclusion",
-    "exclusion_risk",
-    "first_order_risk",
-    "generalization_gap",
-    "holdouts",
-    "influence_matrix",
-    "influence_on",
-    "influence_operator",
-    "k_fold",
-    "leave_one_out",
-    "out_of_sample_probabilities",
-    "population_risk",
-    "retrain",
-    "self_influence",
-    "subsets",
-]
-guard(globals(), [name for name in __all__ if name != "retrain"])
+    "AuditTable", "Estimate", "Exclusion", "OutOfSample", "Reading", "Resampled", "RiskEstimate", "RiskMeter",
+    "Unrolled", "audit", "cross_validation_risk", "exclusion", "exclusion_risk", "first_order_risk",
+    "generalization_gap", "holdouts", "influence_matrix", "influence_on", "influence_operator", "k_fold",
+    "leave_one_out", "out_of_sample_probabilities", "population_risk", "retrain", "self_influence", "subsets",
+]  # fmt: skip
+guard(globals(), __all__)

@@ -75,21 +75,9 @@ from poprisk.runs._shipped import ShippedRun
 from poprisk.runs._storage import MANIFEST, DirectoryStorage, file_records, repair
 
 __all__ = [
-    "AffineStep",
-    "PerWeight",
-    "Problem",
-    "Recorder",
-    "Replay",
-    "Run",
-    "RunSummary",
-    "StepContext",
-    "digits_split",
-    "list_runs",
-    "refit",
-    "replace_labels",
-    "replay",
-    "train",
-]
+    "AffineStep", "PerWeight", "Problem", "Recorder", "Replay", "Run", "RunSummary", "StepContext", "digits_split",
+    "list_runs", "refit", "replace_labels", "replay", "train",
+]  # fmt: skip
 guard(globals(), ["refit", "replay"])
 
 

@@ -58,22 +58,9 @@ _PARTS: dict[str, Any] = {
 }
 """What each part is."""
 _CLASSES = (
-    AuditTable,
-    Contents,
-    DenseFacts,
-    DriftCurve,
-    Estimate,
-    ExampleGroups,
-    GateCurve,
-    KernelCurve,
-    LossCurves,
-    Memorization,
-    Neighbours,
-    Reading,
-    Readings,
-    RiskEstimate,
-    WindowFacts,
-)
+    AuditTable, Contents, DenseFacts, DriftCurve, Estimate, ExampleGroups, GateCurve, KernelCurve, LossCurves,
+    Memorization, Neighbours, Reading, Readings, RiskEstimate, WindowFacts,
+)  # fmt: skip
 
 
 class _File(TypedDict):
