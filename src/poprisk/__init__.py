@@ -12,48 +12,18 @@ from poprisk import _moved
 from poprisk._version import __version__ as __version__
 
 _NAMES_BY_ROOM = {
-    "poprisk._core.cluster": ("cluster",),
-    "poprisk._core.estimate": ("Estimate",),
-    "poprisk.operators": (
-        "DissipationChannels",
-        "DriftDiffusion",
-        "ErrorCells",
-        "Window",
-        "cross_kernel",
-        "dissipation_channels",
-        "drift_diffusion",
-        "error_cells",
-        "train_kernel",
-    ),
-    "poprisk.optim": (
-        "Gate",
-        "KeepBest",
-        "MicrobatchVariance",
-        "PerExampleVariance",
-        "PopRiskAdamW",
-        "PopulationProjectorDescent",
-        "RankVariance",
-        "TailAverage",
-        "hold_back",
-        "suggest_lr",
-    ),
-    "poprisk.report": ("Analysis", "CleanTargets", "analyze", "write_report"),
-    "poprisk.risk": (
-        "AuditTable",
-        "RiskEstimate",
-        "RiskMeter",
-        "audit",
-        "influence_matrix",
-        "influence_on",
-        "k_fold",
-        "leave_one_out",
-        "out_of_sample_probabilities",
-        "population_risk",
-        "self_influence",
-    ),
-    "poprisk.runs": ("Problem", "Recorder", "Run", "refit", "replay", "train"),
+    "poprisk._core.cluster": "cluster",
+    "poprisk._core.estimate": "Estimate",
+    "poprisk.operators": "DissipationChannels DriftDiffusion ErrorCells Window cross_kernel dissipation_channels "
+    "drift_diffusion error_cells train_kernel",
+    "poprisk.optim": "Gate KeepBest MicrobatchVariance PerExampleVariance PopRiskAdamW PopulationProjectorDescent "
+    "RankVariance TailAverage hold_back suggest_lr",
+    "poprisk.report": "Analysis CleanTargets analyze write_report",
+    "poprisk.risk": "AuditTable RiskEstimate RiskMeter audit influence_matrix influence_on k_fold leave_one_out "
+    "out_of_sample_probabilities population_risk self_influence",
+    "poprisk.runs": "Problem Recorder Run refit replay train",
 }
-_ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
+_ROOM_OF = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names.split()}
 logging.getLogger("poprisk").addHandler(logging.NullHandler())  # the application chooses the handlers
 _moved.install()
 

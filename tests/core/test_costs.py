@@ -104,7 +104,7 @@ def test_memory(monkeypatch):
     monkeypatch.setattr(costs, "memory_used", lambda: 10**9)
     assert working_memory(2**31) == 2**31
     with limits("call", memory="1.6 GB", progress=False):
-        assert working_memory(2**31) == 400_000_000
+        assert working_memory(2**31) == 300_000_000
         assert working_memory(10**6) == 10**6
     with (
         limits("call", memory=10**9, progress=False),

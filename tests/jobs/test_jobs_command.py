@@ -17,6 +17,7 @@ import torch
 
 import distributed
 from poprisk._core.progress import Progress
+from poprisk._core.store import trust
 from poprisk.cli import main
 from poprisk.jobs import JobPlan, job_status, open_matrix
 from poprisk.runs import Problem, train
@@ -83,6 +84,24 @@ def test_a_task_of_a_folder_that_python_does_not_search(tmp_path, capfd, monkeyp
     assert "its module is not found from here: add its folder to PYTHONPATH" in capfd.readouterr().err
     monkeypatch.syspath_prepend(tmp_path / "away")
     assert call("resume", tmp_path / "store", "--workers", "1") == 0
+
+
+def test_runs_that_someone_sent_are_done_with_trust_or_a_problem_of_ones_own(tmp_path, capfd, monkeypatch):
+    """As for the other commands: what a run names as its task is not imported before the person allows it."""
+    task = tmp_path / "task_of_jobs.py"
+    task.write_text("from job_problems import blobs\n\ndef points():\n    return blobs()\n")
+    run = train(Problem.build(f"{task}:points"), torch.optim.SGD, 1, path=tmp_path / "run", progress=False)
+    for name in ("one", "two"):
+        JobPlan(tmp_path / name).train_kernel(run, 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(trust, "_MADE", set())
+    monkeypatch.setenv("POPRISK_STATE_DIR", str(tmp_path / "of another person"))
+    assert call("resume", tmp_path / "one", "--workers", "1") == 2
+    assert "--trust" in capfd.readouterr().err
+    assert call("resume", tmp_path / "one", "--workers", "1", "--problem", f"{task}:points") == 0
+    monkeypatch.setattr(trust, "_MADE", set())
+    assert call("resume", tmp_path / "two", "--workers", "1") == 2
+    assert call("resume", tmp_path / "two", "--workers", "1", "--trust") == 0
 
 
 @pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:1", "nosuch://127.0.0.1:8786"])

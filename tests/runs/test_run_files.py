@@ -255,7 +255,7 @@ def test_training_arguments_of_other_kinds(wrong, message, monkeypatch):
 def test_a_problem_is_no_path(tmp_path, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     quiet(classification(), SGD, 2, path=tmp_path)
-    with pytest.raises(DataError, match=r"problem must be a Problem, got str: pass the one .*Problem\.build"):
+    with pytest.raises(DataError, match=r"problem must be Problem or None, got .*: pass the one .*Problem\.build"):
         Run.load(tmp_path, problem="task.py:make_task")
     run = Run.load(tmp_path, problem=classification())
     for k in ("last", 1.5, None, 3):

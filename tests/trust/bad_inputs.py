@@ -47,6 +47,17 @@ class Returns(nn.Module):
         return self.change(self.linear(x))
 
 
+class Broken(nn.Linear):
+    """A network whose buffer is NaN."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("shift", torch.tensor(math.nan))
+
+    def forward(self, x):
+        return super().forward(x) + self.shift
+
+
 class Data(Dataset):
     """A dataset of which reading or the length goes wrong."""
 
@@ -108,6 +119,11 @@ named_inputs = st.one_of(
     st.sampled_from(
         [
             {"inputs": X.to_sparse()},
+            {"inputs": X[:0], "targets": Y[:0]},
+            {"inputs": X.numpy().astype(object)},
+            {"inputs": torch.zeros(N, 3, dtype=torch.uint8)},
+            {"inputs": {"x": X}},
+            {"inputs": (x for x in X)},
             {"inputs": X.to("meta")},
             {"inputs": X.to(torch.complex64)},
             {"inputs": X > 0},
@@ -142,6 +158,11 @@ named_targets = st.one_of(
             {"targets": None},
             {"targets": Y.to("meta")},
             {"targets": "labels.csv"},
+            {"targets": torch.tensor(1)},
+            {"targets": Y[:, None]},
+            {"targets": torch.nn.functional.one_hot(Y)},
+            {"targets": [2**70] * N},
+            {"targets": [None] * N},
             {"loss": "squared", "targets": torch.randn(N)},
             {"loss": "logistic", "targets": Y},
         ]
@@ -174,6 +195,7 @@ models = st.one_of(
         [
             {"make_model": lambda width: nn.Linear(3, width)},
             {"make_model": nn.Flatten},
+            {"make_model": Broken},
             {"make_model": lambda: linear().requires_grad_(False)},
             {"make_model": lambda: nn.LazyLinear(2)},
         ]
@@ -187,6 +209,9 @@ losses = st.one_of(
     st.sampled_from(
         [
             {"loss": lambda u, y: (u - 1) ** 2},
+            {"loss": lambda u, y: u.sum()[None]},
+            {"loss": lambda u, y: u[0] > 0},
+            {"loss": lambda u, y: (u.detach() - 1).square().sum()},
             {"loss": lambda u: u.sum()},
             {"loss": lambda: 0},
             {"loss": nn.CrossEntropyLoss(reduction="sum")},
@@ -202,6 +227,9 @@ others = st.one_of(
     st.builds(lambda x: {"augment": lambda _x, _g: x}, st.integers() | words | st.none()),
     st.builds(lambda x: {"batch_loss": x}, st.integers() | words | st.just(lambda u: u)),
     st.builds(lambda x: {"test": x}, st.integers() | words | st.just((X,)) | st.just((X[:3], Y[:2]))),
+    st.sampled_from(
+        [{"test": ()}, {"test": (1, 2)}, {"test": {"x": X}}, {"test": (X[:0], Y[:0])}, {"test": (X, None)}]
+    ),
     st.builds(lambda d: {"test": (torch.randn(4, d), Y[:4])}, st.integers(4, 9)),
     st.builds(lambda v: {"test": (X[:4], Y[:4] + v)}, st.integers(2, 9)),
 )
@@ -345,12 +373,35 @@ wrong_calls = st.one_of(
     ),
 )
 """Calls of Python with one wrong argument: the function's name, and what is wrong."""
+kinds = odd | st.sampled_from([10**30, True, 1j, np.arange(3), torch.tensor(5), X, X[:0], [["a"]], {1: 2}, "a\0b"])
+doors = st.sampled_from(
+    [
+        ("k_fold", ("folds", "seed", "nested", "renormalize", "dtype", "memory", "progress")),
+        ("leave_one_out", ("indices", "renormalize", "dtype", "memory")),
+        ("influence_on", ("inputs", "targets", "parameters")),
+        ("self_influence", ("parameters", "products", "method", "seed")),
+        (
+            "population_risk",
+            ("method", "retrain_budget", "examples", "controls", "weights", "seed", "budget", "memory"),
+        ),
+        ("audit", ("tier", "moments", "batch_size", "out_of_fold", "retrain_budget", "budget", "memory")),
+        ("out_of_sample_probabilities", ("method", "retrain_budget", "seed")),
+        ("replay", ("start", "stop", "tolerate")),
+    ]
+).flatmap(lambda door: st.tuples(st.just(door[0]), st.sampled_from(door[1]), kinds))
+"""Calls of Python with one argument of any kind: the function's name, the argument's, and its value."""
 
 
 def asked(run, name, wrong):
     """Make such a call."""
     options = {"run": run, "progress": False} | wrong
     return getattr(poprisk, name)(options.pop("run"), **options)
+
+
+def asked_of(run, name, argument, value):
+    """Make such a call of an opened run."""
+    given = {"inputs": X[:2], "targets": Y[:2]} if name == "influence_on" else {}
+    return getattr(poprisk, name)(run, **given | {argument: value})
 
 
 def judged(message):

@@ -174,6 +174,69 @@ def test_what_goes_wrong_after_the_first_examples_is_said_before_a_step(wrong, m
     assert torch.equal(given["inputs"], before)
 
 
+OBJECTS = torch.ones(12, 3).numpy().astype(object)
+IMAGES = torch.zeros(12, 6, 6, 3, dtype=torch.uint8)
+NEW_USERS = [
+    ({"inputs": OBJECTS}, r"got object \[12, 3\]: use .astype\('float32'\) if all of it is numbers"),
+    ({"targets": ["cat", "dog"] * 6}, "number the classes: _, targets = numpy.unique"),
+    ({"targets": Y[:, None]}, r"int64 \[\d, 1\], but .*: pass targets.squeeze\(1\)"),
+    ({"targets": nn.functional.one_hot(Y)}, r"pass targets.argmax\(1\) if they are one-hot"),
+    (
+        {"inputs": IMAGES, "make_model": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2))},
+        r"convert images, x.permute\(0, 3, 1, 2\).float\(\) / 255 if their colours are last",
+    ),
+    ({"inputs": {"x": X}}, "training inputs must be numbers, got dict: pass tensors, arrays or a Dataset"),
+    ({"test": ()}, "test targets are missing: pass inputs and targets"),
+    ({"test": (1, 2)}, "test inputs and targets must have the same number of examples, at least 1"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), NEW_USERS)
+def test_what_new_users_pass_is_answered_with_what_to_do(wrong, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    given = {"make_model": network, "loss": "cross_entropy", "inputs": X, "targets": Y} | wrong
+    with pytest.raises(DataError, match=message) as caught:
+        train(Problem(**given), torch.optim.SGD, 1, progress=False)
+    assert str(caught.value).isprintable()
+
+
+class Twice(nn.Module):
+    """A module that is registered under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second, self.last = self.first, nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x)))
+
+
+class Tied(Twice):
+    """A parameter of two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+
+@pytest.mark.parametrize("model", [Twice, Tied])
+def test_shared_modules_and_weights_train_as_in_a_plain_loop(model):
+    """``torch.func.functional_call`` leaves its tensors behind in a module that has two names."""
+    problem = Problem(model, "cross_entropy", X, Y)
+    run = train(problem, partial(torch.optim.SGD, lr=0.5), 3, progress=False)
+    module = problem.module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(X), Y).backward()
+        optimizer.step()
+    assert torch.equal(run.weights(3), torch.cat([p.detach().reshape(-1) for p in module.parameters()]))
+    assert not run.obstacles
+    assert population_risk(run, progress=False).training_loss < float(run.losses[0])
+
+
 def test_an_augmentation_in_place_leaves_the_examples_alone():
     before = X.clone()
     problem = Problem(network, "cross_entropy", X, Y, augment=lambda x, generator: x.add_(1.0))

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from poprisk import Problem, train
+from poprisk import Problem, Run, train
 from poprisk.errors import PopRiskError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -91,12 +91,23 @@ def arguments_in_python(asked):
     assert not bad.judged(str(caught.value)), f"{bad.judged(str(caught.value))}: {caught.value}"
 
 
+def any_kind_in_python(asked):
+    """It may work, or be an error of the library."""
+    said = ""
+    try:
+        bad.asked_of(Run.load("run"), *asked)
+    except PopRiskError as error:
+        said = str(error)
+    assert not said or not bad.judged(said), f"{asked}: {bad.judged(said)}: {said}"
+
+
 KINDS = [
     (task_in_python, bad.tasks, 120),
     (task_on_the_command_line, bad.factories, 130),
     (options, st.data(), 110),
     (files, st.data(), 70),
     (arguments_in_python, bad.wrong_calls, 90),
+    (any_kind_in_python, bad.doors, 120),
 ]
 
 

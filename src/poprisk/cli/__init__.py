@@ -21,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done; 1 a bug in poprisk, with its traceback; 2 an error that you can correct, in one line; "
-    "130 interrupted by Ctrl-C or SIGTERM.",
+    "130 interrupted by Ctrl-C or SIGTERM; 141 the output was closed early, as by `head`.",
 )
 
 

@@ -5,19 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from poprisk.cli import _options as given
 from poprisk.cli._audit import kept_table
-from poprisk.cli._options import (
-    AsJson,
-    Budget,
-    Clean,
-    Memory,
-    ProblemReference,
-    Retrain,
-    RunDirectory,
-    Trust,
-    examples,
-    opened,
-)
 from poprisk.cli._outcome import interrupt_says, user_code
 from poprisk.cli._output import show
 
@@ -25,21 +14,21 @@ if TYPE_CHECKING:
     from poprisk.report import Analysis, CleanTargets, KeptAnalysis
     from poprisk.runs import Run
 
-EXAMPLES = examples(
+EXAMPLES = given.examples(
     "poprisk analyze poprisk-run", "poprisk analyze poprisk-run --budget 120 --retrain 10", "poprisk analyze RUN --json"
 )
 
 
 def analyze(
-    run: RunDirectory,
-    budget: Budget = None,
-    retrain: Retrain = None,
-    memory: Memory = None,
-    clean: Clean = None,
-    problem: ProblemReference = None,
-    trust: Trust = False,
+    run: given.RunDirectory,
+    budget: given.Budget = None,
+    retrain: given.Retrain = None,
+    memory: given.Memory = None,
+    clean: given.Clean = None,
+    problem: given.ProblemReference = None,
+    trust: given.Trust = False,
     again: Annotated[bool, typer.Option("--again", help="Compute everything again, also parts already kept.")] = False,
-    as_json: AsJson = False,
+    as_json: given.AsJson = False,
 ) -> None:
     """Find out what a recorded run learned and memorized and which labels look wrong; print a summary.
 
@@ -48,7 +37,7 @@ def analyze(
     """
     from poprisk.report import CleanTargets, KeptAnalysis, analysis_json, summary_lines
 
-    found = opened(run, problem, trust)
+    found = given.opened(run, problem, trust)
     targets = None if clean is None else CleanTargets.load(clean)
     kept = KeptAnalysis(found, budget, retrain, targets)
     if again:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from poprisk.cli._options import ProblemReference, Trust, built
 from poprisk.cli._outcome import interrupt_says, note
 from poprisk.errors import JobError, MissingExtraError
 
@@ -51,13 +52,17 @@ def resume(
         bool, typer.Option("--tolerate", help="Also use machines that round differently from the first ones.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for another process that does the same jobs.")] = False,
+    problem: ProblemReference = None,
+    trust: Trust = False,
 ) -> None:
     """Do the jobs that are not done yet: on a Dask cluster, or in processes of this machine."""
     from poprisk import cluster
     from poprisk.jobs import run_jobs
 
     signal.signal(signal.SIGTERM, _leave)
-    options: Any = {"verify": verify, "tolerate": tolerate, "wait": wait, "progress": True}
+    options: Any = {"verify": verify, "tolerate": tolerate, "wait": wait, "progress": True, "trust": trust}
+    if problem is not None:
+        options["problem"] = built(problem)
     try:
         with interrupt_says(lambda: _KEPT), ExitStack() as stack:
             if scheduler is not None:

@@ -1,4 +1,4 @@
-"""Exit codes of the commands: 0, 2 for errors that the user can fix, 130 for an interrupt, the latter with one line."""
+"""Exit codes of the commands: 0, 2 for errors that the user can fix, 130 for an interrupt, 141 for a closed output."""
 
 import signal
 import threading
@@ -13,7 +13,7 @@ import typer
 
 from poprisk.errors import DataError, PopRiskError, PopRiskWarning
 
-EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
+EXIT_WRONG, EXIT_INTERRUPTED, EXIT_CLOSED = 2, 130, 141
 _HERE = str(Path(__file__).resolve().parents[1])
 
 # Depending on its version, typer depends on click or contains it; its errors have this base class in both cases.
@@ -35,6 +35,10 @@ def run(app: typer.Typer, arguments: list[str] | None) -> int:
             return fail(_usage(error))
         except PopRiskError as error:
             return fail(str(error))
+        except SystemExit as ended:
+            if not isinstance(ended.__context__, BrokenPipeError):
+                raise
+            return EXIT_CLOSED  # rich or typer saw that nobody reads on; as other programs end by SIGPIPE
         except OSError as error:
             return fail(_of_path(error))
         except MemoryError as error:

@@ -5,19 +5,9 @@ from typing import Annotated
 
 import typer
 
+from poprisk.cli import _options as given
 from poprisk.cli._analyze import analyzed
-from poprisk.cli._options import (
-    AsJson,
-    Budget,
-    Clean,
-    Memory,
-    ProblemReference,
-    Retrain,
-    RunDirectory,
-    Trust,
-    examples,
-    opened,
-)
+from poprisk.cli._options import examples
 from poprisk.cli._outcome import note
 from poprisk.cli._output import show
 
@@ -29,21 +19,21 @@ EXAMPLES = examples(
 
 
 def report(
-    run: RunDirectory,
+    run: given.RunDirectory,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
         "poprisk-report.html"
     ),
-    budget: Budget = None,
-    retrain: Retrain = None,
-    memory: Memory = None,
+    budget: given.Budget = None,
+    retrain: given.Retrain = None,
+    memory: given.Memory = None,
     examples: Annotated[
         bool,
         typer.Option("--examples/--no-examples", help="Whether to include pictures and texts of the examples."),
     ] = True,
-    clean: Clean = None,
-    problem: ProblemReference = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    clean: given.Clean = None,
+    problem: given.ProblemReference = None,
+    trust: given.Trust = False,
+    as_json: given.AsJson = False,
 ) -> None:
     """Write the report of a recorded run: one HTML page that needs no server and no network.
 
@@ -57,7 +47,7 @@ def report(
 
     require_template()  # before anything slow
     writable_file(output)
-    found = opened(run, problem, trust)
+    found = given.opened(run, problem, trust)
     targets = None if clean is None else CleanTargets.load(clean)
     kept = KeptAnalysis.of(found, budget, retrain, targets)
     if kept.finished:

@@ -11,17 +11,9 @@ from poprisk.jobs._plan import JobPlan
 from poprisk.jobs._results import open_matrix, open_resampled
 
 __all__ = [
-    "JobPlan",
-    "JobsDone",
-    "StoredMatrix",
-    "cluster",
-    "convert_matrix",
-    "job_status",
-    "open_matrix",
-    "open_resampled",
-    "probe_columns",
-    "run_jobs",
-]
+    "JobPlan", "JobsDone", "StoredMatrix", "cluster", "convert_matrix", "job_status", "open_matrix",
+    "open_resampled", "probe_columns", "run_jobs",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -73,6 +73,7 @@ def run_jobs(
     verify: bool = False,
     tolerate: bool = False,
     wait: bool = False,
+    trust: bool = False,
     progress: bool | None = None,
 ) -> JobsDone:
     """Do all jobs of a store that are not done yet.
@@ -90,6 +91,7 @@ def run_jobs(
         verify: Read what is stored, and compute again what is damaged.
         tolerate: Also use machines that round differently from those that computed before.
         wait: Wait for another process that does jobs of the same store, instead of refusing.
+        trust: Import and call what the runs name as their task, even if this user has not run it on this machine.
         progress: Show progress and the time left on stderr; None does so on a terminal.
 
     Raises:
@@ -111,7 +113,7 @@ def run_jobs(
             pool = stack.enter_context(cluster(client or current_cluster() or "processes"))
             list(run_tasks(pow, [(1, 1)], pool))  # by a first worker: an adaptive cluster starts it for a task
             check_seen(opened, pool)
-            works = [_work(group, runs or {}, problem, pool, tolerate) for group in groups]
+            works = [_work(group, runs or {}, problem, pool, tolerate, trust) for group in groups]
             tasks = [(work, cell) for work in works for cell in left[work.group.name]]
             _do_all(tasks, total, pool, progress)
         for group in groups:
@@ -129,7 +131,7 @@ def job_status(store: Any) -> dict[str, tuple[int, int]]:
     return {group.name: (len(group.done() & cells), len(cells)) for group, cells in found}
 
 
-def shipped_run(group: TiledArray, runs: Mapping[str, Run], problem: Problem | None) -> ShippedRun:
+def shipped_run(group: TiledArray, runs: Mapping[str, Run], problem: Problem | None, trust: bool = False) -> ShippedRun:
     """The run of a group: one of those passed, or the directory that was planned with.
 
     Raises:
@@ -140,7 +142,7 @@ def shipped_run(group: TiledArray, runs: Mapping[str, Run], problem: Problem | N
     path, folder = group.where.get("run"), directory_of(group.store)
     if path is None:
         raise JobError(f"the run of {group.name!r} was only in memory: plan with it again, and call JobPlan.run")
-    return ShippedRun(Run.load(folder / path if folder else path, problem=problem))
+    return ShippedRun(Run.load(folder / path if folder else path, problem=problem, trust=trust))
 
 
 def _do_all(tasks: list[tuple[Work, Cell]], total: int, pool: Any, progress: bool | None) -> None:
@@ -160,7 +162,9 @@ def _do_all(tasks: list[tuple[Work, Cell]], total: int, pool: Any, progress: boo
         )
 
 
-def _work(group: TiledArray, runs: Mapping[str, Run], problem: Problem | None, pool: Any, tolerate: bool) -> Work:
+def _work(
+    group: TiledArray, runs: Mapping[str, Run], problem: Problem | None, pool: Any, tolerate: bool, trust: bool
+) -> Work:
     if group.kind not in KINDS:
         raise JobError(f"{group.name!r} is of kind {group.kind!r}, which cannot be computed again")
     limit, needed, device = worker_memory(pool), group.where.get("tile_bytes", 0), group.content["device"]
@@ -178,5 +182,5 @@ def _work(group: TiledArray, runs: Mapping[str, Run], problem: Problem | None, p
             kinds.append(other)
     if kinds != group.where["numerics"]:
         group.annotate(numerics=kinds)
-    run = shipped_run(group, runs, problem)
+    run = shipped_run(group, runs, problem, trust)
     return Work(group, run.packed() if is_remote(pool) else run, KINDS[group.kind], kinds)

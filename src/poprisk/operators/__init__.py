@@ -3,6 +3,7 @@
 from typing import Any
 
 from poprisk import _moved
+from poprisk._core.arguments import guard
 from poprisk._core.linalg import top_eigenpairs
 from poprisk.operators._bound import Bound
 from poprisk.operators._channels import DissipationChannels, dissipation_channels
@@ -42,38 +43,13 @@ from poprisk.operators._realized import RealizedWindow
 from poprisk.operators._stretches import RunPath, StretchedWindow
 
 __all__ = [
-    "Bound",
-    "Coupling",
-    "CumulativeError",
-    "DissipationChannels",
-    "DriftDiffusion",
-    "ErrorCells",
-    "FlowPath",
-    "KernelDrift",
-    "Operators",
-    "Precision",
-    "ShardedKernel",
-    "Timescales",
-    "TopChannels",
-    "Window",
-    "cross_kernel",
-    "cumulative_error",
-    "dissipation_channels",
-    "drift_diffusion",
-    "error_cells",
-    "evaluation_model",
-    "flow_path",
-    "gradient_flow_operators",
-    "kernel_drift",
-    "kernel_operator",
-    "kernel_tiles",
-    "method_costs",
-    "rounded_kernel",
-    "timescales",
-    "top_channels",
-    "top_eigenpairs",
-    "train_kernel",
-]
+    "Bound", "Coupling", "CumulativeError", "DissipationChannels", "DriftDiffusion", "ErrorCells", "FlowPath",
+    "KernelDrift", "Operators", "Precision", "ShardedKernel", "Timescales", "TopChannels", "Window", "cross_kernel",
+    "cumulative_error", "dissipation_channels", "drift_diffusion", "error_cells", "evaluation_model", "flow_path",
+    "gradient_flow_operators", "kernel_drift", "kernel_operator", "kernel_tiles", "method_costs", "rounded_kernel",
+    "timescales", "top_channels", "top_eigenpairs", "train_kernel",
+]  # fmt: skip
+guard(globals(), ["Window", "cross_kernel", "train_kernel"])
 
 
 def __getattr__(name: str) -> Any:

@@ -50,28 +50,11 @@ if TYPE_CHECKING:
     from poprisk.optim._tail_average import TailAverage
 
 __all__ = [
-    "FlatModel",
-    "Gate",
-    "KeepBest",
-    "KeptRisk",
-    "MicrobatchVariance",
-    "PerExampleVariance",
-    "PopRiskAdamW",
-    "PopulationProjectorDescent",
-    "RankVariance",
-    "TailAverage",
-    "calibrated_alpha",
-    "hard_gate",
-    "hold_back",
-    "loo_coefficient",
-    "one_step_loo_risk",
-    "population_projector",
-    "population_rate",
-    "rate_matrix",
-    "snr_gate",
-    "soft_gate",
-    "suggest_lr",
-]
+    "FlatModel", "Gate", "KeepBest", "KeptRisk", "MicrobatchVariance", "PerExampleVariance", "PopRiskAdamW",
+    "PopulationProjectorDescent", "RankVariance", "TailAverage", "calibrated_alpha", "hard_gate", "hold_back",
+    "loo_coefficient", "one_step_loo_risk", "population_projector", "population_rate", "rate_matrix", "snr_gate",
+    "soft_gate", "suggest_lr",
+]  # fmt: skip
 
 # Few need these, and they bring derivatives, linear algebra or torch.distributed along.
 _LAZY = {

@@ -11,6 +11,7 @@
 'report.html'
 """
 
+from poprisk._core.arguments import guard
 from poprisk.report._analysis.analyze import Analysis, analyze
 from poprisk.report._analysis.compare import Comparison, compare_runs
 from poprisk.report._analysis.operators import CleanTargets
@@ -30,12 +31,7 @@ from poprisk.report._drawing.templates import require_template
 from poprisk.report._drawing.wording import as_command, size_of
 
 __all__ = [
-    "Analysis",
-    "CleanTargets",
-    "Comparison",
-    "analyze",
-    "compare_runs",
-    "explore",
-    "write_comparison",
+    "Analysis", "CleanTargets", "Comparison", "analyze", "compare_runs", "explore", "write_comparison",
     "write_report",
-]
+]  # fmt: skip
+guard(globals(), ["analyze", "write_report"])

@@ -13,6 +13,7 @@ r"""Know: population risk with a verdict, the influence of every example, and an
 (4, 1, tensor(1))
 """
 
+from poprisk._core.arguments import guard
 from poprisk._core.estimate import Estimate
 from poprisk.risk._audit.run_audit import audit
 from poprisk.risk._audit.table import AuditTable
@@ -54,30 +55,9 @@ from poprisk.risk._under_training import STILL_FALLING, under_training
 from poprisk.risk._verdict import FEWEST_FOLDS
 
 __all__ = [
-    "AuditTable",
-    "Estimate",
-    "Exclusion",
-    "OutOfSample",
-    "Reading",
-    "Resampled",
-    "RiskEstimate",
-    "RiskMeter",
-    "Unrolled",
-    "audit",
-    "cross_validation_risk",
-    "exclusion",
-    "exclusion_risk",
-    "first_order_risk",
-    "generalization_gap",
-    "holdouts",
-    "influence_matrix",
-    "influence_on",
-    "influence_operator",
-    "k_fold",
-    "leave_one_out",
-    "out_of_sample_probabilities",
-    "population_risk",
-    "retrain",
-    "self_influence",
-    "subsets",
-]
+    "AuditTable", "Estimate", "Exclusion", "OutOfSample", "Reading", "Resampled", "RiskEstimate", "RiskMeter",
+    "Unrolled", "audit", "cross_validation_risk", "exclusion", "exclusion_risk", "first_order_risk",
+    "generalization_gap", "holdouts", "influence_matrix", "influence_on", "influence_operator", "k_fold",
+    "leave_one_out", "out_of_sample_probabilities", "population_risk", "retrain", "self_influence", "subsets",
+]  # fmt: skip
+guard(globals(), __all__)

@@ -170,9 +170,8 @@ def choose_examples(
         chosen = examples.cpu()
         whole = chosen.dim() == 1 and len(chosen) and not chosen.is_floating_point() and chosen.dtype != torch.bool
         if not whole or int(chosen.min()) < 0 or int(chosen.max()) >= n or len(chosen.unique()) != len(chosen):
-            raise DataError(
-                f"examples must be different indices from 0 to {n - 1}, at least one, got {chosen.tolist()[:8]}"
-            )
+            got = chosen.reshape(-1).tolist()[:8]
+            raise DataError(f"examples must be different indices from 0 to {n - 1}, at least one, got {got}")
         return chosen
     count = min(n, most or n) if examples is None else examples
     if not 1 <= count <= n:
@@ -212,8 +211,6 @@ def exclusion(
         RunError: the run allows no exact analysis.
         DataError: an example that does not exist.
     """
-    if method not in ("linearized", "corrected"):
-        raise HyperparameterError(f'method must be "linearized" or "corrected", got {method!r}')
     check_controls(controls)
     unrolled = as_unrolled(run)
     chosen, groups = choose_examples(unrolled.num_examples, examples, seed), excluded_together(unrolled.groups)
@@ -275,13 +272,19 @@ def exclusion_at(
     )
 
 
+def check_budget(retrain_budget: int) -> None:
+    """Refuse a negative number of trainings; a HyperparameterError."""
+    if retrain_budget < 0:
+        raise HyperparameterError(f"retrain_budget must be a number of trainings, 0 or more, got {retrain_budget}")
+
+
 def check_controls(controls: int | None) -> None:
     """Refuse what is not a number of trainings.
 
     Raises:
         HyperparameterError: ``controls`` is negative, or so few that they give no error.
     """
-    if controls is not None and (not isinstance(controls, int) or controls < 0 or 0 < controls < FEWEST_CONTROLS):
+    if controls is not None and (controls < 0 or 0 < controls < FEWEST_CONTROLS):
         raise HyperparameterError(
             f"controls must be None, 0 or a number of trainings of at least {FEWEST_CONTROLS}, got {controls!r}"
         )

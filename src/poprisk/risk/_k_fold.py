@@ -29,6 +29,9 @@ from poprisk.risk._retraining.retrain import Retrained, retrain
 from poprisk.risk._verdict import FOLDS, Found, RiskEstimate, judge_retraining, trained_on
 from poprisk.runs import Run
 
+MOST_TRAININGS = 10**6
+"""Number of trainings, or of their repetitions, beyond which a call is a mistake."""
+
 
 def k_fold(
     run: Run,
@@ -75,8 +78,8 @@ def k_fold(
     if nested and folds < 3:
         raise DataError(f"folds must lie between 3 and the {n} examples, got {folds}")
     held = held_by_fold(run, folds, seed)
-    if nested < 0:
-        raise DataError(f"nested must be 0 or a number of repetitions, got {nested}")
+    if not 0 <= nested <= MOST_TRAININGS:
+        raise DataError(f"nested must be 0 or a number of repetitions up to {MOST_TRAININGS}, got {nested}")
     if nested:
         return _nested(run, folds, seed, nested, renormalize, options)
     return resample(run, f"{folds}-fold", held, renormalize, options, partition=True)

@@ -13,6 +13,7 @@ from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.risk._controls import Deletions
 from poprisk.risk._exclusion import (
     MOST_EXAMPLES,
+    check_budget,
     check_controls,
     choose_examples,
     controlled,
@@ -96,6 +97,7 @@ class RiskMeter:
                 f"{method} trains at least {FEWEST_FOLDS} times, got retrain_budget={retrain_budget}: allow {FOLDS}"
             )
         check_controls(controls)
+        check_budget(retrain_budget)
         self.method, self.retrain_budget, self.examples, self.seed = method, retrain_budget, examples, seed
         self.controls = controls
         self.readings: list[Reading] = []
@@ -200,7 +202,7 @@ class RiskMeter:
             return moments
         if run.num_steps <= last:
             return []
-        count = steps if steps is not None else (_READINGS if not self.readings else 1)
+        count = min(steps, run.num_steps) if steps is not None else (_READINGS if not self.readings else 1)
         if count < 1:
             raise DataError(f"steps must be at least 1, got {count}")
         ratio = math.log(run.num_steps / (last + 1))

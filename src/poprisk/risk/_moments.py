@@ -36,11 +36,12 @@ def choose_moments(run: Run, number: int = 20) -> list[int]:
         HyperparameterError: ``number`` is less than 1.
         RunError: the run has no steps.
     """
-    if not isinstance(number, int) or number < 1:
+    if number < 1:
         raise HyperparameterError(f"moments must be a positive integer, got {number!r}: use 20")
     steps = run.num_steps
     if not steps:
         raise RunError("the run has no steps: record at least one")
+    number = min(number, steps)
     even = [steps * (j + 1) / number for j in range(number)]
     early = [even[0] / _RATIO ** (j + 1) for j in range(_EARLY)] if number > 1 else []
     wanted = [max(1, round(t)) for t in (*early, *even)]

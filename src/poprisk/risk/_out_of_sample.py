@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -11,7 +11,7 @@ from torch import Tensor
 from poprisk.errors import DataError, HyperparameterError, RunError
 from poprisk.optim import KeepBest
 from poprisk.risk._classes import ClassView, class_view
-from poprisk.risk._exclusion import exclusion
+from poprisk.risk._exclusion import check_budget, exclusion
 from poprisk.risk._features import left_out_probabilities
 from poprisk.risk._k_fold import k_fold, most_folds
 from poprisk.risk._leverage.leverage import leverage_of_all
@@ -206,10 +206,7 @@ def _classes(run: Run, outputs: Tensor) -> ClassView:
 
 
 def _check(method: str, budget: int) -> None:
-    if method not in get_args(OutOfSampleMethod):
-        raise HyperparameterError(f"method must be one of {', '.join(get_args(OutOfSampleMethod))}, got {method!r}")
-    if not isinstance(budget, int) or budget < 0:
-        raise HyperparameterError(f"retrain_budget must be a number of trainings, 0 or more, got {budget!r}")
+    check_budget(budget)
     if method == "k_fold" and budget < FEWEST_FOLDS:
         raise HyperparameterError(
             f"k_fold trains at least {FEWEST_FOLDS} times, got retrain_budget={budget}: allow {FOLDS}"

@@ -32,7 +32,7 @@ _FEW = 2**22
 class RetrainOptions(TypedDict, total=False):
     """Options passed on to :func:`poprisk.risk.retrain`."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     memory: int
     progress: bool | None
     folder: str | Path | None

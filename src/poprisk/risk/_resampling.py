@@ -15,7 +15,7 @@ from torch import Tensor
 
 from poprisk._core.seeds import generator_for
 from poprisk.errors import DataError
-from poprisk.risk._k_fold import k_fold
+from poprisk.risk._k_fold import MOST_TRAININGS, k_fold
 from poprisk.risk._resampled import Resampled, RetrainOptions, resample
 from poprisk.risk._verdict import RiskEstimate
 from poprisk.runs import Run
@@ -99,8 +99,9 @@ def holdouts(
         RunError: the run cannot be trained again.
     """
     n = run.num_examples
-    if not 1 <= k <= n - 2 or count < 1:
-        raise DataError(f"holdouts need 1 … {n - 2} of the {n} examples and a count of at least 1, got {k} and {count}")
+    if not 1 <= k <= n - 2 or not 1 <= count <= MOST_TRAININGS:
+        told = f"holdouts need 1 … {n - 2} of the {n} examples and a count from 1 to {MOST_TRAININGS}"
+        raise DataError(f"{told}, got {k} and {count}")
     generator = generator_for(seed, "holdouts")
     held = [torch.randperm(n, generator=generator)[:k].sort().values for _ in range(count)]
     return resample(run, f"holdouts of {k}", held, renormalize, options)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxtyping import Int
 from torch import Tensor
@@ -23,7 +23,7 @@ from poprisk._core.costs import is_out_of_memory
 from poprisk._core.progress import limits
 from poprisk._core.text import first_line
 from poprisk.errors import DataError, HyperparameterError, JobError, RunError
-from poprisk.risk._exclusion import MOST_EXAMPLES, check_controls, choose_examples, exclusion_risk
+from poprisk.risk._exclusion import MOST_EXAMPLES, check_budget, check_controls, choose_examples, exclusion_risk
 from poprisk.risk._first_order import first_order_risk
 from poprisk.risk._held_back import Weights, held_back_risk
 from poprisk.risk._influence.sensitivity import Unrolled, as_unrolled
@@ -205,7 +205,7 @@ def population_risk(
     >>> risk.method, risk.valid, risk.value > risk.training_loss, risk.target
     ('exclusion', True, True, 'a model trained on 59 of the 60 examples')
     """
-    _check(method, retrain_budget, weights)
+    check_budget(retrain_budget)
     check_controls(controls)
     with limits("population_risk", budget=budget, memory=memory, progress=progress, keeps=_KEPT):
         return _answer(run, method, retrain_budget, weights, examples, controls, seed)
@@ -324,12 +324,3 @@ def _whole(unrolled: Unrolled) -> Unrolled:
             f"{what}: pass the run itself, or Unrolled(run, stop=…)"
         )
     return unrolled
-
-
-def _check(method: str, budget: int, weights: str | None) -> None:
-    if method not in get_args(RiskMethod):
-        raise HyperparameterError(f"method must be one of {', '.join(get_args(RiskMethod))}, got {method!r}")
-    if not isinstance(budget, int) or budget < 0:
-        raise HyperparameterError(f"retrain_budget must be a number of trainings, 0 or more, got {budget!r}")
-    if weights not in (None, *get_args(Weights)):
-        raise HyperparameterError(f'weights must be "kept" or "last", got {weights!r}: use one of them')

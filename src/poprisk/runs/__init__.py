@@ -34,6 +34,7 @@ your own, ``Run.load(path)`` opens the run, and ``replay(run)`` executes it agai
 from typing import Any
 
 from poprisk import _moved
+from poprisk._core.arguments import guard
 from poprisk.runs._digits import digits_split, replace_labels
 from poprisk.runs._listing import RunSummary, list_runs
 from poprisk.runs._problem import Problem
@@ -74,21 +75,10 @@ from poprisk.runs._shipped import ShippedRun
 from poprisk.runs._storage import MANIFEST, DirectoryStorage, file_records, repair
 
 __all__ = [
-    "AffineStep",
-    "PerWeight",
-    "Problem",
-    "Recorder",
-    "Replay",
-    "Run",
-    "RunSummary",
-    "StepContext",
-    "digits_split",
-    "list_runs",
-    "refit",
-    "replace_labels",
-    "replay",
-    "train",
-]
+    "AffineStep", "PerWeight", "Problem", "Recorder", "Replay", "Run", "RunSummary", "StepContext", "digits_split",
+    "list_runs", "refit", "replace_labels", "replay", "train",
+]  # fmt: skip
+guard(globals(), ["refit", "replay"])
 
 
 def __getattr__(name: str) -> Any:

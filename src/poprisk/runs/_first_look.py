@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from poprisk._core.autodiff import parts_of, take_examples
+from poprisk._core.autodiff import call_module, parts_of, take_examples
 from poprisk._core.seeds import seeded
 from poprisk._core.store import where
 from poprisk._core.text import one_line
@@ -115,9 +114,10 @@ class _Look:
         taken = parts_of(_augmented(problem, taken) if which == "training" else taken)
         batch = [x.to(self.dtype, copy=True) if x.is_floating_point() else x.clone() for x in taken]
         wanted = targets[rows].to(self.dtype) if targets.is_floating_point() else targets[rows]
-        with _of_user(
-            f"the model must take the {which} inputs ({_described(tuple(batch))})", "correct make_model or the inputs"
-        ):
+        images = any(x.dtype == torch.uint8 for x in batch)
+        do = "convert images, x.permute(0, 3, 1, 2).float() / 255 if their colours are last" if images else "correct"
+        do += " make_model or the inputs" * (not images)
+        with _of_user(f"the model must take the {which} inputs ({_described(tuple(batch))})", do):
             outputs = self._outputs(batch)
         if not all(torch.equal(x.nan_to_num(), y.to(x.dtype).nan_to_num()) for x, y in zip(batch, taken, strict=True)):
             raise DataError("the model must leave its inputs as they are, but changed them: copy them in its forward")
@@ -152,14 +152,17 @@ class _Look:
         self.module.eval()
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                return functional_call(self.module, buffers, tuple(batch))
+                return call_module(self.module, buffers, tuple(batch))
         finally:
             for each, before in training:
                 each.training = before
 
     def _loss(self, which: str, outputs: Tensor, targets: Tensor) -> None:
         shapes = f"outputs {list(outputs.shape)} and {which} targets {str(targets.dtype).removeprefix('torch.')} "
-        with _of_user(f"loss must take {shapes}{list(targets.shape)}", "correct the loss or the targets"):
+        do = "correct the loss or the targets"
+        if not targets.is_floating_point() and targets.dim() > 1:
+            do = "pass targets.squeeze(1)" if targets.shape[1] == 1 else "pass targets.argmax(1) if they are one-hot"
+        with _of_user(f"loss must take {shapes}{list(targets.shape)}", do):
             losses = [self.problem.example_loss(u, y) for u, y in zip(outputs, targets, strict=True)]
         for y, loss in zip(targets, losses, strict=True):
             if not isinstance(loss, Tensor) or loss.dim() != 0 or loss.is_complex():

@@ -196,6 +196,8 @@ def as_tensor(what: str, value: Any) -> Tensor:
     if array.dtype.kind not in "biuf":
         number = "number the classes: _, targets = numpy.unique(labels, return_inverse=True)"
         hint = number if array.dtype.kind in "OUS" and "targets" in what else "pass tensors, arrays or a Dataset"
+        if array.dtype.kind == "O" and array.shape and hint != number:
+            hint = "use .astype('float32') if all of it is numbers"
         got = f"{array.dtype} {list(array.shape)}" if array.shape else type(value).__name__
         raise DataError(f"{what} must be numbers, got {got}: {hint}")
     array = array.astype(array.dtype.newbyteorder("="), copy=False)

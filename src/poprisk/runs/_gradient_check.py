@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from poprisk._core.autodiff import call_module
 from poprisk._core.seeds import step_generator
 from poprisk.errors import RunError, UnexplainedGradientWarning
 from poprisk.runs._gradients import randomness_of
@@ -201,7 +201,7 @@ class GradientCheck:
             mean = torch.full((len(indices),), 1 / (len(step.parts) * len(indices)), dtype=torch.float64)
             omega = (mean if given is None else given).to(weights[0])
             with torch.enable_grad():
-                outputs = functional_call(self._module, state, inputs)
+                outputs = call_module(self._module, state, inputs)
                 loss = (reduce or self._problem.batch_loss)(outputs, targets.to(device), omega)
                 gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             total = [t if g is None else t + step.factor * g for t, g in zip(total, gradients, strict=True)]

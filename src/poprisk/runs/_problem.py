@@ -111,7 +111,7 @@ class Problem:
         _check_examples("training", self.inputs, self.targets)
         self.test: tuple[Inputs, Tensor] | None = None
         if test is not None:
-            self.test = as_examples("test", *test) if isinstance(test, tuple) else as_examples("test", test)
+            self.test = as_examples("test", *test) if test and isinstance(test, tuple) else as_examples("test", test)
             _check_examples("test", *self.test)
         self.loss = as_loss(loss, self.targets)
         if callable(self.loss):
@@ -409,7 +409,8 @@ def _check_examples(which: str, inputs: Inputs, targets: Tensor) -> None:
     if not parts_of(inputs):
         raise DataError(f"{which} inputs must be a tensor or a tuple of tensors, got an empty tuple: pass the inputs")
     shapes = {name: list(x.shape) for name, x in _named(inputs, targets).items()}
-    if len({shape[0] if shape else 0 for shape in shapes.values()}) != 1 or not len(targets.reshape(-1)):
+    lengths = {shape[0] if shape else 0 for shape in shapes.values()}
+    if len(lengths) != 1 or 0 in lengths or not targets.numel():
         raise DataError(f"{which} inputs and targets must have the same number of examples, at least 1, got {shapes}")
 
 

@@ -1,6 +1,5 @@
 r"""A recorded run: what happened, immutable, opened from memory or from disk."""
 
-import math
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from poprisk._core.arguments import checked
 from poprisk._core.autodiff import FlatModel
 from poprisk._core.html import card, sparkline
 from poprisk._core.store import WriterLock
@@ -25,7 +25,7 @@ from poprisk.runs._step import AffineStep
 from poprisk.runs._storage import DirectoryStorage, Storage, all_records, copy_beside, file_records, relocate
 
 _QUICK = 64 * 2**20
-"""Size of the files up to which summaries read and check all of them; of larger ones, they read the losses only."""
+"""Size of the files up to which the summary in a notebook reads the losses."""
 
 
 class Run:
@@ -60,9 +60,6 @@ class Run:
             )
         self._storage, self._manifest, self._tolerate, self._trust = storage, manifest, tolerate, trust
         self.layout = Layout.from_json(manifest["layout"])
-        if problem is not None and not isinstance(problem, Problem):
-            got = type(problem).__name__
-            raise DataError(f"problem must be a Problem, got {got}: pass the one that was trained, or Problem.build(…)")
         if problem is not None and manifest["problem"] is not None:
             problem.check_is(manifest["problem"])
         elif problem is not None and len(problem) != manifest["examples"]:
@@ -75,6 +72,7 @@ class Run:
         self._replayed = lru_cache(maxsize=2)(self._replay)
 
     @classmethod
+    @checked
     def load(
         cls,
         path: str | Path,
@@ -104,6 +102,7 @@ class Run:
         storage.check_sizes(all_records(run._manifest))
         return run
 
+    @checked
     def save(self, path: str | Path) -> "Run":
         """Write the run into a new directory, e.g. one that was recorded in memory, and open it there.
 
@@ -260,13 +259,12 @@ class Run:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 
     def last_losses(self, steps: int) -> Float[Tensor, "steps"]:
-        """The last of :attr:`losses`, for a summary: beside large files of weights, these are not read and checked."""
-        segments, storage = self._manifest["segments"], self._storage
-        size = sum(segment["file"].get("size", 0) for segment in segments)
-        if "losses" in vars(self) or size <= _QUICK or not isinstance(storage, DirectoryStorage):
+        """The last of :attr:`losses`, read from the files that have them alone."""
+        if "losses" in vars(self):
             return self.losses[-steps:]
+        segments = self._manifest["segments"]
         wanted = [i for i, segment in enumerate(segments) if segment["stop"] > self.num_steps - steps]
-        return torch.cat([storage.read_losses(self._manifest, i) for i in wanted])[-steps:]
+        return torch.cat([self._segment(i).losses for i in wanted])[-steps:]
 
     def weights(self, k: int) -> Float[Tensor, "d"]:
         """The flat weights before step k; ``weights(num_steps)`` are the final weights."""
@@ -343,15 +341,21 @@ class Run:
             "versions": f"poprisk {about['environment']['poprisk']}, torch {about['environment']['torch']}",
             "exact analyses": f"not possible: {self.obstacles[0]}" if self.obstacles else "possible",
         }
-        notes = []
-        try:
-            losses = [x for x in self.last_losses(self.num_steps).tolist() if math.isfinite(x)]
-        except PopRiskError as error:
-            losses, notes = [], [f"the losses cannot be read: {error}"]
+        losses, notes = self._losses_to_show()
         if losses:
             rows["batch loss"] = f"{losses[0]:.4g} → {losses[-1]:.4g}"
         name = (about["problem"] or {}).get("name", "no problem was recorded")
         return card(f"Run: {name}", rows, picture=sparkline(losses, "loss of each step's batch"), notes=notes)
+
+    def _losses_to_show(self) -> tuple[list[float], list[str]]:
+        """The finite losses, and a note if the files are too large or damaged."""
+        files = [segment["file"] for segment in self._manifest["segments"]]
+        if "losses" not in vars(self) and sum(file.get("size", 0) for file in files) > _QUICK:
+            return [], ["losses not shown, because the files are large; run.losses reads them"]
+        try:
+            return self.losses[self.losses.isfinite()].tolist(), []
+        except PopRiskError as error:
+            return [], [f"the losses cannot be read: {error}"]
 
     def _check(self, k: int, last: int) -> None:
         if not hasattr(k, "__index__") or not 0 <= int(k) <= last:
@@ -382,7 +386,6 @@ def as_run(run: Run | str | Path) -> Run:
     if isinstance(run, str | Path):
         run = Run.load(run)
     if not isinstance(run, Run):
-        got = type(run).__name__
-        raise DataError(f"expected a Run or the path of its directory, got {got}: record one with train()")
+        raise DataError(f"expected a Run or the path of its directory, got {type(run).__name__}: train one")
     check_converged(run)
     return run

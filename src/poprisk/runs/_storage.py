@@ -130,15 +130,6 @@ class DirectoryStorage:
         check_content(manifest, i, content, str(self._folder / record["name"]))
         return content
 
-    def read_losses(self, manifest: dict[str, Any], i: int) -> Tensor:
-        """The losses in segment i, without the weights beside them, so that damage to these is not noticed."""
-        segment = manifest["segments"][i]
-        found = read_tensors(self._folder, TensorFile(**segment["file"]), only=("loss",))
-        losses = migrated_content(found, self._version)[0]["loss"]
-        if losses.shape != (segment["stop"] - segment["start"],):
-            raise DataError(f"{self._folder} has other losses than steps: restore it from a copy")
-        return losses
-
     def check_sizes(self, records: list[dict[str, Any]]) -> None:
         """Check that no file is missing or truncated, without reading them."""
         for record in records:

@@ -15,14 +15,9 @@ from poprisk.theory.metrics import euclidean_metric
 from poprisk.theory.random_features import random_feature_task
 
 __all__ = [
-    "ExampleGroups",
-    "FrozenProblem",
-    "SignalDirections",
-    "example_groups",
-    "frozen_problem",
-    "signal_directions",
+    "ExampleGroups", "FrozenProblem", "SignalDirections", "example_groups", "frozen_problem", "signal_directions",
     "window_bounds",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

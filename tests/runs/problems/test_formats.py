@@ -231,7 +231,7 @@ def test_functions_take_the_path_of_a_run(tmp_path):
     assert audit(str(path), progress=False).columns.keys() == audit(run, progress=False).columns.keys()
     assert analyze(str(path), progress=False).curves.steps == analyze(run, progress=False).curves.steps
     assert RiskMeter("leverage").read(path).best_step == RiskMeter("leverage").read(run).best_step
-    with pytest.raises(DataError, match=r"expected a Run or the path of its directory, got Linear"):
+    with pytest.raises(DataError, match="run must be Run, str or Path, got Linear"):
         analyze(nn.Linear(3, 2))
 
 

@@ -3,6 +3,7 @@
 from poprisk._core.autodiff.blocks import slices as slices
 from poprisk._core.autodiff.curvature import SegmentCurvature as SegmentCurvature
 from poprisk._core.autodiff.flat import FlatModel as FlatModel
+from poprisk._core.autodiff.function import call_module as call_module
 from poprisk._core.autodiff.graph_capture import capture_graph as capture_graph
 from poprisk._core.autodiff.independence import check_independence as check_independence
 from poprisk._core.autodiff.independence import draws_at_random as draws_at_random

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, jacrev, vmap
+from torch.func import grad, grad_and_value, jacrev, vmap
 
-from poprisk._core.autodiff.function import FunctionModule
+from poprisk._core.autodiff.function import FunctionModule, call_module
 from poprisk._core.autodiff.graph_capture import wake_backward
 from poprisk._core.autodiff.independence import check_independence
 from poprisk._core.autodiff.loss_derivatives import loss_hessians
@@ -168,7 +168,7 @@ class FlatModel(BatchProducts):
         # A forward that writes its buffers writes these copies, made here to belong to the transform around it.
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with plain_operations(self.recurrent):
-            out = functional_call(self.module, (self.unflatten(w), self._constants, buffers), batch)
+            out = call_module(self.module, (self.unflatten(w), self._constants, buffers), batch)
         n = batch[0].shape[0]
         if not isinstance(out, Tensor) or out.shape[:1] != (n,):
             got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__

@@ -3,10 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from poprisk.errors import DataError
+
+
+def call_module(module: nn.Module, tensors: Any, batch: tuple[Any, ...]) -> Any:
+    """``torch.func.functional_call``, which would leave its tensors behind in a module registered under two names."""
+    given = {name: x for each in (tensors if isinstance(tensors, tuple) else (tensors,)) for name, x in each.items()}
+    known = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    value, places = {id(known[name]): x for name, x in given.items()}, {}
+    for path, each in module.named_modules():  # each once
+        for name, x in (*each._parameters.items(), *each._buffers.items()):
+            if id(x) in value:
+                places[f"{path}.{name}" if path else name] = value[id(x)]
+    return torch.func.functional_call(module, places, batch, tie_weights=False)
 
 
 class FunctionModule(nn.Module):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,32 +62,30 @@ def check_size(folder: str | Path, file: TensorFile) -> Path:
     try:
         size = regular_size(path)
     except OSError:
-        raise DataError(f"{path} is missing: restore it from a copy, or create it again") from None
+        raise _missing(path) from None
     if size != file.size:
         raise DataError(f"{path} is damaged: expected {file.size} bytes, got {size}; restore it from a copy")
     return path
 
 
-def read_tensors(
-    folder: str | Path, file: TensorFile, only: Sequence[str] | None = None
-) -> tuple[dict[str, Tensor], Any]:
-    """Read tensors (on the CPU) and notes from a file; with ``only`` these tensors, and the hash is not checked.
+def _missing(path: Path) -> DataError:
+    return DataError(f"{path} is missing: restore it from a copy, or create it again")
+
+
+def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor], Any]:
+    """Read tensors (on the CPU) and notes from a file.
 
     Raises:
         DataError: the file is missing, truncated or changed; the message names it.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
     path = check_size(folder, file)
-    if only is not None:
-        try:
-            with safe_open(path, "pt") as opened:
-                notes = opened.metadata()[_NOTES]
-                return {name: opened.get_tensor(name).clone() for name in only}, parsed_json(notes, path)
-        except (SafetensorError, KeyError, TypeError) as error:
-            raise _strange(path, error) from None
-    content = read_regular(path)
+    try:
+        content = read_regular(path)
+    except FileNotFoundError:  # removed since
+        raise _missing(path) from None
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise DataError(f"{path} is damaged: its content does not have the recorded SHA-256; restore it from a copy")
     try:

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from poprisk._core.autodiff import FlatModel, Inputs, exact_kernels, plain_operations, probe, take_examples
+from poprisk._core.autodiff import FlatModel, Inputs, call_module, exact_kernels, plain_operations, probe, take_examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +122,7 @@ def call_example(model: FlatModel, parameters: Mapping[str, Tensor], one: Inputs
     """The module on a batch of one, with these weights and copies of its buffers."""
     buffers = {name: buffer.clone() for name, buffer in model.module.named_buffers()}
     with plain_operations(model.recurrent):
-        return functional_call(model.module, (dict(parameters), buffers), one if isinstance(one, tuple) else (one,))
+        return call_module(model.module, (dict(parameters), buffers), one if isinstance(one, tuple) else (one,))
 
 
 def _candidates(model: FlatModel) -> dict[str, nn.Linear | nn.Conv2d | nn.Embedding]:

@@ -192,9 +192,9 @@ def _announced(progress: bool | Callable[[str], None]) -> Iterator[Callable[[str
 
 def check_options(budget: float, retrain: int) -> None:
     """Check the options of an analysis; a HyperparameterError if one is not as it must be."""
-    if not (isinstance(budget, int | float) and math.isfinite(budget) and budget > 0):
+    if not 0 < budget < math.inf:
         raise HyperparameterError(f"budget must be a positive number of seconds, got {budget!r}")
-    if not (isinstance(retrain, int) and (retrain == 0 or retrain >= FEWEST_FOLDS)):
+    if retrain and not retrain >= FEWEST_FOLDS:
         raise HyperparameterError(f"retrain must be 0, or at least {FEWEST_FOLDS} trainings, got {retrain!r}")
 
 

@@ -32,7 +32,7 @@ from poprisk._core.store import (
 from poprisk._version import __version__
 from poprisk.errors import DataError, RunError
 from poprisk.risk._audit.table import AuditTable
-from poprisk.runs import Run
+from poprisk.runs import MANIFEST, Run
 
 BUDGET = 30.0
 """Default time budget per part, in seconds on one CPU core."""
@@ -95,7 +95,9 @@ class KeptParts:
     ) -> None:
         if run.path is None:
             raise RunError("an analysis is kept with its run, but this one is in memory: save it with run.save(path)")
+        self._run = run
         if writes:
+            self._check_there()
             writable_directory(run.path)
         self.folder, self.writes = own_folder(run.path, FOLDER), writes
         index, identity, data = _read_index(self.folder), _identity(run), _data(run)
@@ -144,11 +146,17 @@ class KeptParts:
         """Keep a part: write its file first, then the index that lists it."""
         if not self.writes:
             return
+        self._check_there()
         form, tensors = pack(part.value)
         file = write_tensors(self.folder / f"{name}.safetensors", tensors, {"value": form, "reason": part.reason})
         self._parts[name] = asdict(file)
         index = {"kind": "analysis", "belongs": self._belongs, "parts": self._parts}
         write_json(self.folder / INDEX, {**index, "sha256": json_digest(index)})
+
+    def _check_there(self) -> None:
+        """Refuse to write an analysis where the run was removed, which would look like a damaged run."""
+        if not (Path(self._run.path or "") / MANIFEST).is_file():
+            raise DataError(f"{self._run.path} was removed while it was read: restore it from a copy, or train again")
 
     def words(self) -> str:
         """What is on disk, for the message after an interrupt; empty if nothing is."""

@@ -109,8 +109,8 @@ def audit(
     >>> row["example"], row["given_label"], row["suggested_label"]
     (7, 0, 3)
     """
-    if tier not in ("auto", "any", "exact"):
-        raise HyperparameterError(f'tier must be "auto", "any" or "exact", got {tier!r}: use one of them')
+    if batch_size < 1:
+        raise HyperparameterError(f"batch_size must be at least 1, got {batch_size}: use 1024")
     if retrain_budget and not retrain_budget >= FEWEST_FOLDS:
         raise HyperparameterError(f"retrain_budget must be 0 or at least {FEWEST_FOLDS}, got {retrain_budget!r}")
     with limits("audit", budget=budget, memory=memory, progress=progress, keeps=_KEPT, lower="moments or batch_size"):
@@ -293,10 +293,11 @@ def example_losses(problem: Problem, outputs: Tensor) -> Float[Tensor, "n"]:
 def _check_probabilities(given: Tensor, view: ClassView | None, n: int) -> None:
     if view is None:
         raise DataError("out_of_fold needs targets that are classes: leave it out")
-    if not isinstance(given, Tensor) or given.shape != (n, view.num_classes) or not given.is_floating_point():
-        got = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        shape = [n, view.num_classes]
-        raise DataError(f"out_of_fold must be a tensor of probabilities of shape {shape}, got {got}: pass one")
+    if given.shape != (n, view.num_classes) or not given.is_floating_point():
+        got = f"{given.dtype} {list(given.shape)}"
+        raise DataError(
+            f"out_of_fold must be a tensor of probabilities of shape {[n, view.num_classes]}, got {got}: pass one"
+        )
     low, sums = float(given.min()), given.double().sum(1)
     if not low >= 0 or not bool(((sums - 1).abs() < 1e-3).all()):
         raise DataError(

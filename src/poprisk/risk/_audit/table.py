@@ -149,7 +149,7 @@ class AuditTable:
             added["tail_norm"] = groups.tail_norm.cpu()
         return replace(self, columns={**self.columns, **added})
 
-    def cleaned_targets(self, chosen: Sequence[int] | Tensor | str | Path | Decisions | None = None) -> Tensor:
+    def cleaned_targets(self, chosen: Sequence[int | bool] | Tensor | str | Path | Decisions | None = None) -> Tensor:
         """A copy of the targets with suggested targets for some of the examples, or with decided ones.
 
         Args:

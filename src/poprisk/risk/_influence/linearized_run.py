@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from poprisk._core.autodiff import EXACT_DTYPES, FlatModel, slices, take_examples
 from poprisk._core.costs import working_memory
-from poprisk.errors import DataError, HyperparameterError, RunError
+from poprisk.errors import DataError, RunError
 from poprisk.risk._duplicates import duplicate_groups
 from poprisk.risk._influence.batch_derivatives import BatchDerivatives
 from poprisk.risk._influence.linear_stack import batch_derivatives, linear_layers
@@ -53,7 +53,7 @@ class LinearizedRun:
         graphs: bool | None = None,
         parameters: Parameters | None = None,
     ) -> None:
-        _check_run(run, dtype, gate, stop)
+        _check_run(run, dtype, stop)
         stop = run.num_steps if stop is None else stop
         if not 0 <= start < stop <= run.num_steps:
             raise DataError(f"a run to differentiate needs 0 ≤ start < stop ≤ {run.num_steps}, got {start} and {stop}")
@@ -294,7 +294,7 @@ def _spacing(steps: int, state_bytes: int, memory: int) -> int:
     return max(1, round(steps**0.5))
 
 
-def _check_run(run: Run, dtype: torch.dtype | None, gate: str, stop: int | None) -> None:
+def _check_run(run: Run, dtype: torch.dtype | None, stop: int | None) -> None:
     run.require_exact()
     if run.augmented:
         raise RunError(
@@ -307,8 +307,6 @@ def _check_run(run: Run, dtype: torch.dtype | None, gate: str, stop: int | None)
         as_run(run)
     if run.num_examples < 3:
         raise DataError(f"influence needs at least 3 training examples, got {run.num_examples}")
-    if gate not in ("differentiated", "frozen"):
-        raise HyperparameterError(f'gate must be "differentiated" or "frozen", got {gate!r}')
     for found in (run.layout.dtype, dtype):
         if found is not None and found not in EXACT_DTYPES:
             raise RunError(

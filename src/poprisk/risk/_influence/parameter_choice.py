@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from poprisk._core.autodiff import Inputs
+from poprisk._core.text import one_line
 from poprisk.errors import HyperparameterError
 
 LAST_LAYER = "last_layer"
@@ -38,7 +39,7 @@ def choose_parameters(
     ('0.weight', '0.bias', '2.bias')
     """
     wanted = (parameters,) if isinstance(parameters, str) else tuple(parameters)
-    if not wanted or not all(isinstance(each, str) for each in wanted):
+    if not wanted:
         raise HyperparameterError(
             f'parameters must be "{LAST_LAYER}", "{LORA}", or names or patterns of parameters, got {parameters!r}'
         )
@@ -52,7 +53,7 @@ def choose_parameters(
             fitting = {n for n in trained if n == each or n.startswith(f"{each}.") or fnmatchcase(n, each)}
         if not fitting:
             some = ", ".join(trained[:3]) + (", …" if len(trained) > 3 else "")
-            raise HyperparameterError(f"parameters={each!r} fits none of the trained parameters ({some})")
+            raise HyperparameterError(one_line(f"parameters must fit some of {some}, got {each!r}: correct the name"))
         found |= fitting
     return tuple(name for name in trained if name in found)
 

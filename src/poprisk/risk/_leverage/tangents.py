@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.func import functional_call, jacrev, vmap
+from torch.func import jacrev, vmap
 
-from poprisk._core.autodiff import loss_gradients, slices, take_examples
+from poprisk._core.autodiff import call_module, loss_gradients, slices, take_examples
 from poprisk._core.seeds import generator_for
 from poprisk.risk._leverage.batch_statistics import Normalized, normalized_layers, without_statistics
 from poprisk.risk._leverage.pace import Pace, pace_at
@@ -132,7 +132,7 @@ class Tangents:
 
         def outputs(parameters: dict[str, Tensor], *x: Tensor) -> Tensor:
             batch = tuple(part.unsqueeze(0) for part in x)
-            return functional_call(self.module, (parameters, others), batch).reshape(-1)
+            return call_module(self.module, (parameters, others), batch).reshape(-1)
 
         try:
             with warnings.catch_warnings():

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from torch.nn import functional as F
 
-from poprisk._core.autodiff import Inputs, Replayed, exact_kernels, parts_of, probe, resolve_loss, slices
+from poprisk._core.autodiff import Inputs, Replayed, call_module, exact_kernels, parts_of, probe, resolve_loss, slices
 from poprisk._core.cluster import current_cluster, is_remote
 from poprisk._core.costs import current_limits, working_memory
 from poprisk._core.progress import training_progress
@@ -355,7 +355,7 @@ class _Trainer:
         pieces = zip(layout.names, layout.split(w), strict=True)
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         batch = inputs if isinstance(inputs, tuple) else (inputs,)
-        return functional_call(self.module, (dict(pieces), buffers), batch)
+        return call_module(self.module, (dict(pieces), buffers), batch)
 
 
 def example_losses(problem: Problem, outputs: Float[Tensor, "b *out"], targets: Tensor) -> Float[Tensor, "b"]:
