@@ -96,6 +96,12 @@ def test_a_count_that_may_be_zero_is_not_held_against_the_labels():
             "Hold more examples back",
             ("held", {"hold_back": 0.2}),
         ),
+        (
+            changed(kept_step=480, held=50, risk=replace(VALID, standard_error=0.3, method="held_back")),
+            "retrain",
+            "Train 10 folds",
+            "poprisk report 'a run' --retrain 10",
+        ),
     ],
 )
 def test_actions(facts, key, title, command):
@@ -106,6 +112,8 @@ def test_actions(facts, key, title, command):
 
 def test_no_advice_without_its_verdict():
     keys = lambda **facts: {action.key for action in actions(changed(**facts))}  # noqa: E731
+    folds = replace(VALID, standard_error=0.3, method="k_fold")
+    assert keys(kept_step=480, held=50, risk=folds) == {"hold_back"}  # folds have been trained
     assert keys(kept_step=480, held=50) == {"nothing"}  # the chosen moment is near the end, and the error is small
     assert keys(kept_step=480, held=200, risk=replace(VALID, standard_error=0.3)) == {"nothing"}  # enough are held back
     assert keys(suspects=9, kind="loss") == {"nothing"}  # nothing is suggested for these

@@ -291,6 +291,9 @@ def _risk_actions(f: Facts) -> Iterator[Action]:
         if error > UNCERTAIN:
             left = f"leave it uncertain by {percent(error)}" if known else "are too few to know it"
             words = f"{f.held} held-back examples measure the loss on new data and {left}"
+            if known and f.risk.method == "held_back":
+                folds = "10 trainings, each without a tenth of the examples, estimate it more closely"
+                yield Action("retrain", "Train 10 folds", folds, command=_report(f, "--retrain 10"))
             share = min(MOST_HELD, round(4 * f.held / f.examples, 2))
             yield Action("hold_back", "Hold more examples back", words, ("held", {"hold_back": share}))
 
