@@ -14,6 +14,7 @@ from poprisk._core.seeds import shuffled
 from poprisk.errors import RunError
 from poprisk.jobs import JobPlan, open_resampled
 from poprisk.report import analyze
+from poprisk.report._analysis.kept import KeptAnalysis
 from poprisk.report._drawing.page import report_page
 from poprisk.risk import cross_validation_risk, exclusion, exclusion_risk, first_order_risk, leave_one_out
 from poprisk.risk._influence.sensitivity import Unrolled
@@ -231,3 +232,17 @@ def test_batch_statistics_with_held_back_examples_have_a_risk():
     same(population_risk(run), analysis.risk)
     same(population_risk(run, weights="last"), analysis.last_risk)
     assert analysis.memorization.source == "estimated population risk"
+
+
+def test_kept_weights_by_folds(tmp_path):
+    optimizer = partial(torch.optim.AdamW, lr=0.02)
+    problem = Problem.build(noisy, loss="cross_entropy", n=100)
+    run = train(problem, optimizer, 40, batch_size=10, hold_back=0.1, path=tmp_path / "run", progress=False)
+    expected = population_risk(run, retrain_budget=10, progress=False)
+    assert (expected.method, expected.valid) == ("k_fold", True)
+    assert expected.target.startswith("the kept weights")
+    found = analyze(run, retrain=10, parts=["risk"], progress=False)
+    with_files = analyze(run, kept=KeptAnalysis(run, retrain=10), parts=["risk"], progress=False)
+    again = analyze(run, kept=KeptAnalysis(run), parts=[], progress=False)
+    same(expected, found.risk, with_files.risk, again.risk)
+    assert analyze(run, parts=["risk"], progress=False).risk.method == "held_back"

@@ -248,7 +248,7 @@ class _Work:
             found.contents = self._contents()
         found.curves = self._part("curves", _free, lambda: loss_curves(run, found.table))
         found.readings = self._part("risk", _free, self._readings)
-        found.risk = found.risk or found.last_risk
+        found.risk = self._kept_risk(found.risk) if found.risk else found.last_risk
         found.memorization = self._memorization()
         found.gates = self._part("gates", self._gate_seconds, lambda: gate_curve(run))
         found.window = self._part(
@@ -311,6 +311,20 @@ class _Work:
         except DataError as error:
             found.left_out["memorization"] = first_line(error)
             return None
+
+    def _kept_risk(self, held: RiskEstimate) -> RiskEstimate:
+        """The risk of the kept weights: from the examples that were held back, or by folds where these are allowed."""
+        if not self.found.retrain:
+            return held
+        part = None if self.kept is None else self.kept.get("kept_risk")
+        if part is not None:
+            return part.value
+        if self.missing or "risk" not in self.parts:
+            return held
+        found = population_risk(self.run, retrain_budget=self.found.retrain)
+        if self.kept is not None:
+            self.kept.put("kept_risk", Part(found))
+        return found
 
     def _contents(self) -> Contents | None:
         """The contents of the examples, kept because only this process has them; None if they are not needed."""

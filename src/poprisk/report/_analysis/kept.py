@@ -21,6 +21,7 @@ class KeptAnalysis(KeptParts):
         "contents": Contents,
         "curves": LossCurves,
         "risk": list[Reading],
+        "kept_risk": RiskEstimate,
         "memorization": Memorization,
         "gates": GateCurve,
         "operators": WindowFacts,
