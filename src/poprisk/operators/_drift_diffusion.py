@@ -236,8 +236,13 @@ def in_dtype_of(model: FlatModel, x: Tensor) -> Tensor:
 
 def step_in_dtype_of(model: FlatModel, step: AffineStep) -> AffineStep:
     """A step with its tensors in the dtype and on the device of a model's weights."""
+    return step_like(next(iter(model.parameters.values())), step)
+
+
+def step_like(like: Tensor, step: AffineStep) -> AffineStep:
+    """A step with its tensors in the dtype and on the device of another one; indices keep theirs."""
     changed = {
-        name: value.to(next(iter(model.parameters.values())).device) if name == "batch" else in_dtype_of(model, value)
+        name: value.to(like.device) if name == "batch" else value.to(like.device, like.dtype)
         for name, value in vars(step).items()
         if isinstance(value, Tensor)
     }
