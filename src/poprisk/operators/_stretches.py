@@ -116,14 +116,14 @@ class ChordStep:
         if self.chord is None or moved is None:
             return rows
         jacobian, curvature = self.chord
-        return rows - self.scale * curvature.apply(jacobian.push(moved))
+        return rows - self.scale * (curvature @ (jacobian @ moved))
 
     def read_adjoint(self, drows: Block, dz: Block, dmoved: Block) -> None:
         """Adds the transpose of ``read`` to the weights of z and of what has moved."""
         dz.index_add_(0, self.rows, drows)
         if self.chord is not None:
             jacobian, curvature = self.chord
-            dmoved.sub_(jacobian.pull(curvature.apply(drows)), alpha=self.scale)
+            dmoved.sub_(jacobian.T @ (curvature @ drows), alpha=self.scale)
 
     def pull(self, rows: Block) -> Block:
         r""":math:`J_k^\top S_k z` from the rows that the step sees."""
@@ -238,10 +238,10 @@ class StretchedWindow:
                     X[:, -1] += maps.step.decay * maps.weights - maps.step.source
                 moved, j = X if moved is None else moved.add_(X), j + 1
             assert moved is not None, "a stretch has at least one step"
-            y = stretch.train.push(moved)
-            train, z = train.add_(y), z - stretch.curvature.apply(y)
+            y = stretch.train @ moved
+            train, z = train.add_(y), z - stretch.curvature @ y
             if stretch.test is not None:
-                u = stretch.test.push(moved)
+                u = stretch.test @ moved
                 tested = u if tested is None else tested.add_(u)
             if after is not None:
                 after(j, z[:, :k])
@@ -260,7 +260,7 @@ class StretchedWindow:
         self.forward(H, watch=lambda j, F, rows: seen.append(rows))
         dz, dV = torch.zeros_like(H), None
         for stretch in tracked(self.stretches[::-1], "operators, backward"):
-            dmoved = stretch.train.pull(stretch.curvature.apply(dz)).neg_()
+            dmoved = (stretch.train.T @ (stretch.curvature @ dz)).neg_()
             for maps in reversed(stretch.steps):
                 step, weigh = maps.step, self.effective_preconditioners[len(seen) - 1][:, None]
                 dE = step.preconditioner[:, None] * dmoved

@@ -45,7 +45,7 @@ class SegmentJacobian(LinearOperator):
         kinks: Whether to look for the kinks of piecewise linear activations (ReLU, max-pooling, …) on the step of each
             example, and to average between them: exact to rounding where "cap" is 1e-3. The rows of the examples that
             cross a kink are kept, [p, d] each. A network without kinks is averaged as before.
-        secant: Whether to close; without, ``push`` maps Δw to the outputs' change up to the quadrature's error.
+        secant: Whether to close; without, the product with Δw is the outputs' change up to the quadrature's error.
 
     Raises:
         DataError: weights of low precision, shapes or dtypes that do not fit, a module that mixes its examples.
@@ -55,7 +55,7 @@ class SegmentJacobian(LinearOperator):
     >>> J = SegmentJacobian(model, torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([[1.0], [2.0]]))
     >>> J.displacement.tolist(), J.nodes  # F = x² w², J = 2 x² w is linear in w: one node, at the middle
     ([3.0, 12.0], 1)
-    >>> J.push(torch.tensor([10.0])).tolist()
+    >>> (J @ torch.tensor([10.0])).tolist()
     [30.0, 120.0]
     """
 
@@ -154,22 +154,8 @@ class SegmentJacobian(LinearOperator):
         return self.displacement.shape[0], self.start.shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """That of the weights."""
-        return self.start.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the weights."""
-        return self.start.device
-
-    def push(self, X: Float[Tensor, "d"] | Float[Tensor, "d k"]) -> Float[Tensor, "N"] | Float[Tensor, "N k"]:
-        r""":math:`\bar J X`: one forward-mode product per node, all columns together."""
-        return self @ X
-
-    def pull(self, C: Float[Tensor, "N"] | Float[Tensor, "N k"]) -> Float[Tensor, "d"] | Float[Tensor, "d k"]:
-        r""":math:`\bar J^\top C`, the adjoint of ``push``."""
-        return self.T @ C
+    def _like(self) -> Tensor:
+        return self.start
 
     def to_dense(self, block_size: int | None = None) -> Float[Tensor, "N d"]:
         """The matrix itself, from each example's own p rows.

@@ -1,22 +1,18 @@
 r"""The pseudo-inverse square root :math:`W^{\dagger/2}` with a stated cut-off, and the two spaces it tells apart."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.linalg.factor import Spectrum, as_spectrum
-from poprisk._core.linalg.operator import LinearOperator
+from poprisk._core.linalg.operator import SymmetricOperator
 from poprisk._core.linalg.projectors import OrthogonalProjector, relative_threshold
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class InverseSquareRoot(LinearOperator):
+class InverseSquareRoot(SymmetricOperator):
     r""":math:`W^{\dagger/2} = V \operatorname{diag}(\sigma^{-1}) V^\top`, over the eigenvectors above the cut-off."""
-
-    SELF_ADJOINT: ClassVar[bool] = True
 
     roots: Float[Tensor, "r"]
     r"""σ, the roots of the eigenvalues that were kept."""
@@ -31,20 +27,8 @@ class InverseSquareRoot(LinearOperator):
         return len(self.roots)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Square."""
-        n = self.vectors.shape[0]
-        return n, n
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the eigenvectors."""
-        return self.vectors.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the eigenvectors."""
-        return self.vectors.device
+    def _like(self) -> Tensor:
+        return self.vectors
 
     @property
     def signal(self) -> OrthogonalProjector:

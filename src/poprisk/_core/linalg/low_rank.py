@@ -1,26 +1,22 @@
 r"""Symmetric low-rank matrices :math:`M = F F^\top`, and the product of any preconditioner with rows of vectors."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk._core.linalg.operator import LinearOperator
+from poprisk._core.linalg.operator import SymmetricOperator
 from poprisk.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank(LinearOperator):
+class LowRank(SymmetricOperator):
     r"""A positive semidefinite matrix :math:`M = F F^\top` kept as its factor.
 
     >>> M = LowRank(torch.tensor([[1.0], [2.0]]))
     >>> M.matvec(torch.tensor([1.0, 1.0]))
     tensor([3., 6.])
     """
-
-    SELF_ADJOINT: ClassVar[bool] = True
 
     factor: Float[Tensor, "d r"]
     """F, one column for each dimension of the range."""
@@ -31,20 +27,8 @@ class LowRank(LinearOperator):
         return self.factor.shape[1]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the matrix, not of the factor."""
-        d = self.factor.shape[0]
-        return d, d
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the factor."""
-        return self.factor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the factor."""
-        return self.factor.device
+    def _like(self) -> Tensor:
+        return self.factor
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.factor @ (self.factor.T @ X)  # 2dr multiplications for each column

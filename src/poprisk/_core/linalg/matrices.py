@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk._core.linalg.operator import LinearOperator, check_partners, require_real
+from poprisk._core.linalg.operator import LinearOperator, SymmetricOperator, check_partners, require_real
 from poprisk.errors import DataError
 
 Product = Callable[[Tensor], Tensor]
@@ -56,7 +56,8 @@ def identity(n: int, *, dtype: torch.dtype = torch.float32, device: torch.device
     >>> identity(2) @ torch.tensor([3.0, 4.0])
     tensor([3., 4.])
     """
-    return _Identity(_checked_size(n), *_checked_place(dtype, device))
+    n = _checked_size(n)
+    return _Identity((n, n), dtype, device)
 
 
 def zeros(
@@ -68,7 +69,7 @@ def zeros(
     tensor([0.])
     """
     rows = _checked_size(rows)
-    return _Zeros((rows, rows if columns is None else _checked_size(columns)), *_checked_place(dtype, device))
+    return _Zeros((rows, rows if columns is None else _checked_size(columns)), dtype, device)
 
 
 def from_functions(
@@ -104,7 +105,7 @@ def from_functions(
         raise DataError(f"a symmetric operator is square, got shape {[rows, columns]}: leave symmetric out")
     if symmetric != (rmatmat is None):
         raise DataError("pass either rmatmat, or symmetric=True and no rmatmat: an operator has one adjoint")
-    return _Functions(matmat, rmatmat, (rows, columns), *_checked_place(dtype, device))
+    return _Functions(matmat, rmatmat, (rows, columns), dtype, device)
 
 
 def declare_symmetric(A: LinearOperator) -> LinearOperator:
@@ -158,11 +159,6 @@ def _checked_size(size: int) -> int:
     return int(size)
 
 
-def _checked_place(dtype: torch.dtype, device: torch.device | str) -> tuple[torch.dtype, torch.device]:
-    require_real(dtype, "an operator")
-    return dtype, torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as tensors have it
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class _Dense(LinearOperator):
     matrix: Float[Tensor, "rows columns"]
@@ -174,12 +170,8 @@ class _Dense(LinearOperator):
         return rows, columns
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.matrix.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.matrix.device
+    def _like(self) -> Tensor:
+        return self.matrix
 
     @property
     def symmetric(self) -> bool:
@@ -193,21 +185,12 @@ class _Dense(LinearOperator):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Diagonal(LinearOperator):
-    SELF_ADJOINT = True
+class _Diagonal(SymmetricOperator):
     entries: Float[Tensor, "n"]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.entries.shape[0], self.entries.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.entries.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.entries.device
+    def _like(self) -> Tensor:
+        return self.entries
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.entries.unsqueeze(1) * X
@@ -216,27 +199,21 @@ class _Diagonal(LinearOperator):
 class _Placed(LinearOperator):
     """What holds no tensor and so has to be told where it lives."""
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> None:
+        require_real(dtype, "an operator")
+        self._shape, self._empty = shape, torch.empty(0, dtype=dtype, device=device)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self._shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+    def _like(self) -> Tensor:
+        return self._empty
 
 
 class _Identity(_Placed):
     SELF_ADJOINT = True
-
-    def __init__(self, n: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__((n, n), dtype, device)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return X.clone()
@@ -261,7 +238,7 @@ class _Functions(_Placed):
         rmatmat: Product | None,
         shape: tuple[int, int],
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | str,
     ) -> None:
         super().__init__(shape, dtype, device)
         self._forward, self._backward = matmat, rmatmat
@@ -286,12 +263,8 @@ class _Stack(LinearOperator):
         return sum(block.shape[0] for block in self.blocks), self.blocks[0].shape[1]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.blocks[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.blocks[0].device
+    def _like(self) -> LinearOperator:
+        return self.blocks[0]
 
     def _matmat(self, X: Tensor) -> Tensor:
         return torch.cat([block.matmat(X) for block in self.blocks])

@@ -1,7 +1,7 @@
 r"""Linear operators known by their products, and their algebra: sum, difference, multiple, chain, adjoint.
 
 An operator is real, of one dtype, on one device, and acts on flat vectors. Whoever writes one gives ``shape``,
-``dtype``, ``device`` and the two hooks ``_matmat`` and ``_rmatmat``; the checks at the door are made here, once.
+``_like`` (or ``dtype`` and ``device``) and the hooks ``_matmat`` and ``_rmatmat``; all checks at the door are here.
 """
 
 from abc import ABC, abstractmethod
@@ -45,14 +45,19 @@ class LinearOperator(ABC):
         """Rows and columns."""
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The one dtype that goes in and comes out."""
+        return self._like.dtype
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where the vectors live."""
+        return self._like.device
+
+    @property
+    def _like(self) -> Any:
+        """A tensor or an operator of the same dtype, on the same device."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither _like, nor dtype and device")
 
     @abstractmethod
     def _matmat(self, X: Tensor) -> Tensor:
@@ -192,6 +197,18 @@ class LinearOperator(ABC):
         return ""
 
 
+class SymmetricOperator(LinearOperator):
+    """Symmetric by construction, and made of a tensor that has a row for each of its own."""
+
+    SELF_ADJOINT: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Square."""
+        n = self._like.shape[0]
+        return n, n
+
+
 def require_real(dtype: torch.dtype, what: str) -> None:
     """Refuses what the algebra does not cover.
 
@@ -271,12 +288,8 @@ class _Compound(LinearOperator):
         return self.parts[0].shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
+    def _like(self) -> LinearOperator:
+        return self.parts[0]
 
     def _rmatmat(self, Y: Tensor) -> Tensor:
         return self.adjoint()._matmat(Y)

@@ -1,27 +1,24 @@
 r"""Orthogonal projectors onto parts of a spectrum: range (signal channel), null space (reservoir), and ε-versions."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.linalg.factor import Spectrum, as_spectrum
-from poprisk._core.linalg.operator import LinearOperator
+from poprisk._core.linalg.operator import SymmetricOperator
 from poprisk.errors import HyperparameterError
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class OrthogonalProjector(LinearOperator):
+class OrthogonalProjector(SymmetricOperator):
     r""":math:`B B^\top` for orthonormal columns B, or :math:`I - B B^\top` for the complement.
 
     >>> P = OrthogonalProjector(torch.tensor([[1.0], [0.0]]))
     >>> P @ torch.tensor([3.0, 4.0]), P.complement() @ torch.tensor([3.0, 4.0])
     (tensor([3., 0.]), tensor([0., 4.]))
     """
-
-    SELF_ADJOINT: ClassVar[bool] = True
 
     basis: Float[Tensor, "n r"]
     """B, orthonormal."""
@@ -35,20 +32,8 @@ class OrthogonalProjector(LinearOperator):
         return n - r if self.complemented else r
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Square."""
-        n = self.basis.shape[0]
-        return n, n
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the basis."""
-        return self.basis.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the basis."""
-        return self.basis.device
+    def _like(self) -> Tensor:
+        return self.basis
 
     def complement(self) -> "OrthogonalProjector":
         """I minus this projector."""
