@@ -63,18 +63,34 @@ def _console() -> Any:
     return Console(file=sys.stderr)
 
 
-class Terminal:
+class Face:
+    """What all faces share: when something was last said, and lines that stand for themselves."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._said_at = clock, clock()
+
+    def say(self, line: str) -> None:
+        write_line(line)
+
+    def is_silent(self, now: float) -> bool:
+        return now - self._said_at >= BEAT
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+class Terminal(Face):
     """A bar for each row; on a narrow terminal without words."""
 
     def __init__(self, console: Any, clock: Callable[[], float]) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._narrow = narrow = console.width < _NARROW
+        super().__init__(clock)
+        narrow = console.width < _NARROW
         bar = BarColumn(bar_width=None if narrow else 40)
         more = TextColumn(
             "{task.percentage:>3.0f}%" if narrow else "{task.fields[count]} {task.fields[said]}", markup=False
         )
-        self._clock, self._said_at = clock, clock()
         self._progress = Progress(
             TextColumn("{task.description}", markup=False), bar, more, console=console, expand=narrow
         )
@@ -101,9 +117,6 @@ class Terminal:
     def say(self, line: str) -> None:
         self._progress.console.print(line, highlight=False, markup=False)
 
-    def is_silent(self, now: float) -> bool:
-        return now - self._said_at >= BEAT
-
     def beat(self, row: Row) -> None:
         self._progress.update(self._tasks[row], said=f"{duration(self._clock() - row.began)} so far", refresh=True)
 
@@ -120,11 +133,12 @@ class Terminal:
         self._progress.stop()
 
 
-class Notebook:
+class Notebook(Face):
     """One output for each row, which is replaced."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._bars, self._said_at = clock, {}, clock()
+        super().__init__(clock)
+        self._bars: dict[Row, Any] = {}
 
     def add(self, row: Row, counted: str) -> None:
         from poprisk._core.notebook import NotebookBar
@@ -139,12 +153,6 @@ class Notebook:
         words = ", ".join(part for part in (row.doing, row.words) if part)
         self._bars[row].update(row.done, words, total=row.total, skipped=row.skipped)
 
-    def say(self, line: str) -> None:
-        write_line(line)
-
-    def is_silent(self, now: float) -> bool:
-        return now - self._said_at >= BEAT
-
     def beat(self, row: Row) -> None:
         self._said_at = self._clock()
         self._bars[row].update(row.done, f"{duration(self._clock() - row.began)} so far")
@@ -153,15 +161,12 @@ class Notebook:
         bar = self._bars.pop(row)
         bar.finish() if finished else bar.stop()
 
-    def close(self) -> None:
-        pass
 
-
-class Lines:
+class Lines(Face):
     """A line when something begins, otherwise at each tenth of the way."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._said_at = clock, clock()
+        super().__init__(clock)
         self._told: dict[Row, int] = {}
         self._counted: dict[Row, str] = {}
 
@@ -179,10 +184,7 @@ class Lines:
 
     def say(self, line: str) -> None:
         self._said_at = self._clock()
-        write_line(line)
-
-    def is_silent(self, now: float) -> bool:
-        return now - self._said_at >= BEAT
+        super().say(line)
 
     def beat(self, row: Row) -> None:
         now = self._clock()
@@ -191,9 +193,6 @@ class Lines:
 
     def remove(self, row: Row, finished: bool, nested: bool) -> None:
         del self._told[row], self._counted[row]
-
-    def close(self) -> None:
-        pass
 
 
 def write_line(text: str) -> None:

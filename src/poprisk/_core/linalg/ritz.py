@@ -8,9 +8,9 @@ and the whole history stays in the space, so convergence is that of a block Kryl
 residuals are rounding, and their place is taken by fresh random directions.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -48,41 +48,30 @@ class SearchPlan:
     progress: Progress | None
 
 
-@runtime_checkable
-class RitzSpace(Protocol):
+class RitzSpace(ABC):
     """A subspace with the products on it, from which approximate pairs and their residuals are drawn."""
 
-    @property
-    def dimension(self) -> int:
-        """Directions in the space."""
-        ...
+    products_per_direction = 1
+    """What one more direction costs."""
 
-    @property
-    def capacity(self) -> int:
-        """Dimension at which the space is everything and the pairs are exact."""
-        ...
-
-    @property
-    def products(self) -> int:
+    def __init__(self, A: LinearOperator, generator: torch.Generator) -> None:
+        self.A, self.generator = A, generator
+        self.basis = torch.empty(A.shape[1], 0, dtype=A.dtype, device=A.device)
+        """Orthonormal directions; at as many as it has rows the space is everything and the pairs are exact."""
+        self.products = 0
         """Products with the operator made so far."""
-        ...
 
-    @property
-    def products_per_direction(self) -> int:
-        """What one more direction costs."""
-        ...
-
+    @abstractmethod
     def residuals(self, count: int) -> tuple[Tensor, Tensor]:
         """Residuals of the leading pairs as columns, and the scale they are compared with."""
-        ...
 
+    @abstractmethod
     def grow(self, W: Tensor) -> None:
         """Takes the directions W into the space."""
-        ...
 
+    @abstractmethod
     def compress(self, keep: int) -> None:
         """Reduces the space to its leading pairs."""
-        ...
 
 
 def search(space: RitzSpace, plan: SearchPlan) -> None:
@@ -96,12 +85,13 @@ def search(space: RitzSpace, plan: SearchPlan) -> None:
             plan.progress(space.products, plan.k - len(open_pairs))
         quiet_rounds = 0 if len(open_pairs) else quiet_rounds + 1
         affordable = (plan.max_products - space.products) // space.products_per_direction
-        width = min(space.capacity - space.dimension, affordable)
+        size, dimension = space.basis.shape
+        width = min(size - dimension, affordable)
         if quiet_rounds > plan.confirmations or width < 1:
             return
         grown = is_open.nonzero().squeeze(1) if len(open_pairs) else torch.arange(plan.k, R.shape[1], device=R.device)
         W = R[:, grown[:width]]
-        if space.dimension + W.shape[1] > plan.max_basis:
+        if dimension + W.shape[1] > plan.max_basis:
             space.compress(max(plan.k + plan.guards, plan.max_basis // 2))
         space.grow(W)
 

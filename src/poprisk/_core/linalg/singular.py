@@ -15,6 +15,7 @@ from poprisk._core.linalg.operator import LinearOperator
 from poprisk._core.linalg.random_vectors import default_generator
 from poprisk._core.linalg.ritz import (
     Progress,
+    RitzSpace,
     check_initial,
     orthonormal_extension,
     plan_search,
@@ -114,28 +115,18 @@ def top_singular_triplets(
     return _certified(A, space, plan.k, plan.tolerance, wide)
 
 
-class _BilinearSpace:
-    """Orthonormal V and U with A V inside the span of U, Aᵀ U, and the small matrix B = UᵀAV."""
+class _BilinearSpace(RitzSpace):
+    """The basis V and an orthonormal U with A V inside the span of U, Aᵀ U, and the small matrix B = UᵀAV."""
 
     products_per_direction = 2
 
     def __init__(self, A: LinearOperator, generator: torch.Generator) -> None:
-        self.A, self.generator = A, generator
-        self.V = torch.empty(A.shape[1], 0, dtype=A.dtype, device=A.device)
-        self.U = self.V.new_empty(A.shape[0], 0)
-        self.AtU, self.B = self.V, self.V.new_empty(0, 0)
-        self.products = 0
-
-    @property
-    def dimension(self) -> int:
-        return self.V.shape[1]
-
-    @property
-    def capacity(self) -> int:
-        return self.A.shape[1]
+        super().__init__(A, generator)
+        self.U = self.basis.new_empty(A.shape[0], 0)
+        self.AtU, self.B = self.basis, self.basis.new_empty(0, 0)
 
     def grow(self, W: Tensor) -> None:
-        W = orthonormal_extension(W, self.V, self.generator)
+        W = orthonormal_extension(W, self.basis, self.generator)
         AW = self.A.matmat(W).detach()
         if not torch.isfinite(AW).all():
             raise DataError("products with the operator must be finite, got NaN or infinity: check the run behind it")
@@ -143,7 +134,7 @@ class _BilinearSpace:
         self.AtU = torch.cat([self.AtU, self.A.adjoint().matmat(new_U).detach()], dim=1)
         self.products += 2 * W.shape[1]
         m = self.B.shape[0]
-        self.V, self.U = torch.cat([self.V, W], dim=1), torch.cat([self.U, new_U], dim=1)
+        self.basis, self.U = torch.cat([self.basis, W], dim=1), torch.cat([self.U, new_U], dim=1)
         # A V lies in the old U, so that the rows of the new one have nothing to do with the old columns.
         below = self.B.new_zeros(W.shape[1], m)
         self.B = torch.cat([torch.cat([self.B, below]), self.U.T @ AW], dim=1)
@@ -151,19 +142,19 @@ class _BilinearSpace:
     def residuals(self, count: int) -> tuple[Tensor, Tensor]:
         X, values, Yt = torch.linalg.svd(self.B)
         X, Y = X[:, :count], Yt[:count].T
-        return self.AtU @ X - (self.V @ Y) * values[:count], values.max()
+        return self.AtU @ X - (self.basis @ Y) * values[:count], values.max()
 
     def compress(self, keep: int) -> None:
         X, values, Yt = torch.linalg.svd(self.B)
         X, Y = X[:, :keep], Yt[:keep].T
-        self.U, self.AtU, self.V = self.U @ X, self.AtU @ X, self.V @ Y
+        self.U, self.AtU, self.basis = self.U @ X, self.AtU @ X, self.basis @ Y
         self.B = values[:keep].diag()
 
 
 def _certified(A: LinearOperator, space: _BilinearSpace, k: int, tolerance: float, wide: bool) -> SingularTriplets:
     """Values and residuals from new products with A and its adjoint."""
     X, values, Yt = torch.linalg.svd(space.B)
-    left, right = space.U @ X[:, :k], space.V @ Yt[:k].T
+    left, right = space.U @ X[:, :k], space.basis @ Yt[:k].T
     if wide:
         left, right = right, left
     AV, AtU = A.matmat(right).detach(), A.adjoint().matmat(left).detach()

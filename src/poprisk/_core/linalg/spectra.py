@@ -12,6 +12,7 @@ from poprisk._core.linalg.operator import LinearOperator
 from poprisk._core.linalg.random_vectors import default_generator
 from poprisk._core.linalg.ritz import (
     Progress,
+    RitzSpace,
     check_initial,
     orthonormal_extension,
     plan_search,
@@ -181,33 +182,21 @@ def _check_surrogate(A: LinearOperator, surrogate: LinearOperator) -> None:
         )
 
 
-class _SymmetricSpace:
-    """Orthonormal Q with A Q and the small matrix T = QᵀAQ."""
-
-    products_per_direction = 1
+class _SymmetricSpace(RitzSpace):
+    """The basis Q with A Q and the small matrix T = QᵀAQ."""
 
     def __init__(self, A: LinearOperator, which: Which, generator: torch.Generator) -> None:
-        self.A, self.generator = A, generator
+        super().__init__(A, generator)
         self.which: Which = which
-        self.Q = torch.empty(A.shape[0], 0, dtype=A.dtype, device=A.device)
-        self.AQ, self.T = self.Q, self.Q.new_empty(0, 0)
-        self.products = 0
-
-    @property
-    def dimension(self) -> int:
-        return self.Q.shape[1]
-
-    @property
-    def capacity(self) -> int:
-        return self.A.shape[0]
+        self.AQ, self.T = self.basis, self.basis.new_empty(0, 0)
 
     def grow(self, W: Tensor) -> None:
-        W = orthonormal_extension(W, self.Q, self.generator)
+        W = orthonormal_extension(W, self.basis, self.generator)
         AW = self.A.matmat(W).detach()
         self.products += W.shape[1]
         seen_before = self.AQ.T @ W
-        self.Q, self.AQ = torch.cat([self.Q, W], dim=1), torch.cat([self.AQ, AW], dim=1)
-        columns = self.Q.T @ AW
+        self.basis, self.AQ = torch.cat([self.basis, W], dim=1), torch.cat([self.AQ, AW], dim=1)
+        columns = self.basis.T @ AW
         _check_products(columns, seen_before, self.T)
         m = self.T.shape[0]
         corner = (columns[m:] + columns[m:].T) / 2
@@ -224,12 +213,12 @@ class _SymmetricSpace:
     def residuals(self, count: int) -> tuple[Tensor, Tensor]:
         values, Y = self.ritz()
         Y = Y[:, :count]
-        return self.AQ @ Y - (self.Q @ Y) * values[:count], values.abs().max()
+        return self.AQ @ Y - (self.basis @ Y) * values[:count], values.abs().max()
 
     def compress(self, keep: int) -> None:
         values, Y = self.ritz()
         Y = Y[:, :keep]
-        self.Q, self.AQ, self.T = self.Q @ Y, self.AQ @ Y, values[:keep].diag()
+        self.basis, self.AQ, self.T = self.basis @ Y, self.AQ @ Y, values[:keep].diag()
 
 
 def _check_products(columns: Tensor, seen_before: Tensor, T: Tensor) -> None:
@@ -252,9 +241,9 @@ def _certified(
     """Values and residuals from new products: nothing of the recurrence is taken on trust."""
     coefficients = space.ritz()[1][:, :k]
     fresh = _SymmetricSpace(A, space.which, space.generator)
-    fresh.grow(space.Q @ coefficients)
+    fresh.grow(space.basis @ coefficients)
     values, Y = fresh.ritz()
-    V, AV = fresh.Q @ Y, fresh.AQ @ Y
+    V, AV = fresh.basis @ Y, fresh.AQ @ Y
     largest = torch.maximum(values.abs().max(), torch.linalg.eigvalsh(space.T).abs().max())
     values = torch.where(values.abs() > rounding_level(A) * largest, values, 0.0)
     residuals = column_norms(AV - V * values)
