@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 from poprisk._core.store import open_store
 from poprisk.errors import HyperparameterError, JobError, MissingExtraError
 
-Place = Literal["in-process", "threads", "processes"]
 _CURRENT: ContextVar[Any] = ContextVar("poprisk_cluster", default=None)
 _STORE: ContextVar[Any] = ContextVar("poprisk_store", default=None)
 COMPUTING = threading.Lock()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from poprisk._core.linalg import LinearOperator, from_functions, top_eigenpairs
 from poprisk.errors import DataError
-from poprisk.operators._step_maps import Block, StepMaps, scale_rows
+from poprisk.operators._step_maps import Block, scale_rows
 from poprisk.operators._sweeps import step_direction
 from poprisk.operators._window import Window
 
@@ -84,11 +84,7 @@ def _lowered(window: Window, reversed_gradients: list[Block], *, test: bool) -> 
     total: Block | None = None
     for maps in window.steps:
         X, momentum = step_direction(maps.step, reversed_gradients.pop(), momentum)
-        moved = _push(maps, X, test=test)
+        moved = maps.push_test(X) if test else maps.push(X)
         total = moved if total is None else total + moved
     assert total is not None, "a window has at least one step"
     return total
-
-
-def _push(maps: StepMaps, X: Block, *, test: bool) -> Block:
-    return maps.push_test(X) if test else maps.push(X)

@@ -5,6 +5,7 @@ An operator is real, of one dtype, on one device, and acts on flat vectors. Whoe
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Union, overload
 
@@ -13,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.html import card
-from poprisk._core.linalg.scipy_export import scipy_operator
 from poprisk.errors import DataError, DeviceError
 
 # Numbers in one block of the identity that `to_dense` holds: 128 MiB in float64.
@@ -133,7 +133,25 @@ class LinearOperator(ABC):
         >>> (2 * identity(3)).to_scipy().matvec([1.0, 2.0, 3.0])
         array([2., 4., 6.], dtype=float32)
         """
-        return scipy_operator(self.matmat, self.adjoint().matmat, self.shape, self.dtype, self.device)
+        import numpy as np
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator
+
+        if self.dtype == torch.bfloat16:
+            raise DataError("NumPy has no bfloat16: build the operator in float32 before exporting it")
+        digits = torch.empty(0, dtype=self.dtype).numpy().dtype
+
+        def through_torch(product: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+            def apply(x: Any) -> Any:
+                # SciPy passes views with negative or zero strides, and read-only ones.
+                X = torch.from_numpy(np.array(x, dtype=digits, order="C")).to(self.device)
+                Z = product(X.reshape(X.shape[0], -1))
+                return Z.detach().reshape(-1, *X.shape[1:]).cpu().numpy()
+
+            return apply
+
+        forward, backward = through_torch(self.matmat), through_torch(self.adjoint().matmat)
+        make: Any = ScipyOperator  # SciPy picks the class from the arguments, which its annotations do not express
+        return make(self.shape, matvec=forward, rmatvec=backward, matmat=forward, rmatmat=backward, dtype=digits)
 
     @overload
     def __matmul__(self, other: "LinearOperator") -> "LinearOperator": ...

@@ -10,7 +10,7 @@ Rows carry the root of a diagonal preconditioner M; for a layer kept as factors 
 for the bias.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -71,6 +71,15 @@ class Features:
     def take(self, rows: slice) -> "Features":
         """Some of the examples."""
         return Features(self.rows[rows], tuple(each.take(rows) for each in self.factors))
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """Those of stretches of examples as those of all."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = torch.cat([part.rows for part in parts])
+    layers = zip(*(part.factors for part in parts), strict=True)
+    return Features(rows, tuple(Factors.joined(layer) for layer in layers))
 
 
 def contract(left: Features, right: Features) -> Float[Tensor, "bp cp"]:
@@ -160,13 +169,10 @@ def make_recipe(structure: Structure, scales: Mapping[str, Tensor], *, row_speed
     factored, unfolded = [], []
     for layer in structure.layers:
         cheaper = factored_flops(layer, structure.p) < 2 * layer.size / row_speed
-        uniform = all(_is_uniform(scales[name]) for name in (layer.weight, layer.bias) if name) if scales else True
+        given = [scales[name].flatten() for name in (layer.weight, layer.bias) if name and scales]
+        uniform = all(bool((scale == scale[0]).all()) for scale in given)
         (factored if cheaper and uniform else unfolded).append(layer)
     return Recipe(structure, tuple(factored), tuple(unfolded), scales)
-
-
-def _is_uniform(scale: Tensor) -> bool:
-    return bool((scale == scale.flatten()[0]).all())
 
 
 def compute_features(model: FlatModel, w: Tensor, recipe: Recipe, inputs: Inputs, chunk: int) -> Features:

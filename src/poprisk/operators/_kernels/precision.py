@@ -9,7 +9,7 @@ Every row is divided by its norm before it is rounded, so that the error of an e
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +23,30 @@ _FLOAT32 = 2.0**-24
 _AMPERE = (8, 0)
 
 
-class Precision(Enum):
+Kind = TypeVar("Kind", bound="Named")
+
+
+class Named(Enum):
+    """Choices that may be given by their names."""
+
+    @classmethod
+    def checked(cls: type[Kind], given: "Kind | str") -> Kind:
+        """The member of that name.
+
+        Raises:
+            HyperparameterError: there is none.
+
+        >>> Precision.checked("float16")
+        <Precision.FLOAT16: 'float16'>
+        """
+        try:
+            return cls(given)
+        except ValueError:
+            kind, names = cls.__name__, [each.value for each in cls]
+            raise HyperparameterError(f"{kind.lower()} must be a {kind} or one of {names}, got {given!r}") from None
+
+
+class Precision(Named):
     r"""How the rows are stored and multiplied; sums are always kept in float32.
 
     Speeds are those of one H200 in large products, relative to IEEE float32, as a rule of thumb.
@@ -39,22 +62,6 @@ class Precision(Enum):
     """Rows scaled to a norm of 2¹⁵, which no entry overflows: u = 2⁻¹¹, speed 15, half the memory."""
     BFLOAT16 = "bfloat16"
     """u = 2⁻⁸, speed 15, half the memory; float16 is better in every respect that matters here."""
-
-    @classmethod
-    def checked(cls, precision: "Precision | str") -> "Precision":
-        """The member of that name.
-
-        Raises:
-            HyperparameterError: there is no such precision.
-
-        >>> Precision.checked("float16")
-        <Precision.FLOAT16: 'float16'>
-        """
-        try:
-            return cls(precision)
-        except ValueError:
-            names = [each.value for each in cls]
-            raise HyperparameterError(f"precision must be a Precision or one of {names}, got {precision!r}") from None
 
     @property
     def dtype(self) -> torch.dtype:
