@@ -201,17 +201,20 @@ def sampled_gradients(
     (tensor([-2.]), tensor([-1.]))
     """
     chosen = law.pool[torch.randperm(len(law.pool), generator=generator)[: 2 * sample]].to(w.device)
-
-    def gradient(rows: Tensor, shares: Tensor) -> Tensor:
-        batch = take_examples(inputs, rows)
-        return model.vjp(w, batch, (model.output_gradient(w, batch, targets[rows]) * shares[:, None]).reshape(-1))
-
     equal = w.new_full((sample,), law.scale / sample)
-    first, second = (gradient(rows, equal) for rows in chosen.split(sample))
+    first, second = (weighted_gradient(model, w, inputs, targets, rows, equal) for rows in chosen.split(sample))
     # Two samples without replacement out of a finite pool lie apart, and their mean lies closer to that of the pool.
     closer = (1 - 2 * sample / len(law.pool)) ** 0.5
-    drawn = gradient(step.batch, step.selection / targets.shape[0])
+    drawn = weighted_gradient(model, w, inputs, targets, step.batch, step.selection / targets.shape[0])
     return (first + second) / 2, closer * (first - second) / 2, drawn
+
+
+def weighted_gradient(
+    model: FlatModel, w: Tensor, inputs: Inputs, targets: Tensor, rows: Tensor, shares: Tensor
+) -> Float[Tensor, "d"]:
+    """The gradient of the losses of some examples, each times its share."""
+    batch = take_examples(inputs, rows)
+    return model.vjp(w, batch, (model.output_gradient(w, batch, targets[rows]) * shares[:, None]).reshape(-1))
 
 
 def window_limits(trajectory: Trajectory, start: int, stop: int | None) -> tuple[int, int]:

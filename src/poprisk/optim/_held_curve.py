@@ -109,7 +109,7 @@ class HeldCurve:
         past = _paired(own[-1].scores - self._best.scores) > 4
         return not (falling or past)
 
-    def chosen_risk(self, seed: int = 0) -> tuple[float, float, float]:
+    def chosen_risk(self) -> tuple[float, float, float]:
         r"""The risk of the chosen moment, corrected for having chosen it on the same examples, and two errors.
 
         The least of many noisy numbers is too small. The correction repeats the choice (bootstrap bias correction,
@@ -127,8 +127,7 @@ class HeldCurve:
         plain, count = float(best.losses.double().mean()), losses.shape[1]
         if count < FEWEST_HELD:
             return plain, math.nan, plain
-        generator = generator_for(seed, "resamples")
-        drawn = torch.randint(count, (_RESAMPLES, count), generator=generator)
+        drawn = torch.randint(count, (_RESAMPLES, count), generator=generator_for(0, "resamples"))
         weights = torch.zeros(_RESAMPLES, count, dtype=torch.float64)
         weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
         chosen = self._chosen_by(weights, losses, scores)

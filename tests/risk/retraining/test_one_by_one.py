@@ -12,7 +12,7 @@ from poprisk.errors import RunError
 from poprisk.risk import Members, k_fold, leave_one_out, retrain
 from poprisk.risk._retraining import one_by_one
 from poprisk.risk._retraining.one_by_one import module_outputs, train_one_by_one
-from poprisk.risk._retraining.retrain import stacking_obstacle
+from poprisk.risk._retraining.retrain import _stackable
 
 N, CLOSE = 24, {"rtol": 1e-9, "atol": 1e-11}
 
@@ -106,7 +106,7 @@ def plain(run, members, keep=()):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_module_gets_folds(name):
     run = recorded(name)
-    assert stacking_obstacle(run)
+    assert _stackable(run, None)[1]
     risk = population_risk(run, "k_fold", 3)
     assert risk.cost == 3
     assert "one after another" in risk.reason

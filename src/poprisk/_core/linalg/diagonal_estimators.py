@@ -9,7 +9,6 @@ from poprisk._core.linalg.sampling import (
     LEAVE_ONE_OUT_VARIANCE,
     blank,
     check_square,
-    exact_diagonal,
     exactly,
     from_samples,
     leave_one_out_directions,
@@ -71,7 +70,7 @@ def xdiag(A: LinearOperator, products: int, *, generator: torch.Generator) -> Es
     """
     n = check_square(A, products, fewest=4)
     if products >= n:
-        return exactly(exact_diagonal(A), n)
+        return exactly(A.to_dense().diagonal(), n)
     k = products // 2
     Omega = probes(n, k, "rademacher", generator, blank(A))
     Q, R = torch.linalg.qr(A.matmat(Omega).detach())

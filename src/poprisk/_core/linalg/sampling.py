@@ -71,11 +71,6 @@ def not_finite(value: Float[Tensor, "*entries"], products: int) -> Estimate:
     return Estimate(nan, nan, False, "products with the operator are not finite", products)
 
 
-def exact_diagonal(A: LinearOperator) -> Float[Tensor, "n"]:
-    """The diagonal of the whole matrix, in as many products as it has columns."""
-    return A.to_dense().diagonal()
-
-
 def leave_one_out_directions(R: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
     r"""Unit vectors s_i orthogonal to all columns of R but the i-th: the normalized columns of :math:`R^{-\top}`.
 

@@ -143,11 +143,6 @@ def _train(
     return _stacked(run, members, keep, last, resume, dtype, memory, progress, held)
 
 
-def stacking_obstacle(run: Run, dtype: torch.dtype | None = None) -> str | None:
-    """Why members of this run cannot be trained in one stacked computation; None if they can."""
-    return _stackable(run, dtype)[1]
-
-
 def _stackable(run: Run, dtype: torch.dtype | None) -> tuple[int, str | None]:
     """Number of values that a forward pass computes for one example, and why members cannot be stacked, if so."""
     if run.obstacles:
