@@ -55,11 +55,7 @@ def current_limits() -> Limits | None:
 
 
 def as_limits(name: str, budget: float | None, memory: int | str | None, **about: Any) -> Limits:
-    """Limits that begin now.
-
-    Raises:
-        HyperparameterError: a limit is not a positive number.
-    """
+    """Limits that begin now."""
     number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (number and 0 < budget < float("inf")):
         raise HyperparameterError(f"budget must be None or a positive number of seconds, got {budget!r}")
@@ -90,11 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def working_memory(usual: int) -> int:
-    """Bytes that work may use: ``usual``, or less where the limit of the call leaves less.
-
-    Raises:
-        LimitError: the limit leaves too little.
-    """
+    """Bytes that work may use: ``usual``, or less where the limit of the call leaves less."""
     found = _CURRENT.get()
     if found is None or found.memory is None:
         return usual

@@ -25,14 +25,7 @@ def in_notebook() -> bool:
 
 
 class NotebookBar:
-    """One output that shows how far some work is, updated at most four times a second and at the end.
-
-    Args:
-        name: What is under way.
-        start: Units that were done before.
-        total: Units of work in all.
-        clock: Seconds, to measure the speed.
-    """
+    """One output that shows how far some work is, updated at most four times a second and at the end."""
 
     def __init__(self, name: str, start: int, total: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
         from IPython.display import display  # type: ignore[import-not-found]  # the notebook has it

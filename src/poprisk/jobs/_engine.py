@@ -41,12 +41,7 @@ class Work:
     """Kinds of machine that may compute."""
 
     def do(self, cell: Cell) -> None:
-        """Compute a tile and store it.
-
-        Raises:
-            JobError: this machine rounds differently.
-            DeviceError: a GPU is needed and there is none.
-        """
+        """Compute a tile and store it."""
         if self.group.has(cell):  # by a worker of a client that has died since this one looked
             return
         content, here = self.group.content, numerics_here(self.group.content["device"])
@@ -130,11 +125,7 @@ def job_status(store: Any) -> dict[str, tuple[int, int]]:
 
 
 def shipped_run(group: TiledArray, runs: Mapping[str, Run], problem: Problem | None) -> ShippedRun:
-    """The run of a group: one of those passed, or the directory that was planned with.
-
-    Raises:
-        JobError: the run was only in memory.
-    """
+    """The run of a group: one of those passed, or the directory that was planned with."""
     if group.name in runs:
         return ShippedRun(runs[group.name])
     path, folder = group.where.get("run"), directory_of(group.store)

@@ -83,9 +83,6 @@ def lifted_maps(steps: Sequence[LiftedStep], A: Float[Tensor, "M N"] | None = No
         steps: The window, first step first.
         A: The predictor; None stands for 0, and the maps add up to G.
 
-    Returns:
-        One [M, d] matrix per step.
-
     Raises:
         DataError: no step, shapes that do not fit, or a negative preconditioner.
 

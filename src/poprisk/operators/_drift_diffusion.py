@@ -218,11 +218,7 @@ def weighted_gradient(
 
 
 def window_limits(trajectory: Trajectory, start: int, stop: int | None) -> tuple[int, int]:
-    """First step of a window and the one after its last.
-
-    Raises:
-        DataError: the window is empty or outside the run.
-    """
+    """First step of a window and the one after its last."""
     stop = trajectory.num_steps if stop is None else stop
     if not 0 <= start < stop <= trajectory.num_steps:
         raise DataError(

@@ -81,12 +81,6 @@ class _Sweep:
 def probe_operators(path: RunPath, H: Float[Tensor, "N h"], length: int, *, probes: int = PROBES) -> ProbedOperators:
     """What a run did along the columns of H, by one sweep over its steps and one with longer stretches.
 
-    Args:
-        path: The steps.
-        H: Directions of the output gradient at their start.
-        length: Steps of a stretch.
-        probes: Number of random directions.
-
     >>> from poprisk._core.autodiff import FlatModel
     >>> from poprisk.operators._gradient_descent import gradient_descent
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False).double(), "squared")

@@ -147,12 +147,6 @@ class Stretch:
 class StretchedWindow:
     """The first ``count`` steps of a path in stretches of ``length`` steps, known by their products.
 
-    Args:
-        path: What was read of the run.
-        length: Steps of a stretch.
-        count: Steps of the window; default: all.
-        nodes: Quadrature nodes of each average.
-
     >>> from poprisk.operators._gradient_descent import gradient_descent
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False).double(), "squared")
     >>> x, y = torch.eye(2, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)

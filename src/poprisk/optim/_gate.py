@@ -138,11 +138,7 @@ def checked_number(label: str, value: Any, expected: str, ok: Callable[[float], 
 
 
 def checked_field(name: str, value: Any, label: str) -> Any:
-    """The value of one field in its usual type.
-
-    Raises:
-        HyperparameterError: the value is out of range; the message calls the field by its label.
-    """
+    """The value of one field in its usual type."""
     if _FIELDS[name] in GATE_CHOICES:
         allowed = tuple(x for x in GATE_CHOICES[_FIELDS[name]] if x is not None)  # a Gate has a kind
         if value not in allowed:

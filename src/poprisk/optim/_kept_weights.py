@@ -91,11 +91,7 @@ class KeptWeights:
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from :meth:`state`.
-
-        Raises:
-            StateDictError: the weights belong to another model, or are sharded where the model is not.
-        """
+        """Go on from :meth:`state`."""
         unfrozen = [name for name in state if name not in self._tensors.names]
         if unfrozen and self._tensors.can_include(unfrozen):
             self._include(unfrozen)

@@ -28,9 +28,6 @@ class Shard:
     parts need no special case:
 
     .. math:: \bar x = \frac{1}{n} \sum_p \sum_{k \in p} x_k
-
-    Args:
-        parameter: A DTensor, sharded or replicated along each axis of its mesh.
     """
 
     def __init__(self, parameter: "DTensor") -> None:

@@ -57,8 +57,6 @@ def wake_backward(device: torch.device) -> None:
     """Once before derivatives on a GPU are taken: lets the thread that runs backward passes there find its context.
 
     A first operation in it that is a matrix product finds none, and torch warns of that.
-
-    >>> wake_backward(torch.device("cpu"))
     """
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         with torch.enable_grad():

@@ -37,9 +37,6 @@ def parts_of(inputs: Inputs) -> tuple[Tensor, ...]:
 def count_examples(inputs: Inputs) -> int:
     """n, the length of the first axis.
 
-    Raises:
-        DataError: no examples, or parts of different lengths.
-
     >>> count_examples((torch.zeros(3, 2), torch.zeros(3)))
     3
     """

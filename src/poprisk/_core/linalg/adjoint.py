@@ -22,9 +22,6 @@ def adjoint_mismatch(A: LinearOperator, probes: int = 8, *, generator: torch.Gen
         probes: Number of random pairs.
         generator: Source of randomness; default: one with a fixed seed.
 
-    Raises:
-        HyperparameterError: no probes.
-
     >>> from poprisk._core.linalg import from_functions
     >>> double = from_functions(lambda X: 2 * X, lambda Y: 3 * Y, (4, 4), torch.float64)
     >>> adjoint_mismatch(double) > 0.01

@@ -21,18 +21,6 @@ def hutchinson_diagonal(A: LinearOperator, products: int, *, generator: torch.Ge
 
     The variance of an entry is the sum of squares of its row off the diagonal, over the number of products.
 
-    Args:
-        A: A square operator.
-        products: Number of products with vectors; at least 2.
-        generator: Source of randomness.
-
-    Returns:
-        The diagonal; its cost is the number of products.
-
-    Raises:
-        DataError: A is not square.
-        HyperparameterError: too few products.
-
     >>> from poprisk._core.linalg import diagonal
     >>> hutchinson_diagonal(diagonal(torch.tensor([1.0, 2.0])), 5, generator=torch.Generator()).value
     tensor([1., 2.])
@@ -50,18 +38,7 @@ def xdiag(A: LinearOperator, products: int, *, generator: torch.Generator) -> Es
 
     with random signs ω and the leave-one-out ranges of ``xtrace``. Exact when the rank is below the number of probes.
 
-    Args:
-        A: A square operator with an adjoint.
-        products: At most so many products, half of them with the adjoint; at least 4.
-        generator: Source of randomness.
-
-    Returns:
-        The diagonal; its cost is the number of products with A and its adjoint. The standard error of an entry is that
-        of its k leave-one-out estimates, larger by √2 as in ``xtrace``.
-
-    Raises:
-        DataError: A is not square.
-        HyperparameterError: too few products.
+    The operator needs an adjoint, with which half of the products are made. Standard errors are as in ``xtrace``.
 
     >>> from poprisk._core.linalg import LowRank
     >>> A = LowRank(torch.arange(1.0, 41).unsqueeze(1))

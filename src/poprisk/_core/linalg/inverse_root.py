@@ -53,13 +53,11 @@ def inverse_square_root(W: Float[Tensor, "n n"] | Spectrum, cutoff: float | None
         cutoff: Eigenvalues at most this share of the largest one count as 0. By default what rounding leaves: n·eps
             for a matrix, (n·eps)² for a factor; for leading pairs, all that is certain to lie above the rest.
 
-    Returns:
-        The operator, with its ``rank``, ``cutoff``, ``signal`` and ``reservoir`` projectors.
-
     Raises:
         HyperparameterError: the cut-off is outside [0, 1).
         DataError: W is not positive semidefinite, or is not known down to the cut-off.
 
+    >>> import torch
     >>> root = inverse_square_root(torch.diag(torch.tensor([4.0, 0.0])))
     >>> root @ torch.ones(2), root.rank, root.reservoir @ torch.ones(2)
     (tensor([0.5000, 0.0000]), 1, tensor([0., 1.]))

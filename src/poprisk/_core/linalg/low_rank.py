@@ -13,6 +13,7 @@ from poprisk.errors import DataError
 class LowRank(SymmetricOperator):
     r"""A positive semidefinite matrix :math:`M = F F^\top` kept as its factor.
 
+    >>> import torch
     >>> M = LowRank(torch.tensor([[1.0], [2.0]]))
     >>> M.matvec(torch.tensor([1.0, 1.0]))
     tensor([3., 6.])
@@ -45,9 +46,7 @@ Preconditioner = float | Float[Tensor, "*M"] | LowRank
 def precondition(M: Preconditioner, rows: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
     """M v for every row v, whatever form M has.
 
-    Raises:
-        DataError: M is a tensor that is neither a scalar, a diagonal nor a square matrix for vectors of this length.
-
+    >>> import torch
     >>> rows = torch.tensor([[1.0, 2.0]])
     >>> precondition(2.0, rows), precondition(torch.tensor([3.0, 0.0]), rows)
     (tensor([[2., 4.]]), tensor([[3., 0.]]))

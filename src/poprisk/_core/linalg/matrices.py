@@ -20,9 +20,6 @@ def from_dense(matrix: Tensor, *, symmetric: bool | None = None) -> LinearOperat
         matrix: The matrix; kept, not copied.
         symmetric: Whether it is symmetric. If not given, it is when it equals its transpose to the last bit.
 
-    Raises:
-        DataError: no matrix, not real, or declared symmetric although it is not even square.
-
     >>> from_dense(torch.eye(2)).symmetric
     True
     """
@@ -37,9 +34,6 @@ def from_dense(matrix: Tensor, *, symmetric: bool | None = None) -> LinearOperat
 
 def diagonal(entries: Tensor) -> LinearOperator:
     """A diagonal matrix.
-
-    Raises:
-        DataError: the entries are no vector of real numbers.
 
     >>> diagonal(torch.tensor([1.0, 3.0])) @ torch.ones(2)
     tensor([1., 3.])
@@ -93,9 +87,6 @@ def from_functions(
         device: Where they live.
         symmetric: Declares the operator to be its own adjoint.
 
-    Raises:
-        DataError: a negative size, a dtype that is not real, or an adjoint that is missing or superfluous.
-
     >>> A = from_functions(lambda X: X[:1], lambda Y: torch.cat([Y, 0 * Y]), (1, 2), torch.float32)
     >>> A.T @ torch.ones(1)
     tensor([1., 0.])
@@ -125,9 +116,6 @@ def declare_symmetric(A: LinearOperator) -> LinearOperator:
 
 def vertical_stack(blocks: Sequence[LinearOperator]) -> LinearOperator:
     """Operators on the same columns, their rows one below the other.
-
-    Raises:
-        DataError: nothing to stack, or the numbers of columns or the dtypes differ.
 
     >>> vertical_stack([identity(2), 2 * identity(2)]) @ torch.ones(2)
     tensor([1., 1., 2., 2.])

@@ -228,11 +228,7 @@ class SymmetricOperator(LinearOperator):
 
 
 def require_real(dtype: torch.dtype, what: str) -> None:
-    """Refuses what the algebra does not cover.
-
-    Raises:
-        DataError: a complex or integer dtype.
-    """
+    """Refuses what the algebra does not cover."""
     if dtype.is_complex:
         raise DataError(f"{what} must be real, got {dtype}: split it with torch.view_as_real or take .real")
     if not dtype.is_floating_point:
@@ -266,12 +262,7 @@ def check_block(X: Tensor, rows: int, A: LinearOperator) -> None:
 
 
 def check_partners(A: LinearOperator, B: LinearOperator) -> None:
-    """Two operators can be combined when dtype and device agree.
-
-    Raises:
-        DataError: the dtypes differ.
-        DeviceError: the devices differ.
-    """
+    """Two operators can be combined when dtype and device agree."""
     if A.dtype != B.dtype:
         raise DataError(f"operators must share one dtype, got {A!r} and {B!r}: build both in {A.dtype}")
     if not same_device(A.device, B.device):

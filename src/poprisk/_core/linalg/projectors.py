@@ -15,6 +15,7 @@ from poprisk.errors import HyperparameterError
 class OrthogonalProjector(SymmetricOperator):
     r""":math:`B B^\top` for orthonormal columns B, or :math:`I - B B^\top` for the complement.
 
+    >>> import torch
     >>> P = OrthogonalProjector(torch.tensor([[1.0], [0.0]]))
     >>> P @ torch.tensor([3.0, 4.0]), P.complement() @ torch.tensor([3.0, 4.0])
     (tensor([3., 0.]), tensor([0., 4.]))
@@ -64,6 +65,7 @@ def range_projector(W: Float[Tensor, "n n"] | Spectrum, cutoff: float | None = N
         HyperparameterError: the cut-off is outside [0, 1).
         DataError: W is not positive semidefinite, or is not known down to the cut-off.
 
+    >>> import torch
     >>> range_projector(torch.diag(torch.tensor([2.0, 1.0, 0.0]))).rank
     2
     """
@@ -74,6 +76,7 @@ def range_projector(W: Float[Tensor, "n n"] | Spectrum, cutoff: float | None = N
 def null_projector(W: Float[Tensor, "n n"] | Spectrum, cutoff: float | None = None) -> OrthogonalProjector:
     """The projector onto the null space of W, the reservoir: what ``range_projector`` leaves.
 
+    >>> import torch
     >>> null_projector(torch.diag(torch.tensor([2.0, 1.0, 0.0]))) @ torch.ones(3)
     tensor([0., 0., 1.])
     """
@@ -90,6 +93,7 @@ def epsilon_projectors(W: Float[Tensor, "n n"] | Spectrum, epsilon: float) -> Ch
     Raises:
         DataError: a negative threshold, W not positive semidefinite, or not known down to the threshold.
 
+    >>> import torch
     >>> signal, reservoir = epsilon_projectors(torch.diag(torch.tensor([2.0, 1.0, 0.5])), 1.0)
     >>> signal.rank, reservoir.rank
     (1, 2)
@@ -99,11 +103,7 @@ def epsilon_projectors(W: Float[Tensor, "n n"] | Spectrum, epsilon: float) -> Ch
 
 
 def relative_threshold(spectrum: Spectrum, cutoff: float | None) -> float:
-    """The absolute threshold of a relative cut-off; by default what rounding leaves, and above what is not known.
-
-    Raises:
-        HyperparameterError: the cut-off is outside [0, 1).
-    """
+    """The absolute threshold of a relative cut-off; by default what rounding leaves, and above what is not known."""
     if cutoff is None:
         return max(spectrum.resolution * spectrum.largest, spectrum.rest)
     if not 0 <= cutoff < 1:

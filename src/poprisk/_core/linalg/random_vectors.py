@@ -38,9 +38,6 @@ def probes(
         generator: Source of randomness.
         like: Tensor whose dtype and device are used.
 
-    Raises:
-        HyperparameterError: another distribution.
-
     >>> probes(3, 2, "rademacher", torch.Generator().manual_seed(0), torch.zeros(1)).abs().sum()
     tensor(6.)
     """

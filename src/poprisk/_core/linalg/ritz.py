@@ -104,11 +104,6 @@ def orthonormal_extension(
     Projections are repeated until a pass loses nothing, so the result is orthogonal to rounding even when W lies in
     the basis up to rounding.
 
-    Args:
-        W: Directions, of any length; k ≤ n - m.
-        basis: Orthonormal columns.
-        generator: Source of the directions that replace lost ones.
-
     >>> e = torch.eye(3)
     >>> orthonormal_extension(torch.ones(3, 1), e[:, :2], torch.Generator()).abs()
     tensor([[0.],
@@ -153,12 +148,7 @@ def rounding_level(A: LinearOperator) -> float:
 
 
 def check_initial(initial: Tensor | None, n: int, A: LinearOperator) -> None:
-    """A warm start is a matrix of columns in the space of the vectors sought.
-
-    Raises:
-        DataError: another shape or dtype, or values that are not finite.
-        DeviceError: another device.
-    """
+    """A warm start is a matrix of columns in the space of the vectors sought."""
     if initial is None:
         return
     if initial.dim() != 2 or initial.shape[0] != n or initial.dtype != A.dtype:
@@ -186,12 +176,7 @@ def plan_search(
     products_of_start: int = 0,
     progress: Progress | None,
 ) -> SearchPlan:
-    """Checks what was asked for and fills in the defaults.
-
-    Raises:
-        DataError: an operator that is neither in float32 nor in float64.
-        HyperparameterError: k, tolerance or a size is out of its range, or the budget does not reach for one round.
-    """
+    """Checks what was asked for and fills in the defaults."""
     if A.dtype not in (torch.float32, torch.float64):
         raise DataError(f"spectra need float32 or float64, got {A.dtype}: build the operator in float32")
     if not 1 <= k <= n:

@@ -17,12 +17,7 @@ _FEWEST_SAMPLES = 5
 
 
 def check_square(A: LinearOperator, products: int, fewest: int) -> int:
-    """Size of a square operator, once it is known that the budget reaches.
-
-    Raises:
-        DataError: A is not square, or empty.
-        HyperparameterError: fewer products than the estimator needs.
-    """
+    """Size of a square operator, once it is known that the budget reaches."""
     n, columns = A.shape
     if n != columns or n == 0:
         raise DataError(f"a trace or diagonal needs a square operator with entries, got {A!r}: transpose or compose it")

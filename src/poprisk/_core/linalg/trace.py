@@ -2,6 +2,7 @@ r"""Traces from a few products: Hutchinson, Hutch++ and XTrace, each with a stan
 
 All three are unbiased for any square operator. For a spectrum that decays, the error falls like the root of the number
 of products for Hutchinson, like the number itself for Hutch++, and faster for XTrace, which uses every product twice.
+At most ``products`` products with vectors are made; the ``cost`` of an estimate is how many there were.
 """
 
 import torch
@@ -25,19 +26,6 @@ def hutchinson_trace(
 ) -> Estimate:
     r"""Hutchinson's estimate :math:`\frac1m \sum_i \omega_i^\top A \omega_i`.
 
-    Args:
-        A: A square operator.
-        products: m, the number of products with vectors; at least 2.
-        generator: Source of randomness.
-        distribution: Distribution of the probes ω.
-
-    Returns:
-        The trace; its cost is the number of products.
-
-    Raises:
-        DataError: A is not square.
-        HyperparameterError: too few products.
-
     >>> from poprisk._core.linalg import diagonal
     >>> A = diagonal(torch.tensor([1.0, 2.0, 3.0]))  # random signs are exact for a diagonal
     >>> print(hutchinson_trace(A, 6, generator=torch.Generator().manual_seed(0)))
@@ -59,19 +47,6 @@ def hutchpp_trace(
 
     A third of the products makes the sketch, a third the first term, a third the second, whose spread gives the
     standard error. Exact when the sketch holds the whole range.
-
-    Args:
-        A: A square operator.
-        products: At most so many products with vectors are made; at least 6.
-        generator: Source of randomness.
-        distribution: Distribution of the probes ω; the sketch is of random signs.
-
-    Returns:
-        The trace; its cost is the number of products.
-
-    Raises:
-        DataError: A is not square.
-        HyperparameterError: too few products.
 
     >>> from poprisk._core.linalg import LowRank
     >>> A = LowRank(torch.ones(40, 1))
@@ -104,20 +79,8 @@ def xtrace(A: LinearOperator, products: int, *, generator: torch.Generator) -> E
     is rescaled to its expected length, which leaves the estimate unbiased and takes out the spread of the length.
     Exact when the rank is below the number of probes.
 
-    Args:
-        A: A square operator; its adjoint is not used.
-        products: At most so many products with vectors, two for each probe; at least 4.
-        generator: Source of randomness.
-
-    Returns:
-        The trace; its cost is the number of products.
-
     Differs from the paper: its standard error takes the leave-one-out estimates as independent, which is too small when
     the spectrum decays slowly. Here it is larger by √2, the most that effects of two probes together can do.
-
-    Raises:
-        DataError: A is not square.
-        HyperparameterError: too few products.
 
     >>> from poprisk._core.linalg import LowRank
     >>> A = LowRank(torch.ones(40, 1))

@@ -17,9 +17,6 @@ def locked(path: str | Path, *, wait: bool = False) -> Iterator[None]:
     Args:
         path: The file; it is created, holds the name of the holder, and stays.
         wait: Wait for another process that has it.
-
-    Raises:
-        JobError: another process has it, and ``wait`` is not set.
     """
     import fcntl
 

@@ -72,11 +72,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def writable_directory(path: str | Path) -> Path:
-    """Create the directory if it does not exist, and check that files can be written to it.
-
-    Raises:
-        OSError: the path is a file, or the directory cannot be written.
-    """
+    """Create the directory if it does not exist, and check that files can be written to it."""
     directory = Path(path)
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"the output directory must be a folder, but {path} is a file; choose another name")

@@ -48,11 +48,7 @@ class WriterLock:
         return self._descriptor >= 0
 
     def require(self) -> None:
-        """Check that this lock still holds.
-
-        Raises:
-            RunError: another recorder of this process took over.
-        """
+        """Check that this lock still holds."""
         if not self.is_held:
             raise RunError(
                 f"{self._folder} is being written by another recorder of this process, so this one stopped: use that "
@@ -93,11 +89,7 @@ class WriterLock:
 
 
 def open_own(path: str | Path, _: int = 0) -> int:
-    """Open a file that is to be overwritten, or create it: never through a link, nor a file that has another name.
-
-    Raises:
-        RunError: it is something else.
-    """
+    """Open a file that is to be overwritten, or create it: never through a link, nor a file that has another name."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     with suppress(OSError):
         status = os.lstat(path)

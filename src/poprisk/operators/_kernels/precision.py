@@ -91,18 +91,7 @@ class Precision(Named):
 
 
 def check_supported(precision: Precision, device: str, capability: tuple[int, int] | None = None) -> None:
-    """Refuses a precision that a kind of device does not support.
-
-    Args:
-        precision: Precision of the products.
-        device: ``"cpu"`` or ``"cuda"``.
-        capability: CUDA compute capability of the GPU, if known.
-
-    Raises:
-        DeviceError: the device does not support it; the message names what it supports.
-
-    >>> check_supported(Precision.FLOAT16, "cpu")
-    """
+    """Refuses a precision that a kind of device does not support."""
     if precision is Precision.TF32 and device == "cpu":
         raise DeviceError(
             "precision='tf32' needs the tensor cores of a GPU, and the device is 'cpu': use 'float32', 'bfloat16x3' or "
@@ -123,11 +112,6 @@ def error_bound(precision: Precision, length: int, width: int) -> float:
     row), and sums: a panel of ``width`` columns is summed by groups of 16 products, each sum cut off at 24 bits
     (IEEE float32: rounded after every product), and the panels are added in float32. The error with which the rows
     themselves were computed is not included; ``measured_error`` includes it.
-
-    Args:
-        precision: Precision of the products.
-        length: r, the number of columns.
-        width: Number of columns that are summed at once.
 
     >>> f"{error_bound(Precision.FLOAT16, 10**6, 4096):.1e}"
     '1.0e-03'

@@ -95,15 +95,7 @@ def measured_error(
 
     The forward and backward passes are in float64 too, so that the error of the rows is included.
 
-    Args:
-        model: The model.
-        w: Weights at which the Jacobians were taken.
-        K: The kernel of these inputs.
-        inputs: The examples of its rows.
-        other_inputs: The examples of its columns, if different.
-        preconditioner: The diagonal of M that the kernel was computed with.
-        examples: Number of examples of each side, drawn at random.
-        seed: Seed for the random draw.
+    Arguments as in :func:`rounded_kernel`.
     """
     options = {"preconditioner": preconditioner, "examples": examples, "seed": seed}
     return exact_sample(model, w, inputs, other_inputs, **options).error(K)

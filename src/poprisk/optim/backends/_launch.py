@@ -102,15 +102,7 @@ class LaunchCache:
             p.grad = p.local
 
     def reuse(self, group: dict[str, Any], hyper: Hyper, states: States, key: int, average: Any) -> GroupUpdate | None:
-        """The update of the last step with the gradients of this one, if all else is as it was.
-
-        Args:
-            group: The parameter group.
-            hyper: Its hyper-parameters now.
-            states: All states of the optimizer.
-            key: Key of the group's first parameter.
-            average: The means to move along.
-        """
+        """The update of the last step with the gradients of this one, if all else is as it was."""
         update = self.update
         update.hyper = hyper
         grads = [p.grad for p in group["params"]]
