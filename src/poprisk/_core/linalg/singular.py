@@ -16,12 +16,11 @@ from poprisk._core.linalg.random_vectors import default_generator
 from poprisk._core.linalg.ritz import (
     Progress,
     RitzSpace,
+    SearchOptions,
     check_initial,
     orthonormal_extension,
-    plan_search,
     rounding_level,
     search,
-    start_block,
 )
 from poprisk.errors import DataError
 
@@ -89,30 +88,13 @@ def top_singular_triplets(
     """
     check_initial(initial, A.shape[1], A)
     wide = A.shape[0] < A.shape[1]
-    tall = A.adjoint() if wide else A  # so that the right basis is the one that can be exhausted
-    n = tall.shape[1]
-    warm = 0 if initial is None else initial.shape[1]
-    plan = plan_search(
-        A,
-        k,
-        n=n,
-        tolerance=tolerance,
-        max_products=max_products,
-        oversampling=oversampling,
-        max_basis=max_basis,
-        warm=warm,
-        products_per_direction=2,
-        products_of_start=warm if wide else 0,
-        progress=progress,
-    )
-    generator = generator or default_generator(A.device)
-    space = _BilinearSpace(tall, generator)
+    # So that the right basis is the one that can be exhausted.
+    space = _BilinearSpace(A.adjoint() if wide else A, generator or default_generator(A.device))
     if wide and initial is not None:
         initial = A.matmat(initial).detach()
-        space.products += warm
-    space.grow(start_block(n, k + oversampling, initial, A, generator))
-    search(space, plan)
-    return _certified(A, space, plan.k, plan.tolerance, wide)
+        space.products += initial.shape[1]
+    reached = search(A, space, k, SearchOptions(tolerance, max_products, oversampling, max_basis, progress), initial)
+    return _certified(A, space, k, reached, wide)
 
 
 class _BilinearSpace(RitzSpace):

@@ -13,12 +13,11 @@ from poprisk._core.linalg.random_vectors import default_generator
 from poprisk._core.linalg.ritz import (
     Progress,
     RitzSpace,
+    SearchOptions,
     check_initial,
     orthonormal_extension,
-    plan_search,
     rounding_level,
     search,
-    start_block,
 )
 from poprisk.errors import DataError
 
@@ -130,45 +129,28 @@ def top_eigenpairs(
             f"top_eigenpairs needs a symmetric operator, got {A!r}, not known to be one: pass declare_symmetric(A), or "
             "use top_singular_triplets"
         )
-    n = A.shape[0]
-    check_initial(initial, n, A)
+    check_initial(initial, A.shape[0], A)
     generator = generator or default_generator(A.device)
+    options = SearchOptions(tolerance, max_products, oversampling, max_basis, progress)
 
-    def searched(
-        B: LinearOperator, initial: Tensor | None, max_products: int | None, tolerance: float | None = tolerance
-    ) -> tuple[_SymmetricSpace, float]:
-        warm = 0 if initial is None else initial.shape[1]
-        plan = plan_search(
-            B,
-            k,
-            n=n,
-            tolerance=tolerance,
-            max_products=max_products,
-            oversampling=oversampling,
-            max_basis=max_basis,
-            warm=warm,
-            products_per_direction=1,
-            progress=progress,
-        )
+    def searched(B: LinearOperator, initial: Tensor | None, options: SearchOptions) -> tuple[_SymmetricSpace, float]:
         space = _SymmetricSpace(B, which, generator)
-        space.grow(start_block(n, k + oversampling, initial, B, generator))
-        search(space, plan)
-        return space, plan.tolerance
+        return space, search(B, space, k, options, initial)
 
     if surrogate is None:
-        space, reached = searched(A, initial, max_products)
+        space, reached = searched(A, initial, options)
         return _certified(A, space, k, reached, space.products)
     _check_surrogate(A, surrogate)
     # Half of the residual accepted is for the search, half for the distance of the two operators.
     half = None if tolerance is None else max(tolerance / 2, 2 * rounding_level(A))
-    space, reached = searched(surrogate, initial, max_products, half)
+    space, reached = searched(surrogate, initial, replace(options, tolerance=half))
     found = replace(_certified(A, space, k, tolerance or reached), surrogate_products=space.products)
     affordable = None if max_products is None else max_products - k
     if found.converged or (affordable is not None and affordable < 3 * k + oversampling):
         return found
     if max_basis is not None:  # room for the warm start, which whoever set it could not know of
         max_basis = max(max_basis, 2 * (2 * k + oversampling))
-    space, reached = searched(A, found.vectors, affordable)
+    space, reached = searched(A, found.vectors, replace(options, max_products=affordable, max_basis=max_basis))
     done = _certified(A, space, k, reached, space.products + found.products)
     return replace(done, surrogate_products=found.surrogate_products)
 
