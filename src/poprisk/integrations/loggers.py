@@ -99,16 +99,14 @@ class Watch:
                 self._groups.setdefault(name, Readings()).add(meters(sums[index]))
 
     def _write(self, step: int) -> None:
-        if self._draw_every is not None and self._is_time_to_draw(step, self._draw_every):
+        every = self._draw_every
+        if every is not None and (self._last_drawn == 0 or step // every > self._last_drawn // every):
             self._draw(step)
         values = {self._prefix + name.removeprefix(PREFIX): value for name, value in self._overall.flush().items()}
         for group, readings in self._groups.items():
             values |= {self._prefix + group + n.removeprefix(PREFIX): value for n, value in readings.flush().items()}
         self._last_line = step
         self._sink.scalars(values, step)
-
-    def _is_time_to_draw(self, step: int, draw_every: int) -> bool:
-        return self._last_drawn == 0 or step // draw_every > self._last_drawn // draw_every
 
     def _draw(self, step: int) -> None:
         names = _parameter_names(self._optimizer, self._model)

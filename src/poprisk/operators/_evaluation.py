@@ -46,12 +46,10 @@ class EvaluatedRun:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run."""
         return self.run.num_steps
 
     @property
     def num_examples(self) -> int:
-        """Training examples of the run."""
         return self.run.num_examples
 
     @property
@@ -60,7 +58,6 @@ class EvaluatedRun:
         return self.run.kept
 
     def weights(self, k: int) -> Float[Tensor, "d"]:
-        """Flat weights before step k, or after the last one."""
         return self.all_weights[k - self.start]
 
     def buffer(self, k: int) -> Float[Tensor, "d"]:

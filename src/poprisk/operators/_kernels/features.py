@@ -181,19 +181,15 @@ def compute_features(model: FlatModel, w: Tensor, recipe: Recipe, inputs: Inputs
     rows: Tensor | None = None
     factors: list[tuple[Factors, ...]] = []
     for part in slices(n, chunk):
-        made = _chunk_features(model, w, recipe, take_examples(inputs, part))
-        if made.rows.shape[0] == n:
-            return made
-        rows = made.rows.new_empty(n, *made.rows.shape[1:]) if rows is None else rows
-        rows[part] = made.rows
-        factors.append(made.factors)
+        pieces, made = feature_pieces(model, w, recipe, take_examples(inputs, part))
+        some = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        if len(some) == n:
+            return Features(some, made)
+        rows = some.new_empty(n, *some.shape[1:]) if rows is None else rows
+        rows[part] = some
+        factors.append(made)
     assert rows is not None
     return Features(rows, tuple(Factors.joined(parts) for parts in zip(*factors, strict=True)))
-
-
-def _chunk_features(model: FlatModel, w: Tensor, recipe: Recipe, inputs: Inputs) -> Features:
-    pieces, factors = feature_pieces(model, w, recipe, inputs)
-    return Features(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2), factors)
 
 
 def feature_pieces(
