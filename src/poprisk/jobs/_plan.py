@@ -15,17 +15,7 @@ from poprisk._core.store import TiledArray, add_tiled, directory_of, fingerprint
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.jobs._engine import JobsDone, run_jobs
 from poprisk.jobs._kinds import BUFFER, KINDS, NOTES, NOTES_BYTES, examples_of
-from poprisk.operators import (
-    Diagonal,
-    Method,
-    Precision,
-    TileMaker,
-    Window,
-    aligned,
-    check_supported,
-    plan_tiles,
-    window_limits,
-)
+from poprisk.operators import Diagonal, Method, Precision, TileMaker, Window, aligned, check_supported, plan_tiles
 from poprisk.risk import k_fold_members
 from poprisk.runs import Run, check_first_steps, code_digest, problem_digest, run_digest
 
@@ -130,7 +120,11 @@ class JobPlan:
         opened = _opened(run)
         if operator not in OPERATORS:
             raise HyperparameterError(f"operator must be one of {list(OPERATORS)}, got {operator!r}")
-        start, last = window_limits(opened, start, stop)
+        last = opened.num_steps if stop is None else stop
+        if not 0 <= start < last <= opened.num_steps:
+            raise DataError(
+                f"a window needs 0 ≤ start < stop ≤ {opened.num_steps}, the run's steps, got {start} and {last}"
+            )
         window = Window.of_run(opened, start=start, stop=start + 1, dtype=dtype, dense=False)  # only to get sizes
         sizes = [window.num_test_outputs if operator == "test_transfer" else window.num_outputs, window.num_outputs]
         rows, inner = sizes[::-1] if adjoint else sizes

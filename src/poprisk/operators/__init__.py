@@ -30,7 +30,6 @@ from poprisk.operators._batch_law import Sampling
 from poprisk.operators._bound import MARGIN, Form, eps_of, rounding_of_test_transfer
 from poprisk.operators._channels import Transfer, operator_norm, require_length, require_shape
 from poprisk.operators._coupling import path_error, whitened_error
-from poprisk.operators._drift_diffusion import window_limits
 from poprisk.operators._evaluation import Evaluation, evaluation_of
 from poprisk.operators._kernels.method import Method
 from poprisk.operators._kernels.plan import cut, plan_tiles

@@ -14,11 +14,9 @@ from poprisk._core.autodiff.independence import check_independence
 from poprisk._core.autodiff.loss_derivatives import loss_hessians
 from poprisk._core.autodiff.losses import ExampleLoss, resolve_loss, scalar_loss
 from poprisk._core.autodiff.precision import exact_kernels
-from poprisk._core.autodiff.products import BatchProducts, Inputs, take_examples
+from poprisk._core.autodiff.products import BatchProducts, Inputs
 from poprisk._core.autodiff.recurrent import is_recurrent, plain_operations
 from poprisk.errors import DataError
-
-__all__ = ["FlatModel", "Inputs", "take_examples"]
 
 
 class FlatModel(BatchProducts):

@@ -1,7 +1,6 @@
 """Linear algebra that knows no network: operators, certified spectra, projectors, trace and diagonal estimators."""
 
 from poprisk._core.linalg.adjoint import adjoint_mismatch
-from poprisk._core.linalg.diagonal_estimators import hutchinson_diagonal, xdiag
 from poprisk._core.linalg.factor import (
     Spectrum,
     spectrum_of_eigenpairs,
@@ -36,4 +35,4 @@ from poprisk._core.linalg.ritz import Progress
 from poprisk._core.linalg.singular import SingularTriplets, top_singular_triplets
 from poprisk._core.linalg.spectra import Eigenpairs, top_eigenpairs
 from poprisk._core.linalg.stored import StoredMatrix
-from poprisk._core.linalg.trace import hutchinson_trace, hutchpp_trace, xtrace
+from poprisk._core.linalg.trace import hutchinson_diagonal, hutchinson_trace, hutchpp_trace, xdiag, xtrace
