@@ -117,8 +117,7 @@ class KeepBest:
         self._hooks: list[Any] = [optimizer.register_step_post_hook(self._after_step)]
         if self._kept is not None:
             self._hooks.append(model.register_forward_pre_hook(ForwardHook(self._before_forward), with_kwargs=True))
-            if self._kept.may_grow:
-                self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     @property
     def kept_step(self) -> int | None:

@@ -59,11 +59,6 @@ class KeptWeights:
         reshard(model)
         self._copies = [each.detach().clone() for each in self._tensors.current()]
 
-    @property
-    def may_grow(self) -> bool:
-        """Whether the model has frozen parameters, which may be unfrozen later."""
-        return self._tensors.has_frozen
-
     def include_unfrozen(self) -> None:
         """Keep parameters that are about to be trained for the first time, too."""
         if begun := self._tensors.begun():

@@ -1,9 +1,9 @@
 """Atomic, versioned files; everything that is written to disk goes through this package."""
 
 from poprisk._core.store.envelope import FORMAT_VERSION, environment, load_result, save_result
-from poprisk._core.store.exclusive import append_line, locked
 from poprisk._core.store.files import (
     Figure,
+    append_line,
     atomic_file,
     writable_directory,
     writable_file,
@@ -13,7 +13,7 @@ from poprisk._core.store.files import (
     write_text,
 )
 from poprisk._core.store.import_paths import Importable, described, importable, located, resolve
-from poprisk._core.store.lock import LOCK, WriterLock
+from poprisk._core.store.lock import LOCK, WriterLock, locked
 from poprisk._core.store.packed import check_fields, fits, pack, unpack
 from poprisk._core.store.reading import (
     is_private,

@@ -46,6 +46,21 @@ def write_figure(path: str | Path, figure: Figure, dpi: int = 200) -> Path:
     return write_bytes(path, buffer.getvalue())
 
 
+def append_line(path: str | Path, line: str) -> None:
+    """Append a line in a single write, so that it is complete or absent.
+
+    Raises:
+        OSError: the directory cannot be created or written.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write to that replaces ``path`` when the block ends, and is removed if the block fails.

@@ -37,19 +37,6 @@ def adam_scale(
     return _cast(lr * gain, v) / (v.sqrt() + _cast(root * eps, v))
 
 
-def adam_direction(
-    m: Float[Tensor, "*shape"], v: Float[Tensor, "*shape"], t: Scalar, betas: Betas, eps: Scalar
-) -> Float[Tensor, "*shape"]:
-    r"""Adam's direction :math:`\hat m / (\sqrt{\hat v} + \epsilon)`, from the averages after step t.
-
-    >>> m, v = adam_moments(torch.tensor([2.0, -0.5]), torch.zeros(2), torch.zeros(2), (0.9, 0.999))
-    >>> adam_direction(m, v, 1, (0.9, 0.999), 1e-8)
-    tensor([ 1., -1.])
-    """
-    gain, root = _corrections(t, betas)
-    return m * _cast(gain, m) / (v.sqrt() + _cast(root * eps, v))
-
-
 def adam_step(
     w: Float[Tensor, "*shape"],
     g: Float[Tensor, "*shape"],
