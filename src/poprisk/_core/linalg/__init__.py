@@ -8,7 +8,6 @@ from poprisk._core.linalg.factor import (
     spectrum_of_matrix,
     tsqr_append,
 )
-from poprisk._core.linalg.inverse_root import InverseSquareRoot, inverse_square_root
 from poprisk._core.linalg.low_rank import LowRank, Preconditioner, precondition
 from poprisk._core.linalg.matrices import (
     declare_symmetric,
@@ -25,8 +24,10 @@ from poprisk._core.linalg.offdiagonal import OffDiagonalProjector, offdiagonal_p
 from poprisk._core.linalg.operator import LinearOperator
 from poprisk._core.linalg.projectors import (
     Channels,
+    InverseSquareRoot,
     OrthogonalProjector,
     epsilon_projectors,
+    inverse_square_root,
     null_projector,
     range_projector,
 )

@@ -126,6 +126,19 @@ def error_bound(precision: Precision, length: int, width: int) -> float:
 
 
 @contextmanager
+def _changed(*settings: tuple[Any, str, Any]) -> Iterator[None]:
+    """Objects with other values of their attributes, which come back at the end."""
+    before = [getattr(owner, name) for owner, name, _ in settings]
+    for owner, name, value in settings:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(settings, before, strict=True):
+            setattr(owner, name, value)
+
+
+@contextmanager
 def whole_sums() -> Iterator[None]:
     """Keeps partial sums of float16 and bfloat16 products on a GPU in float32.
 
@@ -133,16 +146,9 @@ def whole_sums() -> Iterator[None]:
     ...     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     False
     """
-    settings: Any = torch.backends.cuda.matmul
     names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-    before = [getattr(settings, name) for name in names]
-    for name in names:
-        setattr(settings, name, False)
-    try:
+    with _changed(*((torch.backends.cuda.matmul, name, False) for name in names)):
         yield
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(settings, name, value)
 
 
 @contextmanager
@@ -154,15 +160,8 @@ def float32_products(precision: str) -> Iterator[None]:
     tensor(2.)
     """
     convolutions: Any = torch.backends.cudnn
-    settings: list[Any] = [torch.backends.cuda.matmul, convolutions.conv]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = precision
-    try:
+    with _changed(*((each, "fp32_precision", precision) for each in (torch.backends.cuda.matmul, convolutions.conv))):
         yield
-    finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.fp32_precision = value
 
 
 @contextmanager
@@ -175,15 +174,13 @@ def pinned(threads: int) -> Iterator[None]:
     ...     torch.get_num_threads()
     1
     """
-    before, repeatable = torch.get_num_threads(), torch.backends.cudnn.deterministic
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    torch.backends.cudnn.deterministic = True
     try:
-        with float32_products("ieee"):
+        with float32_products("ieee"), _changed((torch.backends.cudnn, "deterministic", True)):
             yield
     finally:
         torch.set_num_threads(before)
-        torch.backends.cudnn.deterministic = repeatable
 
 
 def numerics_here(device: str = "cpu") -> dict[str, Any]:
