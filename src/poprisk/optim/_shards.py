@@ -108,7 +108,7 @@ def as_part_of(parameter: Any, local: Tensor) -> Tensor:
 
 
 def coordinates(parameter: Tensor) -> int:
-    """Number of real numbers in a parameter, over all processes."""
+    """Number of real numbers in a tensor; of a sharded one, over all processes."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 

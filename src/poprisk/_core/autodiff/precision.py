@@ -48,8 +48,7 @@ def exact_kernels(module: nn.Module | None = None) -> Iterator[None]:
     Fused attention has neither forward mode nor a batching rule, and the fused encoder layer of inference has no
     derivative at all: both give way to the plain formula.
 
-    Args:
-        module: Whose forward runs inside, to be named where ``vmap`` has no batching rule for a part of it.
+    The module is named where ``vmap`` has no batching rule for a part of it.
 
     >>> with exact_kernels():
     ...     torch.func.vmap(torch.sin)(torch.zeros(2))

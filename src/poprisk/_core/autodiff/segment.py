@@ -10,7 +10,7 @@ from poprisk._core.autodiff.blocks import plan_blocks, slices
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk._core.autodiff.kinks import average_between, find_kinks
 from poprisk._core.autodiff.loss_derivatives import flatten_outputs
-from poprisk._core.autodiff.products import Inputs, take_examples
+from poprisk._core.autodiff.products import Inputs, count_examples, take_examples
 from poprisk._core.autodiff.quadrature import DEFAULT_TOLERANCE, NODE_CAP, check_nodes, choose_nodes, gauss_legendre
 from poprisk._core.linalg import LinearOperator
 from poprisk.errors import DataError
@@ -109,7 +109,7 @@ class SegmentJacobian(LinearOperator):
 
     def _split(self, target: float) -> None:
         """Find the examples that cross kinks, more closely where some are missed, and average their rows."""
-        n, found, cells = _examples(self.inputs), {}, _CELLS
+        n, found, cells = count_examples(self.inputs), {}, _CELLS
         left = torch.arange(n, device=self.device)
         while len(left) and cells <= _MOST_CELLS:
             found |= find_kinks(self.model, self.start, self.step, self.inputs, left, cells)
@@ -158,13 +158,9 @@ class SegmentJacobian(LinearOperator):
         return self.start
 
     def to_dense(self, block_size: int | None = None) -> Float[Tensor, "N d"]:
-        """The matrix itself, from each example's own p rows.
-
-        Args:
-            block_size: Examples taken at a time; chosen to keep the memory besides the matrix small if not given.
-        """
+        """The matrix itself, from each example's own p rows."""
         N, d = self.shape
-        n = _examples(self.inputs)
+        n = count_examples(self.inputs)
         dense = self.start.new_zeros(n, N // n, d)
         few, _ = plan_blocks(n, 1, 2 * N // n * d, 0, self.start.element_size(), block_size or self.model.chunk_size)
         for w, weight in self._nodes(self.nodes):
@@ -180,14 +176,14 @@ class SegmentJacobian(LinearOperator):
         for w, weight in self._nodes(self.nodes):
             total.add_(self.model.jvp(w, self.inputs, X), alpha=weight)
         if len(self.crossing):
-            total.view(_examples(self.inputs), -1, X.shape[1])[self.crossing] = self._rows @ X
+            total.view(count_examples(self.inputs), -1, X.shape[1])[self.crossing] = self._rows @ X
         return total.addr_(self._residual, self._dual_step() @ X) if self.closed else total
 
     def _rmatmat(self, Y: Tensor) -> Tensor:
         total = torch.zeros(self.shape[1], Y.shape[1], dtype=self.dtype, device=self.device)
         smooth = Y
         if len(self.crossing):
-            of_example = Y.reshape(_examples(self.inputs), -1, Y.shape[1])
+            of_example = Y.reshape(count_examples(self.inputs), -1, Y.shape[1])
             total += torch.einsum("mpd,mpk->dk", self._rows, of_example[self.crossing])
             smooth = of_example.index_fill(0, self.crossing, 0.0).reshape(Y.shape)
         for w, weight in self._nodes(self.nodes):
@@ -210,7 +206,7 @@ class SegmentJacobian(LinearOperator):
         for w, weight in self._nodes(count):
             left.sub_(self.model.jvp(w, self.inputs, step), alpha=weight)
         if len(self.crossing):
-            n = _examples(self.inputs)
+            n = count_examples(self.inputs)
             between = self.displacement.view(n, -1)[self.crossing] - self._rows @ step
             left.view(n, -1)[self.crossing] = between
         return left
@@ -220,7 +216,3 @@ class SegmentJacobian(LinearOperator):
         step = self.step
         length = step.norm()
         return (step / length) / length
-
-
-def _examples(inputs: Inputs) -> int:
-    return (inputs[0] if isinstance(inputs, tuple) else inputs).shape[0]

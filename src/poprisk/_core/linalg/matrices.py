@@ -79,13 +79,7 @@ def from_functions(
 
     ``adjoint_mismatch`` tells whether the two belong together.
 
-    Args:
-        matmat: Takes [columns, k] to [rows, k].
-        rmatmat: Takes [rows, k] to [columns, k]; None for a symmetric operator.
-        shape: Rows and columns.
-        dtype: Data type of all tensors that go in and come out.
-        device: Where they live.
-        symmetric: Declares the operator to be its own adjoint.
+    ``matmat`` takes [columns, k] to [rows, k] and ``rmatmat`` back; it is None for a symmetric operator.
 
     >>> A = from_functions(lambda X: X[:1], lambda Y: torch.cat([Y, 0 * Y]), (1, 2), torch.float32)
     >>> A.T @ torch.ones(1)

@@ -93,9 +93,7 @@ class WriterLock:
 def locked(path: str | Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock on a file, which the operating system releases if the process dies.
 
-    Args:
-        path: The file; it is created, holds the name of the holder, and stays.
-        wait: Wait for another process that has it.
+    The file is created, holds the name of the holder, and stays.
     """
     import fcntl
 

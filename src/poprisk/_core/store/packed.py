@@ -17,8 +17,7 @@ _KIND = "#"
 def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
     """Convert a value to JSON, with tensors replaced by names, and the tensors.
 
-    Args:
-        value: None, numbers, strings, lists, tuples, mappings, tensors and dataclasses, nested in any way.
+    It may be None, numbers, strings, lists, tuples, mappings, tensors and dataclasses, nested in any way.
 
     >>> import torch
     >>> form, tensors = pack({"x": torch.ones(2), 3: (1.5,)})

@@ -193,10 +193,8 @@ def directory_of(store: Any) -> Path | None:
 def add_tiled(planned: TiledArray, arrays: Mapping[str, Any], *, same_tiles: bool = False) -> TiledArray:
     """Write a group without its tiles, or return the stored one of that name, which then must be the same.
 
-    Args:
-        planned: What is planned.
-        arrays: Further arrays: small tensors, or for those filled later ``shape``, ``chunks`` and ``dtype``.
-        same_tiles: Whether a stored group must have the same tiles; others change the last bits.
+    Further arrays are small tensors, or for those filled later ``shape``, ``chunks`` and ``dtype``. Other tiles change
+    the last bits.
     """
     if not re.fullmatch(r"\w[\w .,:()+-]{0,120}", planned.name):
         raise HyperparameterError(f"name must be letters, digits, spaces and '.,:()+-', got {planned.name!r}")

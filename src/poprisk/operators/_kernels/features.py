@@ -161,10 +161,7 @@ def factored_flops(layer: Layer, p: int) -> float:
 def make_recipe(structure: Structure, scales: Mapping[str, Tensor], *, row_speed: float = 1.0) -> Recipe:
     """Decides layer by layer: factors where they are cheaper and M allows, Jacobian rows otherwise.
 
-    Args:
-        structure: Structure of the model.
-        scales: The root of M by parameter; empty for none.
-        row_speed: How many times faster products of rows are than those of factors, where rows are rounded.
+    ``row_speed`` is how many times faster products of rows are than those of factors, where rows are rounded.
     """
     factored, unfolded = [], []
     for layer in structure.layers:

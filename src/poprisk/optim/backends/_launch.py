@@ -43,11 +43,6 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def length(p: ParamUpdate) -> int:
-    """Number of real numbers in the local part of a parameter."""
-    return p.local.numel() * (2 if p.local.is_complex() else 1)
-
-
 class LaunchCache:
     """A group whose last step took one launch: its tensors and options, and what that launch needed to know.
 
