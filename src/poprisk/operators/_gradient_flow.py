@@ -22,8 +22,7 @@ from poprisk._core.autodiff import FlatModel, Inputs
 from poprisk._core.linalg import tsqr_append
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._cumulative import CumulativeError, flow_cumulative_error
-from poprisk.operators._dense import Operators, Sources
-from poprisk.operators._realized import Discretization
+from poprisk.operators._dense import Discretization, Operators, Sources
 
 Preconditioner = Float[Tensor, "d"] | float
 """The diagonal of M, constant in time, or one number for all weights."""

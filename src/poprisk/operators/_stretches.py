@@ -145,7 +145,7 @@ class Stretch:
 
 
 class StretchedWindow:
-    """The first ``count`` steps of a path in stretches of ``length`` steps, known by their products.
+    """The steps of a path in stretches of ``length`` steps, known by their products.
 
     >>> from poprisk.operators._gradient_descent import gradient_descent
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False).double(), "squared")
@@ -156,12 +156,11 @@ class StretchedWindow:
     True
     """
 
-    def __init__(self, path: RunPath, length: int, count: int | None = None, *, nodes: int = 1) -> None:
-        self.path, self._nodes = path, nodes
-        self.count = len(path.steps) if count is None else count
+    def __init__(self, path: RunPath, length: int, *, nodes: int = 1) -> None:
+        self.path, self._nodes, count = path, nodes, len(path.steps)
         self._p = path.output_gradient.numel() // len(path.targets)
-        ends = range(0, self.count, length)
-        self.stretches = [self._stretch(a, min(a + length, self.count)) for a in tracked(ends, "linearizing the steps")]
+        begins = tracked(range(0, count, length), "linearizing the steps")
+        self.stretches = [self._stretch(a, min(a + length, count)) for a in begins]
 
     def _stretch(self, a: int, b: int) -> Stretch:
         path, nodes = self.path, self._nodes
@@ -193,7 +192,7 @@ class StretchedWindow:
     @cached_property
     def effective_preconditioners(self) -> list[Float[Tensor, "d"]]:
         r""":math:`\tilde M_j` of each step; see :mod:`poprisk.operators._reach`."""
-        return effective_preconditioners(self.path.steps[: self.count])
+        return effective_preconditioners(self.path.steps)
 
     def forward(
         self,

@@ -3,7 +3,6 @@
 from poprisk._core.autodiff.blocks import slices
 from poprisk._core.autodiff.curvature import SegmentCurvature
 from poprisk._core.autodiff.flat import FlatModel
-from poprisk._core.autodiff.graph_capture import capture_graph
 from poprisk._core.autodiff.independence import check_independence, draws_at_random
 from poprisk._core.autodiff.loss_derivatives import flatten_outputs, loss_gradients, loss_hessians
 from poprisk._core.autodiff.losses import (
@@ -21,7 +20,7 @@ from poprisk._core.autodiff.probing import probe
 from poprisk._core.autodiff.products import Inputs, count_examples, parts_of, take_examples
 from poprisk._core.autodiff.quadrature import gauss_legendre
 from poprisk._core.autodiff.recurrent import plain_operations
-from poprisk._core.autodiff.replayed import Replayed
+from poprisk._core.autodiff.replayed import Replayed, capture_graph
 from poprisk._core.autodiff.segment import SegmentJacobian
 from poprisk._core.autodiff.ways import (
     JacobianWay,

@@ -9,13 +9,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, vmap
 
-from poprisk._core.autodiff.graph_capture import wake_backward
 from poprisk._core.autodiff.independence import check_independence
 from poprisk._core.autodiff.loss_derivatives import loss_hessians
 from poprisk._core.autodiff.losses import ExampleLoss, resolve_loss, scalar_loss
 from poprisk._core.autodiff.precision import exact_kernels
 from poprisk._core.autodiff.products import BatchProducts, Inputs
 from poprisk._core.autodiff.recurrent import is_recurrent, plain_operations
+from poprisk._core.autodiff.replayed import wake_backward
 from poprisk.errors import DataError
 
 
