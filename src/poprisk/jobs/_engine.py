@@ -125,7 +125,11 @@ def job_status(store: Any) -> dict[str, tuple[int, int]]:
 
 
 def shipped_run(group: TiledArray, runs: Mapping[str, Run], problem: Problem | None) -> ShippedRun:
-    """The run of a group: one of those passed, or the directory that was planned with."""
+    """The run of a group: one of those passed, or the directory that was planned with.
+
+    Raises:
+        JobError: the run was only in memory.
+    """
     if group.name in runs:
         return ShippedRun(runs[group.name])
     path, folder = group.where.get("run"), directory_of(group.store)

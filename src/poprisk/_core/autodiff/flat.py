@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, vmap
 
+from poprisk._core.autodiff.function import FunctionModule
 from poprisk._core.autodiff.independence import check_independence
 from poprisk._core.autodiff.loss_derivatives import loss_hessians
 from poprisk._core.autodiff.losses import ExampleLoss, resolve_loss, scalar_loss
@@ -185,23 +186,6 @@ class FlatModel(BatchProducts):
         axes = (0 if w.dim() == 2 else None, *([0] * len(data)))
         with exact_kernels(self.module):
             return vmap(function, in_dims=axes, chunk_size=self.chunk_size)(w, *data)
-
-
-class FunctionModule(nn.Module):
-    """``function(w, inputs)`` of a batch, with w its one parameter."""
-
-    def __init__(self, function: Callable[[Tensor, Any], Tensor], weights: Float[Tensor, "d"]) -> None:
-        super().__init__()
-        if weights.dim() != 1 or not weights.is_floating_point():
-            raise DataError(
-                f"weights must be one flat vector of floating-point numbers, got shape {list(weights.shape)} of "
-                f"{weights.dtype}: flatten them and unflatten inside the function"
-            )
-        self.function, self.weights = function, nn.Parameter(weights.detach().clone())
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """The function at the module's weights."""
-        return self.function(self.weights, inputs[0] if len(inputs) == 1 else inputs)
 
 
 def _check_lengths(w: Tensor, *data: Inputs) -> None:
