@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from poprisk import Estimate, Problem, Window, train
-from poprisk._core import notebook as notebook_module
 from poprisk._core.html import bar, card, sparkline, table
 from poprisk._core.linalg.matrices import diagonal, from_dense
-from poprisk._core.notebook import NotebookBar, in_notebook
+from poprisk._core.notebook import in_notebook
+from poprisk._core.progress_faces import PERIOD, Notebook, Row
 from poprisk.operators._kernels.products import kernel_operator
 from poprisk.risk._audit.run_audit import audit
 from poprisk.risk._verdict import RiskEstimate
@@ -229,15 +229,17 @@ def test_a_bar_that_breaks_off_says_so(kernel, run):
 
 def test_time_left_and_throttle(kernel):
     now = [0.0]
-    progress = NotebookBar("work", 0, 100, clock=lambda: now[0])
-    now[0] = notebook_module._PERIOD / 2
-    assert not progress.is_due(10)
-    assert progress.is_due(100)
-    now[0] = 5.0
-    assert progress.is_due(10)
-    progress.update(10, "loss 1")
+    face, row = Notebook(lambda: now[0]), Row("work", 100, 0, 0, 0.0)
+    face.add(row, "")
+    now[0], row.done = PERIOD / 2, 10
+    assert not face.is_due(row)
+    row.done = 100
+    assert face.is_due(row)
+    now[0], row.done, row.words = 5.0, 10, "loss 1"
+    assert face.is_due(row)
+    face.show(row)
     assert "work: 10 of 100, loss 1, about 45 s left" in parsed(kernel.log[-1][1])
-    progress.finish()
+    face.remove(row, finished=True, nested=False)
     assert "100 of 100" in parsed(kernel.log[-1][1])
 
 

@@ -17,7 +17,7 @@ from poprisk.operators._bound import Bound
 from poprisk.operators._channels import dissipation_channels
 from poprisk.operators._coupling import Coupling, anchored_coupling
 from poprisk.operators._cumulative import CumulativeError, flow_cumulative_error
-from poprisk.operators._realized import RealizedWindow
+from poprisk.operators._dense import RealizedWindow
 from poprisk.theory.path_bounds import (
     anchored_bound,
     coarse_bound,

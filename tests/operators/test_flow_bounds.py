@@ -15,8 +15,8 @@ from poprisk._core.autodiff.flat import FlatModel
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._channels import dissipation_channels
 from poprisk.operators._coupling import Coupling, anchored_coupling_of_jacobians, path_error
+from poprisk.operators._dense import Discretization
 from poprisk.operators._gradient_flow import flow_path, gradient_flow_operators
-from poprisk.operators._realized import Discretization
 from poprisk.theory.path_bounds import (
     anchored_bound,
     coarse_bound,

@@ -62,8 +62,8 @@ def test_products_and_kernels(device, kind):
     operator = kernel_operator(model, w, problem.inputs)
     assert_close(operator @ K, K @ K)
     segment = SegmentJacobian(model, w, run.weights(3).to(device), problem.inputs)
-    assert_close(segment.push(V), segment.to_dense() @ V)
-    assert segment.push(V).device.type == device
+    assert_close(segment @ V, segment.to_dense() @ V)
+    assert (segment @ V).device.type == device
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._channels import dissipation_channels
 from poprisk.operators._coupling import Coupling
 from poprisk.operators._cumulative import LiftedStep, lifted_maps
-from poprisk.operators._realized import RealizedWindow
+from poprisk.operators._dense import RealizedWindow
 from poprisk.runs._step import AffineStep
 from poprisk_lab.theory.sobolev import (
     SobolevBound,

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 from poprisk._core.store import open_store
 from poprisk.errors import HyperparameterError, JobError, MissingExtraError
 
-Place = Literal["in-process", "threads", "processes"]
 _CURRENT: ContextVar[Any] = ContextVar("poprisk_cluster", default=None)
 _STORE: ContextVar[Any] = ContextVar("poprisk_store", default=None)
 COMPUTING = threading.Lock()
@@ -109,11 +108,7 @@ def run_tasks(
     An exception of the function is yielded in place of its result. What is shared by tasks is sent once to each worker.
     A task whose worker died is done by another worker. Tasks that are left when the iteration ends are cancelled.
 
-    Args:
-        function: A function of a module that workers can import.
-        tasks: For each task the shared object and the item.
-        pool: Where; default: the enclosing :func:`cluster`, or this process.
-        resources: Resources of Dask's workers that each task takes.
+    The function must be of a module that workers can import; by default it is called where :func:`cluster` says.
 
     Raises:
         JobError: the connection to the scheduler was lost.

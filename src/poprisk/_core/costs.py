@@ -54,25 +54,17 @@ def current_limits() -> Limits | None:
     return _CURRENT.get()
 
 
-def as_limits(name: str, budget: float | None, memory: int | str | None, **about: Any) -> Limits:
-    """Limits that begin now.
-
-    Raises:
-        HyperparameterError: a limit is not a positive number.
-    """
+@contextmanager
+def held(name: str, budget: float | None, memory: int | str | None, **about: Any) -> Iterator[Limits]:
+    """Limits that begin now, which what is done within the block asks for."""
     number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (number and 0 < budget < float("inf")):
         raise HyperparameterError(f"budget must be None or a positive number of seconds, got {budget!r}")
     allowed = None if memory is None else in_bytes(memory)
-    return Limits(name, budget, allowed, began=about["clock"](), **about)
-
-
-@contextmanager
-def held(limits: Limits) -> Iterator[None]:
-    """Let what is done within the block ask for these limits."""
+    limits = Limits(name, budget, allowed, began=about["clock"](), **about)
     token = _CURRENT.set(limits)
     try:
-        yield
+        yield limits
     finally:
         _CURRENT.reset(token)
 
@@ -90,11 +82,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def working_memory(usual: int) -> int:
-    """Bytes that work may use: ``usual``, or less where the limit of the call leaves less.
-
-    Raises:
-        LimitError: the limit leaves too little.
-    """
+    """Bytes that work may use: ``usual``, or less where the limit of the call leaves less."""
     found = _CURRENT.get()
     if found is None or found.memory is None:
         return usual

@@ -53,13 +53,13 @@ class Estimate:
                 f"value and standard_error must have one shape, got {_shape(self.value)} and "
                 f"{_shape(self.standard_error)}: give an error for each entry"
             )
-        if _any(self.standard_error, lambda x: x < 0):
+        if (torch.as_tensor(self.standard_error) < 0).any():
             raise DataError(f"standard_error must not be negative, got {self.standard_error}: pass its absolute value")
         if not (math.isfinite(self.cost) and self.cost >= 0):
             raise DataError(f"cost must be a finite number and not negative, got {self.cost}: count products or runs")
         if not self.valid and not self.reason:
             raise DataError("an estimate that is not valid needs a reason, got an empty one: say what went wrong")
-        if self.valid and not (_all_finite(self.value) and _all_finite(self.standard_error)):
+        if self.valid and not all(torch.as_tensor(x).isfinite().all() for x in (self.value, self.standard_error)):
             raise DataError(
                 f"a valid estimate needs a finite value and error, got {_text(self.value, self.standard_error)}: pass "
                 "valid=False and a reason"
@@ -104,15 +104,6 @@ def _number_or_tensor(name: str, x: Any) -> float | Tensor:
 
 def _shape(x: float | Tensor) -> list[int]:
     return list(x.shape) if isinstance(x, Tensor) else []
-
-
-def _any(x: float | Tensor, condition: Any) -> bool:
-    found = condition(x)
-    return bool(found.any()) if isinstance(found, Tensor) else found
-
-
-def _all_finite(x: float | Tensor) -> bool:
-    return bool(torch.isfinite(x).all()) if isinstance(x, Tensor) else math.isfinite(x)
 
 
 def _plain(x: Any) -> Any:

@@ -19,12 +19,6 @@ _WIDTH, _HEIGHT, _MOST_POINTS = 220, 44, 200
 def card(title: str, rows: Mapping[str, object], *, picture: str = "", notes: Iterable[str] = ()) -> str:
     """A title, lines of name and value, a picture made by this module, and notes.
 
-    Args:
-        title: What it is.
-        rows: Names and values, shown as text; None and "" are left out.
-        picture: HTML of :func:`sparkline` or :func:`table`, which is not escaped again.
-        notes: Sentences below.
-
     >>> print(card("Run", {"steps": 3, "where": "<memory>", "note": None}).count("<tr"))
     2
     >>> "&lt;memory&gt;" in card("Run", {"where": "<memory>"})
@@ -43,10 +37,6 @@ def card(title: str, rows: Mapping[str, object], *, picture: str = "", notes: It
 
 def table(columns: Mapping[str, str], rows: Iterable[Sequence[object]]) -> str:
     """A table of text; numbers are rounded and stand to the right.
-
-    Args:
-        columns: Names, with what is said of each when the pointer rests on it.
-        rows: A value for each column.
 
     >>> html = table({"loss": "at the end"}, [[0.123456], [True]])
     >>> "0.123<" in html, "yes<" in html, 'title="at the end"' in html

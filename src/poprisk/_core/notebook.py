@@ -1,14 +1,6 @@
-"""A progress bar in a notebook: one output that is replaced, rather than a line for each update."""
+"""Whether this is a notebook, and durations in words."""
 
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
-
-from poprisk._core.html import bar
-
-_PERIOD = 0.25
-"""Seconds between two updates; more frequent ones would only fill the connection to the browser."""
 
 
 def in_notebook() -> bool:
@@ -22,52 +14,6 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     return getattr(shell, "kernel", None) is not None
-
-
-class NotebookBar:
-    """One output that shows how far some work is, updated at most four times a second and at the end.
-
-    Args:
-        name: What is under way.
-        start: Units that were done before.
-        total: Units of work in all.
-        clock: Seconds, to measure the speed.
-    """
-
-    def __init__(self, name: str, start: int, total: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        from IPython.display import display  # type: ignore[import-not-found]  # the notebook has it
-
-        self._name, self._start, self._total, self._clock = name, start, max(total, 1), clock
-        self._done, self._began, self._shown_at = start, clock(), clock()
-        self._handle = display(self._picture(""), display_id=True)
-
-    def is_due(self, done: int) -> bool:
-        """Whether an update is due; ask before computing what it would say."""
-        return done >= self._total or self._clock() - self._shown_at >= _PERIOD
-
-    def update(self, done: int, words: str = "", *, total: int | None = None, skipped: int | None = None) -> None:
-        """Show how much is done, with a few words; ``skipped`` units took no work and do not count as speed."""
-        self._done, self._shown_at = done, self._clock()
-        self._total = self._total if total is None else max(total, 1)
-        self._start = self._start if skipped is None else skipped
-        self._handle.update(self._picture(words))
-
-    def finish(self) -> None:
-        """Show that all is done, even if the last update said less."""
-        if self._done < self._total:
-            self.update(self._total)
-
-    def stop(self) -> None:
-        """Leave the bar where it is, and say that the work stopped."""
-        self._handle.update(self._picture("stopped"))
-
-    def _picture(self, words: str) -> Any:
-        from IPython.display import HTML  # type: ignore[import-not-found]
-
-        taken, made = self._clock() - self._began, self._done - self._start
-        ahead = time_left(taken / made * (self._total - self._done)) if made > 0 and self._done < self._total else ""
-        said = [f"{self._name}: {self._done} of {self._total}", words, "" if words == "stopped" else ahead]
-        return HTML(bar(self._done / self._total, ", ".join(part for part in said if part)))
 
 
 def time_left(seconds: float) -> str:

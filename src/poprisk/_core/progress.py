@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from threading import Event, RLock, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from poprisk._core.costs import Limits, as_limits, current_limits, held, is_out_of_memory, memory_used, said
+from poprisk._core.costs import Limits, current_limits, held, is_out_of_memory, memory_used, said
 from poprisk._core.progress_faces import Lines, Row, open_face
 from poprisk.errors import LimitError
 
@@ -265,9 +265,13 @@ def limits(
     if outer is not None:
         yield outer
         return
-    found = as_limits(name, budget, memory, shown=progress, keeps=keeps, lower=lower, clock=clock)
+    about = {"shown": progress, "keeps": keeps, "lower": lower, "clock": clock}
     try:
-        with held(found), Progress(name, 0, shown=progress, patient=True) as about, about.beating():
+        with (
+            held(name, budget, memory, **about) as found,
+            Progress(name, 0, shown=progress, patient=True) as shown,
+            shown.beating(),
+        ):
             yield found
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

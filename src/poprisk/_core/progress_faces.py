@@ -6,11 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from poprisk._core.notebook import duration, time_left
+from poprisk._core.html import bar
+from poprisk._core.notebook import duration, in_notebook, time_left
 from poprisk._core.text import one_line
 
 BEAT = 4.0
 """Within a call whose costs are announced: the longest time without a word, in seconds."""
+PERIOD = 0.25
+"""Seconds between two updates in a notebook; more frequent ones would only fill the connection to the browser."""
 _NARROW = 72
 
 
@@ -47,8 +50,6 @@ class Row:
 
 
 def open_face(clock: Callable[[], float]) -> Any:
-    from poprisk._core.notebook import in_notebook
-
     if in_notebook():
         return Notebook(clock)
     console = _console()
@@ -63,20 +64,36 @@ def _console() -> Any:
     return Console(file=sys.stderr)
 
 
-class Terminal:
+class Face:
+    """What all faces share: when something was last said, and lines that stand for themselves."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._said_at = clock, clock()
+
+    def say(self, line: str) -> None:
+        write_line(line)
+
+    def is_silent(self, now: float) -> bool:
+        return now - self._said_at >= BEAT
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+class Terminal(Face):
     """A bar for each row; on a narrow terminal without words."""
 
     def __init__(self, console: Any, clock: Callable[[], float]) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._narrow = narrow = console.width < _NARROW
-        bar = BarColumn(bar_width=None if narrow else 40)
+        super().__init__(clock)
+        narrow = console.width < _NARROW
+        column = BarColumn(bar_width=None if narrow else 40)
         more = TextColumn(
             "{task.percentage:>3.0f}%" if narrow else "{task.fields[count]} {task.fields[said]}", markup=False
         )
-        self._clock, self._said_at = clock, clock()
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False), bar, more, console=console, expand=narrow
+            TextColumn("{task.description}", markup=False), column, more, console=console, expand=narrow
         )
         self._tasks: dict[Row, Any] = {}
 
@@ -101,9 +118,6 @@ class Terminal:
     def say(self, line: str) -> None:
         self._progress.console.print(line, highlight=False, markup=False)
 
-    def is_silent(self, now: float) -> bool:
-        return now - self._said_at >= BEAT
-
     def beat(self, row: Row) -> None:
         self._progress.update(self._tasks[row], said=f"{duration(self._clock() - row.began)} so far", refresh=True)
 
@@ -120,48 +134,54 @@ class Terminal:
         self._progress.stop()
 
 
-class Notebook:
-    """One output for each row, which is replaced."""
+class Notebook(Face):
+    """One output for each row, which is replaced, at most four times a second and at the end."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._bars, self._said_at = clock, {}, clock()
+        super().__init__(clock)
+        self._shown: dict[Row, tuple[Any, float, int]] = {}
+        """For each row its output, when that was last replaced, and how much it said was done."""
 
     def add(self, row: Row, counted: str) -> None:
-        from poprisk._core.notebook import NotebookBar
+        from IPython.display import display  # type: ignore[import-not-found]  # the notebook has it
 
-        self._bars[row] = NotebookBar(row.name, row.done, row.total, clock=self._clock)
+        self._shown[row] = display(self._picture(row), display_id=True), self._clock(), row.done
 
     def is_due(self, row: Row) -> bool:
-        return bool(row.doing) or self._bars[row].is_due(row.done)
+        return bool(row.doing) or row.done >= max(row.total, 1) or self._clock() - self._shown[row][1] >= PERIOD
 
     def show(self, row: Row) -> None:
-        self._said_at = self._clock()
-        words = ", ".join(part for part in (row.doing, row.words) if part)
-        self._bars[row].update(row.done, words, total=row.total, skipped=row.skipped)
-
-    def say(self, line: str) -> None:
-        write_line(line)
-
-    def is_silent(self, now: float) -> bool:
-        return now - self._said_at >= BEAT
+        self._replace(row, row.doing, row.words, row.time_left(self._clock()))
 
     def beat(self, row: Row) -> None:
-        self._said_at = self._clock()
-        self._bars[row].update(row.done, f"{duration(self._clock() - row.began)} so far")
+        self._replace(row, f"{duration(self._clock() - row.began)} so far", row.time_left(self._clock()))
 
     def remove(self, row: Row, finished: bool, nested: bool) -> None:
-        bar = self._bars.pop(row)
-        bar.finish() if finished else bar.stop()
+        if not finished:
+            self._replace(row, "stopped")
+        elif self._shown[row][2] < max(row.total, 1):
+            row.done = max(row.total, 1)
+            self._replace(row)
+        del self._shown[row]
 
-    def close(self) -> None:
-        pass
+    def _replace(self, row: Row, *words: str) -> None:
+        self._said_at = self._clock()
+        self._shown[row] = self._shown[row][0], self._said_at, row.done
+        self._shown[row][0].update(self._picture(row, *words))
+
+    def _picture(self, row: Row, *words: str) -> Any:
+        from IPython.display import HTML  # type: ignore[import-not-found]
+
+        total = max(row.total, 1)
+        said = ", ".join(part for part in (f"{row.name}: {row.done} of {total}", *words) if part)
+        return HTML(bar(row.done / total, said))
 
 
-class Lines:
+class Lines(Face):
     """A line when something begins, otherwise at each tenth of the way."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._said_at = clock, clock()
+        super().__init__(clock)
         self._told: dict[Row, int] = {}
         self._counted: dict[Row, str] = {}
 
@@ -179,10 +199,7 @@ class Lines:
 
     def say(self, line: str) -> None:
         self._said_at = self._clock()
-        write_line(line)
-
-    def is_silent(self, now: float) -> bool:
-        return now - self._said_at >= BEAT
+        super().say(line)
 
     def beat(self, row: Row) -> None:
         now = self._clock()
@@ -191,9 +208,6 @@ class Lines:
 
     def remove(self, row: Row, finished: bool, nested: bool) -> None:
         del self._told[row], self._counted[row]
-
-    def close(self) -> None:
-        pass
 
 
 def write_line(text: str) -> None:

@@ -194,7 +194,9 @@ def leaf_step(g: Any, direction: Any, stored: Moments, c: Coefficients, o: Optio
         new = jax.tree.map(partial(jnp.where, usable), new, old)
     q = _gate(new.m, new.s, g, c, o)
     if scale is not None:
-        q, scale = _to_adamw_units(jnp.broadcast_to(q, new.m.shape), scale)
+        q = jnp.broadcast_to(q, new.m.shape)
+        mean = jnp.asarray(q.mean() if q.size else 0.0, scale.dtype)
+        q, scale = _relative(q, scale[0]), jnp.stack([mean, scale[0]])
     if new.v is None:
         out = q * direction
     else:  # with eps = 0, a coordinate may never have had a gradient
@@ -207,12 +209,6 @@ def leaf_step(g: Any, direction: Any, stored: Moments, c: Coefficients, o: Optio
 def first_scale(_: Any) -> jax.Array:
     """The scale of a leaf before its first step; see ``poprisk.optim.rules._relative``."""
     return jnp.zeros(2, dtype=jnp.result_type(float))
-
-
-def _to_adamw_units(q: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What multiplies Adam's direction, from the gate and its mean in the previous step; and the scale after it."""
-    mean = jnp.asarray(q.mean() if q.size else 0.0, scale.dtype)
-    return _relative(q, scale[0]), jnp.stack([mean, scale[0]])
 
 
 def _relative(q: jax.Array, reference: jax.Array) -> jax.Array:

@@ -45,7 +45,11 @@ class Readings:
         Before the first step there is nothing to read.
         """
         if optimizer.state:
-            self._taken.append(optimizer.overall_diagnostics())
+            self.add(optimizer.overall_diagnostics())
+
+    def add(self, reading: GateDiagnostics) -> None:
+        """Take diagnostics that were computed elsewhere."""
+        self._taken.append(reading)
 
     def flush(self) -> dict[str, float]:
         """The values of the next log line, with names that start with ``poprisk/``; clears the readings.
@@ -69,6 +73,13 @@ def held_back_readings(keeper: KeepBest) -> dict[str, float]:
     if last.scores is not last.losses and bool(((last.scores == 0) | (last.scores == 1)).all()):
         found["held_back_accuracy"] = float(1 - last.scores.double().mean())
     return {PREFIX + name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def add_to_line(values: dict[str, float], logs: dict[str, Any], state: Any) -> None:
+    """Add values to a log line of a Hugging Face trainer, and to the history that is saved with the run."""
+    logs.update(values)
+    if state.log_history and state.log_history[-1].get("step") == state.global_step:
+        state.log_history[-1].update(values)
 
 
 def write_readings(folder: str | Path, lines: list[dict[str, Any]]) -> None:

@@ -10,10 +10,6 @@ def keep_own_lr(optimizer: PopRiskAdamW, scheduler: Any) -> None:
 
     No effect if the optimizer did not continue from AdamW, or if the schedule has no base learning rates
     (``ReduceLROnPlateau``). Absolute bounds of a schedule, such as ``eta_min``, remain those of AdamW.
-
-    Args:
-        optimizer: The optimizer, after ``load_state_dict``.
-        scheduler: A torch scheduler, or one wrapped by accelerate.
     """
     scheduler = getattr(scheduler, "scheduler", scheduler)
     parts = [part for part in getattr(scheduler, "_schedulers", [scheduler]) if hasattr(part, "base_lrs")]

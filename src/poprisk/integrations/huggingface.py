@@ -12,6 +12,7 @@ from poprisk.integrations._readings import (
     METERS_FILE,  # noqa: F401
     PREFIX,
     Readings,
+    add_to_line,
     find_poprisk,
     interval,
     write_readings,
@@ -169,12 +170,8 @@ class PopRiskCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add the values to the line with the training loss, and to the history that is saved with the run."""
-        if logs is None or "loss" not in logs or not self.readings:
-            return
-        meters = self.readings.flush()
-        logs.update(meters)
-        if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(meters)
+        if logs is not None and "loss" in logs and self.readings:
+            add_to_line(self.readings.flush(), logs, state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep separate lines if the Trainer logs nothing."""

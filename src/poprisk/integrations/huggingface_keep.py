@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from poprisk._core.store import atomic_file
 from poprisk.errors import HyperparameterError, MissingExtraError, RunError
-from poprisk.integrations._readings import PREFIX, held_back_readings
+from poprisk.integrations._readings import PREFIX, add_to_line, held_back_readings
 from poprisk.integrations._trainer_block import TrainerBlock
 from poprisk.integrations.recording import unwrapped
 from poprisk.optim import KeepBest, KeptRisk, Metric, hold_back
@@ -126,10 +126,7 @@ class KeepBestCallback(TrainerCallback):
             return
         if len(self.keeper.curve.moments) > self._logged:
             self._logged = len(self.keeper.curve.moments)
-            found = held_back_readings(self.keeper)
-            logs.update(found)
-            if state.log_history and state.log_history[-1].get("step") == state.global_step:
-                state.log_history[-1].update(found)
+            add_to_line(held_back_readings(self.keeper), logs, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -14,7 +14,6 @@ from poprisk.errors import HyperparameterError
 from poprisk.integrations._readings import PREFIX, Readings, find_poprisk, interval
 from poprisk.integrations.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink, as_sink
 from poprisk.optim import (
-    GateDiagnostics,
     Hyper,
     ParamUpdate,
     PopRiskAdamW,
@@ -52,7 +51,7 @@ class Watch:
     ) -> None:
         self._optimizer, self._sink, self._model, self._prefix = optimizer, sink, model, prefix
         self._every, self._draw_every, self._read_every = every, draw_every, interval(None, every)
-        self._overall, self._groups = _Readings(), dict[str, _Readings]()
+        self._overall, self._groups = Readings(), dict[str, Readings]()
         self._step = steps_taken(optimizer)
         self._last_line = self._last_drawn = self._read_at = 0
         self._handles: list[RemovableHandle] = [
@@ -97,19 +96,17 @@ class Watch:
             self._overall.add(meters(over_all(sums)))
             for index, group in enumerate(groups if len(groups) > 1 else ()):
                 name = f"group_{group.get('name', index)}/"
-                self._groups.setdefault(name, _Readings()).add(meters(sums[index]))
+                self._groups.setdefault(name, Readings()).add(meters(sums[index]))
 
     def _write(self, step: int) -> None:
-        if self._draw_every is not None and self._is_time_to_draw(step, self._draw_every):
+        every = self._draw_every
+        if every is not None and (self._last_drawn == 0 or step // every > self._last_drawn // every):
             self._draw(step)
         values = {self._prefix + name.removeprefix(PREFIX): value for name, value in self._overall.flush().items()}
         for group, readings in self._groups.items():
             values |= {self._prefix + group + n.removeprefix(PREFIX): value for n, value in readings.flush().items()}
         self._last_line = step
         self._sink.scalars(values, step)
-
-    def _is_time_to_draw(self, step: int, draw_every: int) -> bool:
-        return self._last_drawn == 0 or step // draw_every > self._last_drawn // draw_every
 
     def _draw(self, step: int) -> None:
         names = _parameter_names(self._optimizer, self._model)
@@ -121,7 +118,7 @@ class Watch:
 
     def _restart(self, _: Any) -> None:
         """After loading a checkpoint, continue its count of steps and discard earlier readings."""
-        self._overall, self._groups = _Readings(), {}
+        self._overall, self._groups = Readings(), {}
         self._step = steps_taken(self._optimizer)
         self._last_line = self._last_drawn = self._read_at = 0
 
@@ -262,13 +259,6 @@ def _stride(count: int, sample: int) -> int:
 
 def _finite(x: Tensor) -> Tensor:
     return x[x.isfinite()].float().cpu()
-
-
-class _Readings(Readings):
-    """Readings that are computed elsewhere."""
-
-    def add(self, reading: GateDiagnostics) -> None:
-        self._taken.append(reading)
 
 
 def _parameter_names(optimizer: PopRiskAdamW, model: nn.Module | None) -> dict[Tensor, str]:

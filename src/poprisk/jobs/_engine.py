@@ -41,12 +41,7 @@ class Work:
     """Kinds of machine that may compute."""
 
     def do(self, cell: Cell) -> None:
-        """Compute a tile and store it.
-
-        Raises:
-            JobError: this machine rounds differently.
-            DeviceError: a GPU is needed and there is none.
-        """
+        """Compute a tile and store it."""
         if self.group.has(cell):  # by a worker of a client that has died since this one looked
             return
         content, here = self.group.content, numerics_here(self.group.content["device"])

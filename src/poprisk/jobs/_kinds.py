@@ -119,11 +119,7 @@ def _check_planned(group: TiledArray, run: Run, digest: str, code: tuple[str, ..
 
 
 def examples_of(run: Run, which: str, dtype: torch.dtype) -> Inputs:
-    """All training or all test inputs.
-
-    Raises:
-        DataError: the problem has no test set.
-    """
+    """All training or all test inputs."""
     if which == "train":
         return run.problem.batch(dtype=dtype)[0]
     if run.problem.test is None:

@@ -118,9 +118,9 @@ class JobPlan:
             HyperparameterError: unknown operator or kind of columns.
         """
         opened = _opened(run)
-        last = opened.num_steps if stop is None else stop
         if operator not in OPERATORS:
             raise HyperparameterError(f"operator must be one of {list(OPERATORS)}, got {operator!r}")
+        last = opened.num_steps if stop is None else stop
         if not 0 <= start < last <= opened.num_steps:
             raise DataError(
                 f"a window needs 0 ≤ start < stop ≤ {opened.num_steps}, the run's steps, got {start} and {last}"

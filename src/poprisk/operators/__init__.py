@@ -31,15 +31,15 @@ from poprisk.operators._batch_law import Sampling
 from poprisk.operators._bound import MARGIN, Form, eps_of, rounding_of_test_transfer
 from poprisk.operators._channels import Transfer, operator_norm, require_length, require_shape
 from poprisk.operators._coupling import path_error, whitened_error
+from poprisk.operators._dense import RealizedWindow
 from poprisk.operators._evaluation import Evaluation, evaluation_of
 from poprisk.operators._kernels.method import Method
-from poprisk.operators._kernels.plan import cut, plan_tiles
-from poprisk.operators._kernels.precision import check_supported, float32_products, numerics_here, pinned
+from poprisk.operators._kernels.plan import plan_tiles
+from poprisk.operators._kernels.precision import check_supported, numerics_here, pinned
 from poprisk.operators._kernels.tiles import Side, TileMaker, aligned
 from poprisk.operators._kernels.validation import Diagonal
 from poprisk.operators._loss_terms import loss_terms, loss_weights
-from poprisk.operators._probes import PROBES, REPEATED, ProbedOperators, possible_gradients, probe_operators
-from poprisk.operators._realized import RealizedWindow
+from poprisk.operators._probes import PROBES, REPEATED, ProbedOperators, probe_operators
 from poprisk.operators._stretches import RunPath, StretchedWindow
 
 __all__ = [

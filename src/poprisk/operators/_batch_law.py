@@ -67,12 +67,7 @@ def batch_laws(
     A recorded clip factor enters as :math:`c`. It was computed from the batch, so that with clipping the mean is no
     conditional expectation but the full gradient times the factor that this step happened to have.
 
-    Args:
-        trajectory: The run.
-        num_examples: n.
-        start: First step of the window; epochs are followed from step 0 in any case.
-        stop: The step after its last.
-        sampling: How batches were drawn; a record of indices does not say.
+    Epochs are followed from step 0, whatever the window.
 
     Raises:
         HyperparameterError: an unknown way of sampling.

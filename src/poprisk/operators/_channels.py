@@ -260,9 +260,6 @@ def operator_norm(X: Float[Tensor, "rows columns"]) -> float:
 def require_shape(X: Transfer, shape: tuple[int, int], what: str) -> None:
     """Refuse a matrix of another shape.
 
-    Raises:
-        DataError: with both shapes.
-
     >>> require_shape(torch.ones(2, 3), (2, 2), "A")
     Traceback (most recent call last):
     poprisk.errors.DataError: A must be a matrix [2, 2], got [2, 3]
@@ -273,9 +270,6 @@ def require_shape(X: Transfer, shape: tuple[int, int], what: str) -> None:
 
 def require_length(x: Tensor, length: int, what: str) -> None:
     """Refuse a vector of another length.
-
-    Raises:
-        DataError: with both shapes.
 
     >>> require_length(torch.ones(2, 1), 2, "g")
     Traceback (most recent call last):

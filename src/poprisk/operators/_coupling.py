@@ -150,11 +150,8 @@ def anchored_coupling(
 
     .. math:: A_s = K_{QS}(s) K_{SS}(s)^\dagger
 
-    Args:
-        cross_kernel: K_QS(s).
-        train_kernel: K_SS(s), symmetric and positive semidefinite.
-        cutoff: Eigenvalues of K_SS at most this share of the largest one count as 0; by default N·eps. From the
-            Jacobians themselves, ``anchored_coupling_of_jacobians`` reaches twice as many digits down.
+    The cut-off is a share of the largest eigenvalue, by default N·eps; from the Jacobians themselves,
+    ``anchored_coupling_of_jacobians`` reaches twice as many digits down.
 
     Raises:
         DataError: shapes do not fit, or a kernel that is not positive semidefinite.
@@ -176,10 +173,7 @@ def anchored_coupling_of_jacobians(
 
     With a preconditioner M pass :math:`J M^{1/2}` for both.
 
-    Args:
-        test_jacobian: J_Q(s).
-        train_jacobian: J_S(s).
-        cutoff: Singular values of J_S at most this share of the largest one count as 0; by default 10·max(N, d)·eps.
+    The cut-off is a share of the largest singular value of J_S, by default 10·max(N, d)·eps.
 
     >>> anchored_coupling_of_jacobians(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]]))
     tensor([[0.5000]])

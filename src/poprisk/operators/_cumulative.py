@@ -83,9 +83,6 @@ def lifted_maps(steps: Sequence[LiftedStep], A: Float[Tensor, "M N"] | None = No
         steps: The window, first step first.
         A: The predictor; None stands for 0, and the maps add up to G.
 
-    Returns:
-        One [M, d] matrix per step.
-
     Raises:
         DataError: no step, shapes that do not fit, or a negative preconditioner.
 
@@ -106,7 +103,7 @@ def lifted_maps(steps: Sequence[LiftedStep], A: Float[Tensor, "M N"] | None = No
         moved = difference * step.preconditioner
         through_buffer = moved * step.buffer_share + later
         weighted = through_buffer * step.new_gradient + moved * step.direct_share
-        maps.append(weighted * _inverse_root(M_tilde))
+        maps.append(weighted * torch.where(M_tilde > 0, M_tilde, torch.inf).rsqrt())
         later = through_buffer * step.momentum
     return maps[::-1]
 
@@ -220,10 +217,6 @@ def _kept(spectrum: Spectrum, cutoff: float | None) -> tuple[Tensor, Tensor]:
     share = spectrum.resolution if cutoff is None else cutoff
     k = spectrum.count_above(share * spectrum.largest)
     return spectrum.roots[:k], spectrum.vectors[:, :k]
-
-
-def _inverse_root(diagonal: Tensor) -> Tensor:
-    return torch.where(diagonal > 0, diagonal, torch.inf).rsqrt()
 
 
 def _checked(steps: Sequence[LiftedStep]) -> Sequence[LiftedStep]:

@@ -201,25 +201,24 @@ def sampled_gradients(
     (tensor([-2.]), tensor([-1.]))
     """
     chosen = law.pool[torch.randperm(len(law.pool), generator=generator)[: 2 * sample]].to(w.device)
-
-    def gradient(rows: Tensor, shares: Tensor) -> Tensor:
-        batch = take_examples(inputs, rows)
-        return model.vjp(w, batch, (model.output_gradient(w, batch, targets[rows]) * shares[:, None]).reshape(-1))
-
     equal = w.new_full((sample,), law.scale / sample)
-    first, second = (gradient(rows, equal) for rows in chosen.split(sample))
+    first, second = (weighted_gradient(model, w, inputs, targets, rows, equal) for rows in chosen.split(sample))
     # Two samples without replacement out of a finite pool lie apart, and their mean lies closer to that of the pool.
     closer = (1 - 2 * sample / len(law.pool)) ** 0.5
-    drawn = gradient(step.batch, step.selection / targets.shape[0])
+    drawn = weighted_gradient(model, w, inputs, targets, step.batch, step.selection / targets.shape[0])
     return (first + second) / 2, closer * (first - second) / 2, drawn
 
 
-def window_limits(trajectory: Trajectory, start: int, stop: int | None) -> tuple[int, int]:
-    """First step of a window and the one after its last.
+def weighted_gradient(
+    model: FlatModel, w: Tensor, inputs: Inputs, targets: Tensor, rows: Tensor, shares: Tensor
+) -> Float[Tensor, "d"]:
+    """The gradient of the losses of some examples, each times its share."""
+    batch = take_examples(inputs, rows)
+    return model.vjp(w, batch, (model.output_gradient(w, batch, targets[rows]) * shares[:, None]).reshape(-1))
 
-    Raises:
-        DataError: the window is empty or outside the run.
-    """
+
+def window_limits(trajectory: Trajectory, start: int, stop: int | None) -> tuple[int, int]:
+    """First step of a window and the one after its last."""
     stop = trajectory.num_steps if stop is None else stop
     if not 0 <= start < stop <= trajectory.num_steps:
         raise DataError(
@@ -236,8 +235,13 @@ def in_dtype_of(model: FlatModel, x: Tensor) -> Tensor:
 
 def step_in_dtype_of(model: FlatModel, step: AffineStep) -> AffineStep:
     """A step with its tensors in the dtype and on the device of a model's weights."""
+    return step_like(next(iter(model.parameters.values())), step)
+
+
+def step_like(like: Tensor, step: AffineStep) -> AffineStep:
+    """A step with its tensors in the dtype and on the device of another one; indices keep theirs."""
     changed = {
-        name: value.to(next(iter(model.parameters.values())).device) if name == "batch" else in_dtype_of(model, value)
+        name: value.to(like.device) if name == "batch" else value.to(like.device, like.dtype)
         for name, value in vars(step).items()
         if isinstance(value, Tensor)
     }

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from poprisk._core.autodiff import FlatModel, Inputs, draws_at_random, take_examples
+from poprisk._core.autodiff import FlatModel, Inputs, draws_at_random
 from poprisk._core.seeds import shuffled
 from poprisk.errors import DataError, RunError
-from poprisk.operators._drift_diffusion import in_dtype_of, step_in_dtype_of, window_limits
+from poprisk.operators._drift_diffusion import in_dtype_of, step_in_dtype_of, weighted_gradient, window_limits
 from poprisk.operators._trajectory import Trajectory
 from poprisk.runs import AffineStep, Run
 
@@ -46,12 +46,10 @@ class EvaluatedRun:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run."""
         return self.run.num_steps
 
     @property
     def num_examples(self) -> int:
-        """Training examples of the run."""
         return self.run.num_examples
 
     @property
@@ -60,7 +58,6 @@ class EvaluatedRun:
         return self.run.kept
 
     def weights(self, k: int) -> Float[Tensor, "d"]:
-        """Flat weights before step k, or after the last one."""
         return self.all_weights[k - self.start]
 
     def buffer(self, k: int) -> Float[Tensor, "d"]:
@@ -187,7 +184,8 @@ def _evaluated(run: Run, model: FlatModel, start: int, stop: int) -> tuple[Evalu
     for k in range(start, stop):
         step = step_in_dtype_of(model, run.step(k))
         after = in_dtype_of(model, run.weights(k + 1))
-        f = _gradient(model, w, inputs, targets, step) + step.coupled_decay * w
+        drawn = weighted_gradient(model, w, inputs, targets, step.batch, step.selection / len(targets))
+        f = drawn + step.coupled_decay * w
         v = step.momentum * v + step.new_gradient * f
         push = step.preconditioner * (step.buffer_share * v + step.direct_share * f)
         source = (after - w) + push + step.decay * w
@@ -197,13 +195,6 @@ def _evaluated(run: Run, model: FlatModel, start: int, stop: int) -> tuple[Evalu
         found.all_weights.append(after)
         w = after
     return found, (beyond / moved) ** 0.5 if moved else 0.0
-
-
-def _gradient(model: FlatModel, w: Tensor, inputs: Inputs, targets: Tensor, step: AffineStep) -> Float[Tensor, "d"]:
-    """J'S g of the batch."""
-    batch = take_examples(inputs, step.batch)
-    residuals = model.output_gradient(w, batch, targets[step.batch]) / len(targets)
-    return model.vjp(w, batch, (step.selection[:, None] * residuals).reshape(-1))
 
 
 class _FixedStatistics(nn.Module):

@@ -20,19 +20,15 @@ class RecordedSteps:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken."""
         return len(self.all_steps)
 
     def weights(self, k: int) -> Float[Tensor, "d"]:
-        """Flat weights before step k, or after the last one."""
         return self.all_weights[k]
 
     def step(self, k: int) -> AffineStep:
-        """What step k did."""
         return self.all_steps[k]
 
     def buffer(self, k: int) -> Float[Tensor, "d"]:
-        """The momentum carried into step k."""
         return self.buffers[k]
 
 

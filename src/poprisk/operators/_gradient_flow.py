@@ -22,8 +22,7 @@ from poprisk._core.autodiff import FlatModel, Inputs
 from poprisk._core.linalg import tsqr_append
 from poprisk.errors import DataError, HyperparameterError
 from poprisk.operators._cumulative import CumulativeError, flow_cumulative_error
-from poprisk.operators._dense import Operators, Sources
-from poprisk.operators._realized import Discretization
+from poprisk.operators._dense import Discretization, Operators, Sources
 
 Preconditioner = Float[Tensor, "d"] | float
 """The diagonal of M, constant in time, or one number for all weights."""
@@ -77,7 +76,31 @@ def gradient_flow_operators(
         D = D + node.weight * node.train_jacobian @ pulled
         G = G + node.weight * node.test_jacobian @ pulled
         P, end = node.end_propagator, node.end_weights
-    return _operators(model, (start, end), inputs, targets, test_inputs, P, R, D, G)
+    before, after = (model.per_example_losses(w, inputs, targets).mean().item() for w in (start, end))
+    g = model.output_gradient(start, inputs, targets).reshape(-1) / targets.shape[0]
+    train, test = (
+        P.new_zeros(0) if x is None else (model.outputs(end, x) - model.outputs(start, x)).reshape(-1)
+        for x in (inputs, test_inputs)
+    )
+    none = P.new_zeros(N)
+    return Operators(
+        propagator=P,
+        factor=R,
+        train_transfer=D,
+        test_transfer=G,
+        sources=Sources(none, P.new_zeros(M), none),
+        output_gradient=g,
+        train_displacement=train,
+        test_displacement=test,
+        losses=(before, after),
+        num_examples=targets.shape[0],
+        discretization=Discretization(
+            train=(train + D @ g).norm().item(),
+            test=(test + G @ g).norm().item(),
+            # A flow descends; what Runge-Kutta and rounding make of a loss that no longer moves may be below 0.
+            root_dissipation=abs((R @ g).norm().item() - max(before - after, 0.0) ** 0.5),
+        ),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,46 +219,6 @@ def _diagonal(preconditioner: Preconditioner | None, w: Tensor) -> Tensor:
             f"preconditioner must be finite and not negative, got a minimum of {M.min().item():.3g}: W needs its root"
         )
     return M
-
-
-def _operators(
-    model: FlatModel,
-    ends: tuple[Tensor, Tensor],
-    inputs: Inputs,
-    targets: Tensor,
-    test_inputs: Inputs | None,
-    P: Tensor,
-    R: Tensor,
-    D: Tensor,
-    G: Tensor,
-) -> Operators:
-    start, end = ends
-
-    def moved(where: Inputs) -> Tensor:
-        return (model.outputs(end, where) - model.outputs(start, where)).reshape(-1)
-
-    before, after = (model.per_example_losses(w, inputs, targets).mean().item() for w in ends)
-    g = model.output_gradient(start, inputs, targets).reshape(-1) / targets.shape[0]
-    train, test = moved(inputs), P.new_zeros(0) if test_inputs is None else moved(test_inputs)
-    none = P.new_zeros(len(P))
-    return Operators(
-        propagator=P,
-        factor=R,
-        train_transfer=D,
-        test_transfer=G,
-        sources=Sources(none, P.new_zeros(len(G)), none),
-        output_gradient=g,
-        train_displacement=train,
-        test_displacement=test,
-        losses=(before, after),
-        num_examples=targets.shape[0],
-        discretization=Discretization(
-            train=(train + D @ g).norm().item(),
-            test=(test + G @ g).norm().item(),
-            # A flow descends; what Runge-Kutta and rounding make of a loss that no longer moves may be below 0.
-            root_dissipation=abs((R @ g).norm().item() - max(before - after, 0.0) ** 0.5),
-        ),
-    )
 
 
 def _flow(model: FlatModel, w: Tensor, inputs: Inputs, targets: Tensor, M: Tensor, h: float) -> Tensor:

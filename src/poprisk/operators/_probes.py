@@ -78,22 +78,8 @@ class _Sweep:
         return parts / parts.sum()
 
 
-def probe_operators(
-    path: RunPath,
-    H: Float[Tensor, "N h"],
-    length: int,
-    *,
-    probes: int = PROBES,
-    generator: torch.Generator | None = None,
-) -> ProbedOperators:
+def probe_operators(path: RunPath, H: Float[Tensor, "N h"], length: int, *, probes: int = PROBES) -> ProbedOperators:
     """What a run did along the columns of H, by one sweep over its steps and one with longer stretches.
-
-    Args:
-        path: The steps.
-        H: Directions of the output gradient at their start.
-        length: Steps of a stretch.
-        probes: Number of random directions.
-        generator: Source of the random directions; default: one with a fixed seed.
 
     >>> from poprisk._core.autodiff import FlatModel
     >>> from poprisk.operators._gradient_descent import gradient_descent
@@ -106,7 +92,7 @@ def probe_operators(
     (True, True)
     """
     h, basis = H.shape[1], possible_gradients(path.model.loss, path.start_outputs, path.targets)
-    random = gaussian(len(H), probes, generator or default_generator(H.device), H)
+    random = gaussian(len(H), probes, default_generator(H.device), H)
     block = torch.cat([H, _project(random, basis)], dim=1)
     fine = _swept(StretchedWindow(path, length), block, source=True)
     coarse = _swept(StretchedWindow(path, 2 * length), block[:, : h + REPEATED], source=False)

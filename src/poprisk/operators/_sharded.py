@@ -109,8 +109,8 @@ class ShardedKernel:
                     plain.clear()
 
                 stack.callback(freed)
-                stack.enter_context(_hook(module.register_forward_pre_hook(gathered)))
-                stack.enter_context(_hook(module.register_forward_hook(freed, prepend=True)))
+                stack.callback(module.register_forward_pre_hook(gathered).remove)
+                stack.callback(module.register_forward_hook(freed, prepend=True).remove)
             yield
 
     def _check(self) -> None:
@@ -138,11 +138,3 @@ def _own_parameters(module: nn.Module, gathering: Sequence[nn.Module]) -> list[t
     for child in module.children():
         found += [] if any(child is each for each in gathering) else _own_parameters(child, gathering)
     return found
-
-
-@contextmanager
-def _hook(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -116,14 +116,14 @@ class ChordStep:
         if self.chord is None or moved is None:
             return rows
         jacobian, curvature = self.chord
-        return rows - self.scale * curvature.apply(jacobian.push(moved))
+        return rows - self.scale * (curvature @ (jacobian @ moved))
 
     def read_adjoint(self, drows: Block, dz: Block, dmoved: Block) -> None:
         """Adds the transpose of ``read`` to the weights of z and of what has moved."""
         dz.index_add_(0, self.rows, drows)
         if self.chord is not None:
             jacobian, curvature = self.chord
-            dmoved.sub_(jacobian.pull(curvature.apply(drows)), alpha=self.scale)
+            dmoved.sub_(jacobian.T @ (curvature @ drows), alpha=self.scale)
 
     def pull(self, rows: Block) -> Block:
         r""":math:`J_k^\top S_k z` from the rows that the step sees."""
@@ -145,13 +145,7 @@ class Stretch:
 
 
 class StretchedWindow:
-    """The first ``count`` steps of a path in stretches of ``length`` steps, known by their products.
-
-    Args:
-        path: What was read of the run.
-        length: Steps of a stretch.
-        count: Steps of the window; default: all.
-        nodes: Quadrature nodes of each average.
+    """The steps of a path in stretches of ``length`` steps, known by their products.
 
     >>> from poprisk.operators._gradient_descent import gradient_descent
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False).double(), "squared")
@@ -162,12 +156,11 @@ class StretchedWindow:
     True
     """
 
-    def __init__(self, path: RunPath, length: int, count: int | None = None, *, nodes: int = 1) -> None:
-        self.path, self._nodes = path, nodes
-        self.count = len(path.steps) if count is None else count
+    def __init__(self, path: RunPath, length: int, *, nodes: int = 1) -> None:
+        self.path, self._nodes, count = path, nodes, len(path.steps)
         self._p = path.output_gradient.numel() // len(path.targets)
-        ends = range(0, self.count, length)
-        self.stretches = [self._stretch(a, min(a + length, self.count)) for a in tracked(ends, "linearizing the steps")]
+        begins = tracked(range(0, count, length), "linearizing the steps")
+        self.stretches = [self._stretch(a, min(a + length, count)) for a in begins]
 
     def _stretch(self, a: int, b: int) -> Stretch:
         path, nodes = self.path, self._nodes
@@ -199,7 +192,7 @@ class StretchedWindow:
     @cached_property
     def effective_preconditioners(self) -> list[Float[Tensor, "d"]]:
         r""":math:`\tilde M_j` of each step; see :mod:`poprisk.operators._reach`."""
-        return effective_preconditioners(self.path.steps[: self.count])
+        return effective_preconditioners(self.path.steps)
 
     def forward(
         self,
@@ -238,10 +231,10 @@ class StretchedWindow:
                     X[:, -1] += maps.step.decay * maps.weights - maps.step.source
                 moved, j = X if moved is None else moved.add_(X), j + 1
             assert moved is not None, "a stretch has at least one step"
-            y = stretch.train.push(moved)
-            train, z = train.add_(y), z - stretch.curvature.apply(y)
+            y = stretch.train @ moved
+            train, z = train.add_(y), z - stretch.curvature @ y
             if stretch.test is not None:
-                u = stretch.test.push(moved)
+                u = stretch.test @ moved
                 tested = u if tested is None else tested.add_(u)
             if after is not None:
                 after(j, z[:, :k])
@@ -260,7 +253,7 @@ class StretchedWindow:
         self.forward(H, watch=lambda j, F, rows: seen.append(rows))
         dz, dV = torch.zeros_like(H), None
         for stretch in tracked(self.stretches[::-1], "operators, backward"):
-            dmoved = stretch.train.pull(stretch.curvature.apply(dz)).neg_()
+            dmoved = (stretch.train.T @ (stretch.curvature @ dz)).neg_()
             for maps in reversed(stretch.steps):
                 step, weigh = maps.step, self.effective_preconditioners[len(seen) - 1][:, None]
                 dE = step.preconditioner[:, None] * dmoved

@@ -110,14 +110,8 @@ class SweptOperators:
         (its superscript M). For plain SGD, :math:`M = \eta I`, it is :math:`\mathcal W_S` in the time Ση.
         There is no second one without M: :math:`\ker W \subseteq \ker G` needs the same M on both sides.
         """
-        return from_functions(
-            self._dissipate,
-            None,
-            (self.num_outputs, self.num_outputs),
-            dtype=self.dtype,
-            device=self.device,
-            symmetric=True,
-        )
+        N = self.num_outputs
+        return from_functions(self._dissipate, None, (N, N), self.dtype, self.device, symmetric=True)
 
     def _dissipate(self, H: Block) -> Block:
         room = self.memory // (H.shape[1] * H.element_size() or 1)

@@ -83,9 +83,7 @@ class TopChannels:
     @cached_property
     def coupling_norm(self) -> float:
         r""":math:`\|A_\circ\|` of the leading space."""
-        c = self.channels
-        k = c.train_rank
-        return operator_norm(c.reduced_test @ c.train_right[:, :k] / c.train_roots[:k])
+        return operator_norm(self.coupling._weights)
 
     def prediction_bound(self, h: Float[Tensor, "N"]) -> float:
         r"""A bound on :math:`\|G h - A_\circ D h\|` for any h, inside the leading space or not.

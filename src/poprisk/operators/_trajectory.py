@@ -32,12 +32,7 @@ class Trajectory(Protocol):
 
 
 def check_run(trajectory: Trajectory, targets: Tensor, stop: int | None = None) -> None:
-    """Refuses what is known to be wrong before step ``stop``; a trajectory that says nothing is taken at its word.
-
-    Raises:
-        RunError: no exact analysis is possible, or inputs were augmented.
-        DataError: the training set has another size than the recorded one.
-    """
+    """Refuses what is known to be wrong before step ``stop``; a trajectory that says nothing is taken at its word."""
     obstacles = getattr(trajectory, "obstacles", ())
     if isinstance(trajectory, Run):
         trajectory.require_exact(stop)

@@ -16,21 +16,13 @@ from torch import Tensor
 
 from poprisk._core.linalg import LinearOperator, from_functions, top_eigenpairs
 from poprisk.errors import DataError
-from poprisk.operators._step_maps import Block, StepMaps, scale_rows
+from poprisk.operators._step_maps import Block, scale_rows
 from poprisk.operators._sweeps import step_direction
 from poprisk.operators._window import Window
 
 
 def visibility_limit(window: Window, *, test: bool = True, tolerance: float = 0.01) -> float:
     r""":math:`\mu_Q`, an upper bound on :math:`\|\Gamma_Q\|`, or for ``test=False`` the same for the training outputs.
-
-    Args:
-        window: The steps; only their products are used.
-        test: For the test outputs, or for the training outputs.
-        tolerance: Relative residual of the norm, which is added to it.
-
-    Raises:
-        DataError: the window has no test set.
 
     >>> from poprisk._core.autodiff import FlatModel
     >>> from poprisk.operators._gradient_descent import gradient_descent
@@ -45,11 +37,7 @@ def visibility_limit(window: Window, *, test: bool = True, tolerance: float = 0.
 
 
 def lifted_gramian(window: Window, *, test: bool = True) -> LinearOperator:
-    r""":math:`\sum_j L_j L_j^\top` on test (or training) outputs, by a backward and a forward pass over the steps.
-
-    Raises:
-        DataError: the window has no test set.
-    """
+    r""":math:`\sum_j L_j L_j^\top` on test (or training) outputs, by a backward and a forward pass over the steps."""
     if test and window.test_inputs is None:
         raise DataError("what a test set can see needs a test set: pass test_inputs=… to the window")
     rows = window.num_test_outputs if test else window.num_outputs
@@ -84,11 +72,7 @@ def _lowered(window: Window, reversed_gradients: list[Block], *, test: bool) -> 
     total: Block | None = None
     for maps in window.steps:
         X, momentum = step_direction(maps.step, reversed_gradients.pop(), momentum)
-        moved = _push(maps, X, test=test)
+        moved = maps.push_test(X) if test else maps.push(X)
         total = moved if total is None else total + moved
     assert total is not None, "a window has at least one step"
     return total
-
-
-def _push(maps: StepMaps, X: Block, *, test: bool) -> Block:
-    return maps.push_test(X) if test else maps.push(X)

@@ -26,6 +26,7 @@ from poprisk.errors import DataError, HyperparameterError, PopRiskError
 from poprisk.operators._coupling import anchored_coupling_of_jacobians
 from poprisk.operators._cumulative import CumulativeError, LiftedStep, cumulative_error
 from poprisk.operators._dense import Operators, Sources
+from poprisk.operators._drift_diffusion import step_like, window_limits
 from poprisk.operators._evaluation import evaluation_of
 from poprisk.operators._step_maps import Block, DenseStep, MatrixFreeStep, StepMaps
 from poprisk.operators._sweeps import forward_sweep
@@ -98,11 +99,7 @@ class Window(SweptOperators):
         memory: int = _MEMORY,
     ) -> None:
         check_run(trajectory, targets, stop)
-        stop = trajectory.num_steps if stop is None else stop
-        if not 0 <= start < stop <= trajectory.num_steps:
-            raise DataError(
-                f"a window needs 0 ≤ start < stop ≤ {trajectory.num_steps}, the run's steps, got {start} and {stop}"
-            )
+        start, stop = window_limits(trajectory, start, stop)
         self.model, self.inputs, self.targets, self.test_inputs = model, inputs, targets, test_inputs
         self.start, self.stop, self.memory = start, stop, memory
         self.dtype, self.device = model.weights.dtype, model.weights.device
@@ -119,7 +116,7 @@ class Window(SweptOperators):
         for k in range(start, stop):
             step = trajectory.step(k)
             self._path.append(trajectory.weights(k + 1).to(self.device, self.dtype))
-            built.append(self._build(k, self._converted(step)))
+            built.append(self._build(k, step_like(self._momentum, step)))
         self.stop_outputs = self._outputs(stop, inputs)
         dense = self._jacobian_bytes(built) <= memory if dense is None else dense
         self.steps: Sequence[StepMaps] = [maps.to_dense() for maps in built] if dense else built
@@ -337,10 +334,11 @@ class Window(SweptOperators):
             )
         before, after = self._weights(k), self._weights(k + 1)
         options = {"nodes": self._nodes, "secant": self._secant}
-        train = SegmentJacobian(self.model, before, after, self.inputs, kinks=self._kinks, **options)
-        test = None
-        if self.test_inputs is not None:
-            test = SegmentJacobian(self.model, before, after, self.test_inputs, kinks=self._kinks, **options)
+        train, test = (
+            None if inputs is None else SegmentJacobian(self.model, before, after, inputs, kinks=self._kinks, **options)
+            for inputs in (self.inputs, self.test_inputs)
+        )
+        assert train is not None
         curvature = SegmentCurvature(
             self.model.loss,
             self.model.batch_outputs(before, self.inputs),
@@ -348,23 +346,25 @@ class Window(SweptOperators):
             self.targets,
             **options,
         )
-        chosen = take_examples(self.inputs, step.batch)
-        return MatrixFreeStep(step, self.model, before, chosen, self.num_examples, train, test, curvature)
+        return MatrixFreeStep(
+            step=step,
+            train_jacobian=train,
+            test_jacobian=test,
+            curvature=curvature,
+            train_correction=train.correction,
+            test_correction=0.0 if test is None else test.correction,
+            nodes=train.nodes,
+            model=self.model,
+            weights=before,
+            batch_inputs=take_examples(self.inputs, step.batch),
+            num_examples=self.num_examples,
+        )
 
     def _jacobian_bytes(self, steps: Sequence[MatrixFreeStep]) -> int:
         """Memory that the Jacobians of all steps would take."""
         rows = len(steps) * (self.num_outputs + self.num_test_outputs)
         rows += sum(len(maps.step.batch) for maps in steps) * (self.num_outputs // self.num_examples)
         return rows * self.model.size * self.dtype.itemsize
-
-    def _converted(self, step: AffineStep) -> AffineStep:
-        """The step's tensors in the dtype and on the device of the window."""
-        changed = {
-            name: value.to(self.device) if name == "batch" else value.to(self.device, self.dtype)
-            for name, value in vars(step).items()
-            if isinstance(value, Tensor)
-        }
-        return AffineStep(**{**vars(step), **changed})
 
     def _require_room(self, what: str, numbers: int) -> None:
         """Refuses work that would hold more numbers at once than fit in ``memory``."""
@@ -400,7 +400,8 @@ class Window(SweptOperators):
 def _with_nodes(maps: StepMaps, nodes: int) -> MatrixFreeStep:
     if not isinstance(maps, MatrixFreeStep):
         raise DataError("the number of nodes makes no difference to a dense window: create it with dense=False")
-    return replace(maps, train=maps.train.with_nodes(nodes))
+    train = maps.train_jacobian.with_nodes(nodes)
+    return replace(maps, train_jacobian=train, train_correction=train.correction, nodes=nodes)
 
 
 def _cast(inputs: Inputs, dtype: torch.dtype, device: torch.device) -> Inputs:

@@ -1,5 +1,6 @@
 """Train: PopRiskAdamW and its gates, averaged weights, the held-back choice among them, and gradient variances."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from poprisk import _moved
@@ -58,37 +59,25 @@ __all__ = [
 
 # Few need these, and they bring derivatives, linear algebra or torch.distributed along.
 _LAZY = {
-    "FlatModel": "poprisk._core.autodiff",
-    "MicrobatchVariance": "poprisk.optim._estimators.variance",
-    "PerExampleVariance": "poprisk.optim._estimators.variance",
-    "one_step_loo_risk": "poprisk.optim._estimators.loo",
-    "population_projector": "poprisk.optim._estimators.rate",
-    "population_rate": "poprisk.optim._estimators.rate",
-    "rate_matrix": "poprisk.optim._estimators.rate",
-    "PopulationProjectorDescent": "poprisk.optim._projector_descent",
-    "RankVariance": "poprisk.optim._estimators.ranks",
-    "KeepBest": "poprisk.optim._keep_best",
-    "KeptRisk": "poprisk.optim._kept_risk",
-    "TailAverage": "poprisk.optim._tail_average",
-    "hold_back": "poprisk.optim._hold_back",
-    # For the rooms above: not public, and not in __all__.
-    "ExampleLosses": "poprisk.optim._example_losses",
-    "HeldBlock": "poprisk.optim._held_block",
-    "LastFeatures": "poprisk.optim._last_features",
-    "Loss": "poprisk.optim._example_losses",
-    "Metric": "poprisk.optim._held_curve",
-    "Moment": "poprisk.optim._held_curve",
-    "calibrated": "poprisk.optim._held_curve",
-    "evaluating": "poprisk.optim._evaluation",
-    "field": "poprisk.optim._example_losses",
-    "held_error": "poprisk.optim._held_curve",
-    "witness_kept": "poprisk.optim._kept_weights",
+    "poprisk._core.autodiff": ("FlatModel",),
+    "poprisk.optim._estimators.loo": ("one_step_loo_risk",),
+    "poprisk.optim._estimators.ranks": ("RankVariance",),
+    "poprisk.optim._estimators.rate": ("population_projector", "population_rate", "rate_matrix"),
+    "poprisk.optim._estimators.variance": ("MicrobatchVariance", "PerExampleVariance"),
+    "poprisk.optim._evaluation": ("evaluating",),
+    "poprisk.optim._example_losses": ("ExampleLosses", "Loss", "field"),
+    "poprisk.optim._held_block": ("HeldBlock",),
+    "poprisk.optim._held_curve": ("Metric", "Moment", "calibrated", "held_error"),
+    "poprisk.optim._hold_back": ("hold_back",),
+    "poprisk.optim._keep_best": ("KeepBest",),
+    "poprisk.optim._kept_risk": ("KeptRisk",),
+    "poprisk.optim._kept_weights": ("witness_kept",),
+    "poprisk.optim._last_features": ("LastFeatures",),
+    "poprisk.optim._projector_descent": ("PopulationProjectorDescent",),
+    "poprisk.optim._tail_average": ("TailAverage",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        return _moved.facade_attribute(__name__, name)
-    from importlib import import_module
-
-    return getattr(import_module(_LAZY[name]), name)
+    module = next((module for module, names in _LAZY.items() if name in names), None)
+    return _moved.facade_attribute(__name__, name) if module is None else getattr(import_module(module), name)

@@ -138,11 +138,7 @@ def checked_number(label: str, value: Any, expected: str, ok: Callable[[float], 
 
 
 def checked_field(name: str, value: Any, label: str) -> Any:
-    """The value of one field in its usual type.
-
-    Raises:
-        HyperparameterError: the value is out of range; the message calls the field by its label.
-    """
+    """The value of one field in its usual type."""
     if _FIELDS[name] in GATE_CHOICES:
         allowed = tuple(x for x in GATE_CHOICES[_FIELDS[name]] if x is not None)  # a Gate has a kind
         if value not in allowed:
@@ -199,20 +195,14 @@ def unpack_gate(options: Mapping[str, Any], *, in_group: bool = False) -> dict[s
     if isinstance(gate, Gate):
         refuse_both(gate, {} if in_group else flat)
         return gate.options()
-    if not stored:
-        warn_of_flat_options(flat)
-    return {**flat, **({"gate": gate} if "gate" in options else {})}
-
-
-def warn_of_flat_options(flat: Mapping[str, Any]) -> None:
-    """Names the field of :class:`Gate` for each option of the gate that was given by itself."""
-    for name in flat:
+    for name in () if stored else flat:
         warnings.warn(
             f"the option {name} of PopRiskAdamW is now a field of the gate: pass gate=Gate(…, {GATE_FIELD[name]}=…) "
             f"instead of {name}=…",
             DeprecationWarning,
             stacklevel=_caller_level(),
         )
+    return {**flat, **({"gate": gate} if "gate" in options else {})}
 
 
 def refuse_both(gate: Any, flat: Mapping[str, Any]) -> None:

@@ -136,11 +136,7 @@ class HeldBlock:
         return found
 
     def features(self, model: nn.Module, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What the last linear layer receives for each example, the outputs, and the targets, all on the CPU.
-
-        Raises:
-            DataError: the outputs are no tensor with a row for each example.
-        """
+        """What the last linear layer receives for each example, the outputs, and the targets, all on the CPU."""
         with evaluating(model) as device, LastFeatures(model) as features:
             found = []
             for _, logits, targets in self._outputs(model, batch_size, device):

@@ -65,7 +65,8 @@ class HeldCurve:
     def __init__(self, plain: bool = False) -> None:
         self.moments: list[Moment] = []
         self.plain = plain
-        self._best: Moment | None = None
+        self.best: Moment | None = None
+        """The measurement chosen so far, None before the first."""
         self._leader: Moment | None = None
         self._least = math.inf
         self._bending = True
@@ -73,17 +74,12 @@ class HeldCurve:
     def add(self, moment: Moment) -> bool:
         """Append a measurement; True if it is chosen over those before it."""
         self._least = min(self._least, _rank(moment)[0])
-        better = self._best is None or self._beats(moment, self._best)
+        better = self.best is None or self._beats(moment, self.best)
         self.moments.append(moment)
         if better:
-            self._best = moment
+            self.best = moment
         self._bending = self._is_bending()
         return better
-
-    @property
-    def best(self) -> Moment | None:
-        """The measurement chosen so far, None before the first."""
-        return self._best
 
     def is_bending(self) -> bool:
         """Whether the curve is neither clearly falling nor clearly past its minimum, so that the choice is near."""
@@ -103,13 +99,13 @@ class HeldCurve:
 
     def _is_bending(self) -> bool:
         own = [each for each in self.moments if each.tail == self.moments[-1].tail]
-        if len(own) < 3 or self._best is None:
+        if len(own) < 3 or self.best is None:
             return True
         falling = _paired(own[-1].scores - own[-2].scores) < -2
-        past = _paired(own[-1].scores - self._best.scores) > 4
+        past = _paired(own[-1].scores - self.best.scores) > 4
         return not (falling or past)
 
-    def chosen_risk(self, seed: int = 0) -> tuple[float, float, float]:
+    def chosen_risk(self) -> tuple[float, float, float]:
         r"""The risk of the chosen moment, corrected for having chosen it on the same examples, and two errors.
 
         The least of many noisy numbers is too small. The correction repeats the choice (bootstrap bias correction,
@@ -127,8 +123,7 @@ class HeldCurve:
         plain, count = float(best.losses.double().mean()), losses.shape[1]
         if count < FEWEST_HELD:
             return plain, math.nan, plain
-        generator = generator_for(seed, "resamples")
-        drawn = torch.randint(count, (_RESAMPLES, count), generator=generator)
+        drawn = torch.randint(count, (_RESAMPLES, count), generator=generator_for(0, "resamples"))
         weights = torch.zeros(_RESAMPLES, count, dtype=torch.float64)
         weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
         chosen = self._chosen_by(weights, losses, scores)
@@ -185,7 +180,7 @@ class HeldCurve:
         steps = state["steps"]
         losses, scores = (_unpacked(state[name], len(steps)) for name in ("losses", "scores"))
         calibrated = _unpacked(state["calibrated"], len(steps)) if state.get("calibrated") else [None] * len(steps)
-        self.moments, self._best, self._leader, self._least, self._bending = [], None, None, math.inf, True
+        self.moments, self.best, self._leader, self._least, self._bending = [], None, None, math.inf, True
         for row in zip(steps, state["tails"], losses, scores, calibrated, strict=True):
             self.add(Moment(*row))
 
@@ -198,11 +193,7 @@ def held_error(value: float, error: float, unseen: float, count: int) -> float:
     upper side of an interval for the logarithm of the risk,
     :math:`\frac{v}{2.5}(e^{2.5 c} - 1)` with the relative error c.
 
-    Args:
-        value: Mean loss.
-        error: Its plain standard error.
-        unseen: What one more bad example would add to the mean.
-        count: Number of losses.
+    ``error`` is the plain standard error of the mean loss, ``unseen`` what one more bad example would add to it.
     """
     free = max(count - 1, 1)
     wide = math.hypot(error, unseen) * (1 + 1.25 / free + 1.53 / free**2)

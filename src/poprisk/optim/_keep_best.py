@@ -2,7 +2,7 @@ r"""KeepBest: measure the averaged weights on a held-back block while training g
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,7 @@ class KeepBest:
         self._hooks: list[Any] = [optimizer.register_step_post_hook(self._after_step)]
         if self._kept is not None:
             self._hooks.append(model.register_forward_pre_hook(ForwardHook(self._before_forward), with_kwargs=True))
-            if self._kept.may_grow:
-                self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     @property
     def kept_step(self) -> int | None:
@@ -160,9 +159,8 @@ class KeepBest:
         """
         if self._risk is None or not isinstance(self._block, HeldBlock):
             raise HyperparameterError("features need held-back examples, and the weights that finish() keeps: call it")
-        block, (kind, dtype) = self._block if data is None else self._block.like(data), self._autocast or ("cpu", None)
-        precision = nullcontext() if self._autocast is None else torch.autocast(kind, dtype)
-        with precision:
+        block = self._block if data is None else self._block.like(data)
+        with self._precision():
             return block.features(self._model, self._batch_size or 1024)
 
     def count_examples(self, number: int) -> None:
@@ -233,8 +231,7 @@ class KeepBest:
         """What one more mistake of the kept weights, or an example as bad as the worst, would add to the mean loss."""
         found = None
         if isinstance(self._block, HeldBlock) and self._batch_size is not None:
-            precision = nullcontext() if self._autocast is None else torch.autocast(*self._autocast)
-            with precision:
+            with self._precision():
                 found = self._block.unseen(self._model, self._batch_size)
         return float(best.losses.max()) / len(best.losses) if found is None else found
 
@@ -356,9 +353,11 @@ class KeepBest:
     @contextmanager
     def _swapped(self, which: int) -> Iterator[None]:
         """The averaged weights in the model, in the precision of training."""
-        precision = nullcontext() if self._autocast is None else torch.autocast(self._autocast[0], self._autocast[1])
-        with nullcontext() if self.average is None else self.average.lent(which), precision:
+        with nullcontext() if self.average is None else self.average.lent(which), self._precision():
             yield
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._autocast is None else torch.autocast(*self._autocast)
 
     def _agreed(self, found: Sequence[Tensor]) -> list[Tensor]:
         """The same numbers in every process, so that all of them keep the same moment."""

@@ -23,12 +23,7 @@ class KeptRisk(Estimate):
 
 
 def risk_at(moment: Moment, work: float) -> KeptRisk:
-    """The risk of the weights of one moment, whatever was measured at others.
-
-    Args:
-        moment: The measurement.
-        work: What it cost, in examples.
-    """
+    """The risk of the weights of one moment, whatever was measured at others."""
     losses = moment.losses.double()
     count, value = len(losses), float(losses.mean())
     spread = float(losses.std()) / math.sqrt(count) if count > 1 else math.nan

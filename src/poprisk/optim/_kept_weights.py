@@ -59,11 +59,6 @@ class KeptWeights:
         reshard(model)
         self._copies = [each.detach().clone() for each in self._tensors.current()]
 
-    @property
-    def may_grow(self) -> bool:
-        """Whether the model has frozen parameters, which may be unfrozen later."""
-        return self._tensors.has_frozen
-
     def include_unfrozen(self) -> None:
         """Keep parameters that are about to be trained for the first time, too."""
         if begun := self._tensors.begun():
@@ -91,11 +86,7 @@ class KeptWeights:
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from :meth:`state`.
-
-        Raises:
-            StateDictError: the weights belong to another model, or are sharded where the model is not.
-        """
+        """Go on from :meth:`state`."""
         unfrozen = [name for name in state if name not in self._tensors.names]
         if unfrozen and self._tensors.can_include(unfrozen):
             self._include(unfrozen)

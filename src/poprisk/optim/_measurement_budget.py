@@ -20,11 +20,6 @@ class MeasurementBudget:
     """Counts the examples of training steps, and says when the next measurement is due.
 
     Work is counted in examples, not in seconds: the same training measures the same moments on any machine.
-
-    Args:
-        cost: Most of the training's work that measurements may add, as a share.
-        examples: Number of held-back examples.
-        averages: Number of averages that are measured.
     """
 
     def __init__(self, cost: float, examples: int, averages: int) -> None:

@@ -56,15 +56,8 @@ class ModelTensors:
         pairs = zip(self._places, tensors, strict=True)
         return [as_part_of(owner[key], x) if is_sharded(owner[key]) else x for (owner, key), x in pairs]
 
-    @property
-    def has_frozen(self) -> bool:
-        """Whether the model has parameters that do not require a gradient."""
-        return bool(self._frozen)
-
     def begun(self) -> list[str]:
         """Names of parameters that were frozen when the list was made and require a gradient now."""
-        if not self._frozen:
-            return []
         return [name for name, (owner, key) in self._frozen.items() if owner[key].requires_grad]
 
     def include(self, names: Sequence[str]) -> None:

@@ -58,7 +58,8 @@ class Monitor:
         limit = sum(limit for _, limit in gates) / len(gates)
         left_out = self.counter(device).double()
         reading = torch.stack([gate.double(), torch.full_like(left_out, limit), left_out])
-        self._read_pending()
+        while self.pending and self.pending[0][1].query():
+            self._judge(self.pending.pop(0)[0])
         if reading.is_cuda:
             host = torch.empty(3, dtype=torch.float64, pin_memory=True)
             host.copy_(reading, non_blocking=True)
@@ -67,10 +68,6 @@ class Monitor:
             self.pending.append((host, event))
         else:
             self._judge(reading)
-
-    def _read_pending(self) -> None:
-        while self.pending and self.pending[0][1].query():
-            self._judge(self.pending.pop(0)[0])
 
     def _judge(self, reading: Tensor) -> None:
         gate, limit, left_out = reading.tolist()

@@ -78,11 +78,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def _read(name: str, text: str) -> Any:
-    """One value: a word from the option's own list (yes, no and none in all spellings), or what its reader makes of it.
-
-    Raises:
-        HyperparameterError: the text is not of the option's type.
-    """
+    """One value: a word from the list of the option (yes, no, none in any spelling), or what its reader makes of it."""
     if name in CHOICES:
         value = text if text in CHOICES[name] else _WORDS.get(text.lower(), text)
         if value in CHOICES[name]:

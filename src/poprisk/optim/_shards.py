@@ -28,9 +28,6 @@ class Shard:
     parts need no special case:
 
     .. math:: \bar x = \frac{1}{n} \sum_p \sum_{k \in p} x_k
-
-    Args:
-        parameter: A DTensor, sharded or replicated along each axis of its mesh.
     """
 
     def __init__(self, parameter: "DTensor") -> None:
@@ -111,7 +108,7 @@ def as_part_of(parameter: Any, local: Tensor) -> Tensor:
 
 
 def coordinates(parameter: Tensor) -> int:
-    """Number of real numbers in a parameter, over all processes."""
+    """Number of real numbers in a tensor; of a sharded one, over all processes."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 

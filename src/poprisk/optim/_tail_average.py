@@ -283,9 +283,6 @@ def recompute_batch_norm(model: nn.Module, loader: Iterable[Any]) -> None:
 
 def move(means: list[Tensor], current: list[Tensor], weight: float) -> None:
     """Move each mean toward the current tensor by ``weight``; 16-bit tensors are averaged in float32."""
-    if all(m.dtype == x.dtype for m, x in zip(means, current, strict=True)):
-        torch._foreach_lerp_(means, current, weight)
-        return
     torch._foreach_lerp_(means, [x.to(m.dtype) for m, x in zip(means, current, strict=True)], weight)
 
 

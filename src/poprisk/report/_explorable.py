@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk.errors import DataError, HyperparameterError
-from poprisk.theory import FrozenProblem, decayed_flow_filter, frozen_problem, random_feature_task
+from poprisk.errors import DataError
+from poprisk.theory import FrozenProblem, frozen_problem, random_feature_task
 
 MOST_DIRECTIONS = 512
 """Maximum rank of the kernel; a larger one would make the page slow and its file large."""
@@ -33,22 +33,6 @@ class ExplorableKernel:
     problem: FrozenProblem
     signal: Float[Tensor, "N"]
     truth: Float[Tensor, "M"] | None = None
-
-
-def explored_filter(problem: FrozenProblem, rank: int, eta: float, t: float) -> Float[Tensor, "r"]:
-    """The diagonal of the filter of this module.
-
-    Raises:
-        HyperparameterError: The rank is not between 0 and the problem's rank, or the ridge or time is negative.
-
-    >>> problem = frozen_problem(torch.diag(torch.tensor([4.0, 1.0])), torch.ones(1, 2))
-    >>> explored_filter(problem, rank=1, eta=0.0, t=float("inf"))
-    tensor([1., 0.])
-    """
-    if not 0 <= rank <= problem.rank:
-        raise HyperparameterError(f"rank must lie between 0 and {problem.rank}, got {rank}")
-    kept = torch.arange(problem.rank, device=problem.roots.device) < rank
-    return decayed_flow_filter(problem, eta, t) * kept
 
 
 def builtin_kernel() -> ExplorableKernel:

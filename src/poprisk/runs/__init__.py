@@ -72,7 +72,7 @@ from poprisk.runs._replay import options_of, rebuilt
 from poprisk.runs._run import as_run
 from poprisk.runs._segment import SegmentReader
 from poprisk.runs._shipped import ShippedRun
-from poprisk.runs._storage import MANIFEST, DirectoryStorage, file_records, repair
+from poprisk.runs._storage import MANIFEST, DirectoryStorage, repair
 
 __all__ = [
     "AffineStep", "PerWeight", "Problem", "Recorder", "Replay", "Run", "RunSummary", "StepContext", "digits_split",

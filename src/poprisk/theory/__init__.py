@@ -10,7 +10,6 @@ from poprisk.theory.path_bounds import window_bounds
 
 # isort: split
 # For the rooms above: not public, and not in __all__.
-from poprisk.theory.filters import decayed_flow_filter
 from poprisk.theory.metrics import euclidean_metric
 from poprisk.theory.random_features import random_feature_task
 

@@ -66,7 +66,8 @@ class SignalDirections:
         >>> directions.value_after(0), directions.value_after(1), directions.value_after(2)
         (100.0, 1.0, 0.0)
         """
-        _require_rank(r, self.metric.size)
+        if not 0 <= r <= self.metric.size:
+            raise HyperparameterError(f"r must lie between 0 and {self.metric.size}, got {r}")
         return self.values[r].item() if r < len(self.values) else self.spectrum.rest
 
     def effective_rank(self, kind: RankKind = "participation") -> float:
@@ -156,8 +157,3 @@ def signal_directions_of(window: Window, metric: Metric, *, count: int | None = 
     """
     gramian = window.dense_operators().factor if count is None else window.dissipation_gramian
     return signal_directions(gramian, metric, count=count)
-
-
-def _require_rank(r: int, size: int) -> None:
-    if not 0 <= r <= size:
-        raise HyperparameterError(f"r must lie between 0 and {size}, got {r}")

@@ -35,10 +35,10 @@ def test_smooth_networks_need_hardly_any_correction(kind, size):
     assert J.nodes <= 10
     step = end - start
     assert_close(J.displacement, naive.outputs(model.module, end, x) - naive.outputs(model.module, start, x))
-    assert _relative(J.push(step), J.displacement) <= 1e-14
+    assert _relative(J @ step, J.displacement) <= 1e-14
     open_ = SegmentJacobian(model, start, end, x, secant=False)
     assert open_.nodes == J.nodes
-    assert _relative(open_.push(step), J.displacement) <= max(1e-12, 4 * J.noise)
+    assert _relative(open_ @ step, J.displacement) <= max(1e-12, 4 * J.noise)
 
 
 @pytest.mark.parametrize("kind", SMOOTH)
@@ -62,11 +62,11 @@ def test_push_pull_and_matrix_are_one_operator(kind, secant):
     C = torch.randn(N, 3, generator=generator, dtype=torch.float64)
     dense = J.to_dense()
     assert dense.shape == (N, d) == (len(J.displacement), model.size)
-    assert _relative(J.push(X), dense @ X) <= 1e-12
-    assert _relative(J.pull(C), dense.T @ C) <= 1e-12
-    assert _relative(J.push(X[:, 0]), dense @ X[:, 0]) <= 1e-12
-    assert _relative(J.pull(C[:, 0]), dense.T @ C[:, 0]) <= 1e-12
-    assert _relative(C.T @ J.push(X), J.pull(C).T @ X) <= 1e-12
+    assert _relative(J @ X, dense @ X) <= 1e-12
+    assert _relative(J.T @ C, dense.T @ C) <= 1e-12
+    assert _relative(J @ X[:, 0], dense @ X[:, 0]) <= 1e-12
+    assert _relative(J.T @ C[:, 0], dense.T @ C[:, 0]) <= 1e-12
+    assert _relative(C.T @ (J @ X), (J.T @ C).T @ X) <= 1e-12
     assert _relative(J.to_dense(block_size=2), dense) <= 1e-14
 
 
@@ -75,11 +75,11 @@ def test_the_secant_is_the_smallest_matrix_that_closes():
     closed, average = (SegmentJacobian(model, start, end, x, nodes=1, secant=s) for s in (True, False))
     step = end - start
     difference = closed.to_dense() - average.to_dense()
-    residual = closed.displacement - average.push(step)
+    residual = closed.displacement - average @ step
     assert closed.correction == average.correction == pytest.approx(float(residual.norm() / closed.displacement.norm()))
     assert closed.correction > 1e-3  # one node is not enough here: the secant has something to do
     assert_close(difference, torch.outer(residual, step) / step.dot(step), rtol=1e-10, atol=1e-13)
-    assert _relative(closed.push(step), closed.displacement) <= 1e-14
+    assert _relative(closed @ step, closed.displacement) <= 1e-14
 
 
 def test_kinks_end_at_the_cap_and_say_so():
@@ -90,7 +90,7 @@ def test_kinks_end_at_the_cap_and_say_so():
     few = SegmentJacobian(model, start, end, x, max_nodes=4)
     assert few.nodes == 4
     assert few.correction > J.correction
-    assert _relative(few.push(end - start), few.displacement) <= 1e-14
+    assert _relative(few @ (end - start), few.displacement) <= 1e-14
 
 
 def test_a_step_of_zero_leaves_the_jacobian():
@@ -119,7 +119,7 @@ def test_single_precision():
     assert J.correction <= max(1e-5, 4 * J.noise)
     assert J.dtype == torch.float32
     assert _relative(J.to_dense().double(), exact) <= 1e-5
-    assert _relative(J.push(end.float() - start.float()), J.displacement) <= 1e-5
+    assert _relative(J @ (end.float() - start.float()), J.displacement) <= 1e-5
 
 
 @pytest.mark.gpu
@@ -130,8 +130,8 @@ def test_cuda_gives_the_same_operator(kind):
     there = FlatModel(build(kind).cuda(), "squared")
     J = SegmentJacobian(there, start.cuda(), end.cuda(), x.cuda())
     X, C = torch.eye(J.shape[1], 4).double(), torch.eye(J.shape[0], 4).double()
-    assert _relative(J.push(X.cuda()).cpu(), expected.push(X)) <= 1e-11
-    assert _relative(J.pull(C.cuda()).cpu(), expected.pull(C)) <= 1e-11
+    assert _relative((J @ X.cuda()).cpu(), expected @ X) <= 1e-11
+    assert _relative((J.T @ C.cuda()).cpu(), expected.T @ C) <= 1e-11
     assert _relative(J.to_dense().cpu(), expected.to_dense()) <= 1e-11
 
 

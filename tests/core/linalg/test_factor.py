@@ -8,10 +8,15 @@ from torch.testing import assert_close
 
 from poprisk._core.linalg.adjoint import adjoint_mismatch
 from poprisk._core.linalg.factor import spectrum_of_eigenpairs, spectrum_of_factor, spectrum_of_matrix, tsqr_append
-from poprisk._core.linalg.inverse_root import inverse_square_root
 from poprisk._core.linalg.low_rank import LowRank
 from poprisk._core.linalg.matrices import from_dense
-from poprisk._core.linalg.projectors import OrthogonalProjector, epsilon_projectors, null_projector, range_projector
+from poprisk._core.linalg.projectors import (
+    OrthogonalProjector,
+    epsilon_projectors,
+    inverse_square_root,
+    null_projector,
+    range_projector,
+)
 from poprisk._core.linalg.spectra import Eigenpairs, top_eigenpairs
 from poprisk.errors import DataError, HyperparameterError
 

@@ -5,14 +5,12 @@ import torch
 from torch.testing import assert_close
 
 from poprisk._core.linalg.adjoint import adjoint_mismatch
-from poprisk._core.linalg.diagonal_estimators import hutchinson_diagonal, xdiag
 from poprisk._core.linalg.factor import spectrum_of_factor, tsqr_append
-from poprisk._core.linalg.inverse_root import inverse_square_root
 from poprisk._core.linalg.matrices import from_dense
-from poprisk._core.linalg.projectors import epsilon_projectors
+from poprisk._core.linalg.projectors import epsilon_projectors, inverse_square_root
 from poprisk._core.linalg.singular import top_singular_triplets
 from poprisk._core.linalg.spectra import top_eigenpairs
-from poprisk._core.linalg.trace import hutchinson_trace, hutchpp_trace, xtrace
+from poprisk._core.linalg.trace import hutchinson_diagonal, hutchinson_trace, hutchpp_trace, xdiag, xtrace
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from poprisk._core.linalg.diagonal_estimators import hutchinson_diagonal, xdiag
 from poprisk._core.linalg.matrices import diagonal, from_dense, from_functions, identity, zeros
 from poprisk._core.linalg.random_vectors import probes
-from poprisk._core.linalg.trace import hutchinson_trace, hutchpp_trace, xtrace
+from poprisk._core.linalg.trace import hutchinson_diagonal, hutchinson_trace, hutchpp_trace, xdiag, xtrace
 from poprisk.errors import DataError, HyperparameterError
 
 F64 = torch.float64

@@ -363,7 +363,7 @@ def test_memory_is_given_back():
     with MicrobatchVariance([w]) as source:
         for _ in range(3):
             w.sum().backward()
-        buffers = [source._tallies[w].sum_sq]
+        buffers = [source._tallies[w].spread]
         assert len(source._arriving) == 0
         assert buffers[0].shape == w.shape
         source.variances([w])

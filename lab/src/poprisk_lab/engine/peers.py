@@ -21,7 +21,7 @@ from torch import Tensor
 
 from poprisk._core.types import Scalar
 from poprisk.optim import snr_gate
-from poprisk.optim.rules._adam import adam_direction, adam_moments, moving_average
+from poprisk.optim.rules._adam import adam_moments, adam_scale, moving_average
 from poprisk_lab.engine.gradients import GradientKind
 
 States = Mapping[str, Tensor]
@@ -43,7 +43,7 @@ def adamw(
     """
     betas = h["beta1"], h["beta2"]
     m, v = adam_moments(g, state["m"], state["v"], betas)
-    return adam_direction(m, v, t, betas, h["eps"]), {"m": m, "v": v}
+    return m * adam_scale(v, t, betas, h["eps"]), {"m": m, "v": v}
 
 
 def adabelief(
@@ -66,7 +66,7 @@ def adabelief(
     """
     m = moving_average(state["m"], g, h["beta1"])
     s = moving_average(state["s"], (g - m).square(), h["beta2"]) + _cast(h["eps"], g)
-    return adam_direction(m, s, t, (h["beta1"], h["beta2"]), h["eps"]), {"m": m, "s": s}
+    return m * adam_scale(s, t, (h["beta1"], h["beta2"]), h["eps"]), {"m": m, "s": s}
 
 
 def msvag(

@@ -1,38 +1,33 @@
 """A model as functions of its flat parameters, losses of one example, and derivatives averaged over a step."""
 
-from poprisk._core.autodiff.blocks import slices as slices
-from poprisk._core.autodiff.curvature import SegmentCurvature as SegmentCurvature
-from poprisk._core.autodiff.flat import FlatModel as FlatModel
-from poprisk._core.autodiff.function import call_module as call_module
-from poprisk._core.autodiff.graph_capture import capture_graph as capture_graph
-from poprisk._core.autodiff.independence import check_independence as check_independence
-from poprisk._core.autodiff.independence import draws_at_random as draws_at_random
-from poprisk._core.autodiff.loss_derivatives import flatten_outputs as flatten_outputs
-from poprisk._core.autodiff.loss_derivatives import loss_gradients as loss_gradients
-from poprisk._core.autodiff.loss_derivatives import loss_hessians as loss_hessians
-from poprisk._core.autodiff.losses import IGNORED as IGNORED
-from poprisk._core.autodiff.losses import ExampleLoss as ExampleLoss
-from poprisk._core.autodiff.losses import check_same_shape as check_same_shape
-from poprisk._core.autodiff.losses import cross_entropy_loss as cross_entropy_loss
-from poprisk._core.autodiff.losses import logistic_loss as logistic_loss
-from poprisk._core.autodiff.losses import resolve_loss as resolve_loss
-from poprisk._core.autodiff.losses import scalar_loss as scalar_loss
-from poprisk._core.autodiff.losses import squared_loss as squared_loss
-from poprisk._core.autodiff.precision import EXACT_DTYPES as EXACT_DTYPES
-from poprisk._core.autodiff.precision import check_precision as check_precision
-from poprisk._core.autodiff.precision import exact_kernels as exact_kernels
-from poprisk._core.autodiff.probing import probe as probe
-from poprisk._core.autodiff.products import Inputs as Inputs
-from poprisk._core.autodiff.products import count_examples as count_examples
-from poprisk._core.autodiff.products import parts_of as parts_of
-from poprisk._core.autodiff.products import take_examples as take_examples
-from poprisk._core.autodiff.quadrature import gauss_legendre as gauss_legendre
-from poprisk._core.autodiff.recurrent import plain_operations as plain_operations
-from poprisk._core.autodiff.replayed import Replayed as Replayed
-from poprisk._core.autodiff.segment import SegmentJacobian as SegmentJacobian
-from poprisk._core.autodiff.ways import JacobianWay as JacobianWay
-from poprisk._core.autodiff.ways import OfWeights as OfWeights
-from poprisk._core.autodiff.ways import double_backward as double_backward
-from poprisk._core.autodiff.ways import forward_mode as forward_mode
-from poprisk._core.autodiff.ways import load_forward_mode as load_forward_mode
-from poprisk._core.autodiff.ways import take_first_way as take_first_way
+from poprisk._core.autodiff.blocks import slices
+from poprisk._core.autodiff.curvature import SegmentCurvature
+from poprisk._core.autodiff.flat import FlatModel
+from poprisk._core.autodiff.function import call_module
+from poprisk._core.autodiff.independence import check_independence, draws_at_random
+from poprisk._core.autodiff.loss_derivatives import flatten_outputs, loss_gradients, loss_hessians
+from poprisk._core.autodiff.losses import (
+    IGNORED,
+    ExampleLoss,
+    check_same_shape,
+    cross_entropy_loss,
+    logistic_loss,
+    resolve_loss,
+    scalar_loss,
+    squared_loss,
+)
+from poprisk._core.autodiff.precision import EXACT_DTYPES, check_precision, exact_kernels
+from poprisk._core.autodiff.probing import probe
+from poprisk._core.autodiff.products import Inputs, count_examples, parts_of, take_examples
+from poprisk._core.autodiff.quadrature import gauss_legendre
+from poprisk._core.autodiff.recurrent import plain_operations
+from poprisk._core.autodiff.replayed import Replayed, capture_graph
+from poprisk._core.autodiff.segment import SegmentJacobian
+from poprisk._core.autodiff.ways import (
+    JacobianWay,
+    OfWeights,
+    double_backward,
+    forward_mode,
+    load_forward_mode,
+    take_first_way,
+)

@@ -19,14 +19,6 @@ def plan_blocks(
     Splitting the examples repeats nothing, splitting the columns repeats the forward pass: so all columns stay together
     while a block has many examples.
 
-    Args:
-        examples: n.
-        columns: k.
-        per_example: Numbers one column needs for one example (its activations).
-        per_column: Numbers one column needs besides (the weights).
-        itemsize: Bytes of a number.
-        chunk_size: Fixed number of examples, if the user said so.
-
     >>> plan_blocks(1000, 20, per_example=1_000, per_column=80_000, itemsize=4)
     (1000, 20)
     >>> plan_blocks(1000, 20, per_example=50_000, per_column=80_000, itemsize=4)

@@ -98,23 +98,13 @@ class SegmentCurvature(LinearOperator):
         return n * p, n * p
 
     @property
-    def dtype(self) -> torch.dtype:
-        """That of the outputs."""
-        return self.blocks.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the outputs."""
-        return self.blocks.device
+    def _like(self) -> Tensor:
+        return self.blocks
 
     @property
     def smallest_eigenvalue(self) -> float:
         """Over all blocks; below zero the loss is not convex on the segment, or the secant took it there."""
         return float(torch.linalg.eigvalsh(self.blocks).min())
-
-    def apply(self, Y: Float[Tensor, "N"] | Float[Tensor, "N k"]) -> Float[Tensor, "N"] | Float[Tensor, "N k"]:
-        r""":math:`\bar B Y`."""
-        return self @ Y
 
     def to_dense(self, block_size: int | None = None) -> Float[Tensor, "N N"]:
         """The matrix itself; ``block_size`` has no use here."""

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jacrev, vmap
 
 from poprisk._core.autodiff.function import FunctionModule, call_module
-from poprisk._core.autodiff.graph_capture import wake_backward
 from poprisk._core.autodiff.independence import check_independence
 from poprisk._core.autodiff.loss_derivatives import loss_hessians
 from poprisk._core.autodiff.losses import ExampleLoss, resolve_loss, scalar_loss
 from poprisk._core.autodiff.precision import exact_kernels
-from poprisk._core.autodiff.products import BatchProducts, Inputs, take_examples
+from poprisk._core.autodiff.products import BatchProducts, Inputs
 from poprisk._core.autodiff.recurrent import is_recurrent, plain_operations
+from poprisk._core.autodiff.replayed import wake_backward
 from poprisk.errors import DataError
-
-__all__ = ["FlatModel", "Inputs", "take_examples"]
 
 
 class FlatModel(BatchProducts):

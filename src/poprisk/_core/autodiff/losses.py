@@ -32,11 +32,7 @@ def squared_loss(outputs: Float[Tensor, "*out"], target: Float[Tensor, "*target"
 
 
 def check_same_shape(outputs: Tensor, target: Tensor) -> None:
-    """Check that a target has the shape of one example's outputs: they are not broadcast.
-
-    Raises:
-        DataError: they differ in shape.
-    """
+    """Check that a target has the shape of one example's outputs: they are not broadcast."""
     if outputs.shape != target.shape:
         raise DataError(
             f"a target must have the shape of one example's outputs, {list(outputs.shape)}, got {list(target.shape)}: "
@@ -61,9 +57,6 @@ def logistic_loss(outputs: Float[Tensor, "*one"], target: Tensor) -> Float[Tenso
 
     .. math:: \ell(u, y) = -y \log \sigma(u) - (1 - y) \log \sigma(-u) = \log(1 + e^u) - y u
 
-    Raises:
-        DataError: more than one output or target for an example.
-
     >>> import torch
     >>> logistic_loss(torch.zeros(1), torch.tensor(1))  # log 2
     tensor(0.6931)
@@ -80,9 +73,6 @@ def logistic_loss(outputs: Float[Tensor, "*one"], target: Tensor) -> Float[Tenso
 
 def scalar_loss(loss: ExampleLoss) -> ExampleLoss:
     """The same loss, refusing anything but a scalar as its value.
-
-    Raises:
-        DataError: from the result, when the loss does not return a scalar.
 
     >>> import torch
     >>> scalar_loss(squared_loss)(torch.ones(2), torch.zeros(2))
@@ -101,9 +91,6 @@ def scalar_loss(loss: ExampleLoss) -> ExampleLoss:
 
 def resolve_loss(loss: str | ExampleLoss) -> ExampleLoss:
     """A loss by name, or the callable itself.
-
-    Raises:
-        HyperparameterError: neither a known name nor callable.
 
     >>> resolve_loss("squared") is squared_loss
     True

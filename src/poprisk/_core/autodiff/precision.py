@@ -15,14 +15,7 @@ _NO_BATCHING = "Batching rule not implemented for "
 
 
 def check_precision(parameters: Mapping[str, Tensor], w: Tensor) -> None:
-    """Refuses weights too coarse for derivatives that are multiplied and subtracted over a whole run.
-
-    Raises:
-        DataError: a trainable weight is neither float32 nor float64, ``w`` would be rounded to the module's dtype, or
-            autocast is on.
-
-    >>> check_precision({"w": torch.zeros(2)}, torch.zeros(2))
-    """
+    """Refuses weights too coarse for derivatives that are multiplied and subtracted over a whole run."""
     for name, p in parameters.items():
         if p.dtype not in EXACT_DTYPES:
             raise DataError(
@@ -40,13 +33,7 @@ def check_precision(parameters: Mapping[str, Tensor], w: Tensor) -> None:
 
 
 def check_outputs_precision(outputs: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Refuses outputs of low precision, or of another precision than the weights.
-
-    Raises:
-        DataError: the outputs are not float32 or float64, or not of the dtype given.
-
-    >>> check_outputs_precision(torch.zeros(2), torch.float32)
-    """
+    """Refuses outputs of low precision, or of another precision than the weights."""
     if outputs.dtype not in EXACT_DTYPES or (dtype is not None and outputs.dtype != dtype):
         raise DataError(
             f"exact products need outputs of {dtype or 'float32 or float64'}, got {outputs.dtype}: let the forward "
@@ -61,12 +48,7 @@ def exact_kernels(module: nn.Module | None = None) -> Iterator[None]:
     Fused attention has neither forward mode nor a batching rule, and the fused encoder layer of inference has no
     derivative at all: both give way to the plain formula.
 
-    Args:
-        module: Whose forward runs inside, to be named where ``vmap`` has no batching rule for a part of it.
-
-    Raises:
-        DataError: the forward or the loss draws at random inside ``vmap``.
-        RunError: it uses an operation that ``vmap`` cannot batch, such as a custom function without one.
+    The module is named where ``vmap`` has no batching rule for a part of it.
 
     >>> with exact_kernels():
     ...     torch.func.vmap(torch.sin)(torch.zeros(2))

@@ -65,13 +65,6 @@ class _Count(TorchDispatchMode):
 def probe(outputs: Callable[[list[int]], Tensor], examples: int) -> Probe:
     """Runs the first and the last example together and apart.
 
-    Args:
-        outputs: The outputs ``[len(rows), *out]`` of some examples, taken as one batch.
-        examples: How many there are.
-
-    Raises:
-        DataError: an example's outputs depend on which other examples are in its batch.
-
     >>> probe(lambda rows: torch.ones(len(rows), 3) * 2, examples=5)
     Probe(outputs=3, held=6)
     """

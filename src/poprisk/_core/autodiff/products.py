@@ -37,9 +37,6 @@ def parts_of(inputs: Inputs) -> tuple[Tensor, ...]:
 def count_examples(inputs: Inputs) -> int:
     """n, the length of the first axis.
 
-    Raises:
-        DataError: no examples, or parts of different lengths.
-
     >>> count_examples((torch.zeros(3, 2), torch.zeros(3)))
     3
     """
@@ -91,7 +88,7 @@ class BatchProducts(ABC):
 
     def batch_outputs(self, w: Float[Tensor, "d"], inputs: Inputs) -> Float[Tensor, "b *out"]:
         """F(w, z) in the module's own shape, all examples as one batch."""
-        self._check(w)
+        check_precision(self.parameters, w)
         n = count_examples(inputs)
         held = self._probe(w, inputs).held
         rows, _ = plan_blocks(n, 1, held, self.size, w.element_size(), self.chunk_size)
@@ -113,7 +110,7 @@ class BatchProducts(ABC):
         Raises:
             DataError: weights of low precision, shapes or dtypes that do not fit, a module that mixes its examples.
         """
-        self._check(w)
+        check_precision(self.parameters, w)
         columns = _columns(V, self.size, "V", w.dtype)
         n, found = count_examples(inputs), self._probe(w, inputs)
         out = columns.new_zeros(n, found.outputs, columns.shape[1])
@@ -136,7 +133,7 @@ class BatchProducts(ABC):
         Raises:
             DataError: weights of low precision, shapes or dtypes that do not fit, a module that mixes its examples.
         """
-        self._check(w)
+        check_precision(self.parameters, w)
         n, found = count_examples(inputs), self._probe(w, inputs)
         columns = _columns(C, n * found.outputs, "C", w.dtype)
         cotangents = columns.view(n, found.outputs, -1)
@@ -157,7 +154,7 @@ class BatchProducts(ABC):
         Raises:
             DataError: as in ``jvp``, or targets of another number than inputs.
         """
-        self._check(w)
+        check_precision(self.parameters, w)
         columns = _columns(V, self.size, "V", w.dtype)
         n, found = count_examples(inputs), self._probe(w, inputs)
         if targets.dim() == 0 or targets.shape[0] != n:
@@ -233,9 +230,6 @@ class BatchProducts(ABC):
         if cached and self.chunk_size is None:
             rows = min(rows, cache_rows(width, *sizes))
         yield from ((r, c) for r in slices(n, rows) for c in slices(k, width))
-
-    def _check(self, w: Tensor) -> None:
-        check_precision(self.parameters, w)
 
 
 def _pull(function: Callable[[Tensor], Tensor], w: Tensor, cotangents: Tensor) -> Tensor:

@@ -32,11 +32,7 @@ def gauss_legendre(nodes: int) -> tuple[tuple[float, float], ...]:
 
 
 def check_nodes(nodes: int | None, tolerance: float | None, max_nodes: int | None) -> None:
-    """Refuses a number of nodes below one and a tolerance that is not positive.
-
-    Raises:
-        HyperparameterError: one of them is out of range.
-    """
+    """Refuses a number of nodes below one and a tolerance that is not positive."""
     for name, value in (("nodes", nodes), ("max_nodes", max_nodes)):
         if value is not None and value < 1:
             raise HyperparameterError(f"{name} must be at least 1, got {value}: leave it out to have it chosen")
@@ -51,11 +47,6 @@ def choose_nodes(error: Callable[[int], float], target: float, cap: int) -> int:
     tried, never jumps further than double, and is made again from the newest pair where it was too small. Kinks (ReLU)
     make the convergence slow and lead to the cap. The search ends early where a small error no longer falls (rounding),
     and at a NaN.
-
-    Args:
-        error: Relative error with a given number of nodes; called about three times.
-        target: Error to reach.
-        cap: Most nodes allowed.
 
     >>> choose_nodes(lambda m: 10.0 ** (-3 * m), 1e-11, cap=32)
     4

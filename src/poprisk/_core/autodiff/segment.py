@@ -10,7 +10,7 @@ from poprisk._core.autodiff.blocks import plan_blocks, slices
 from poprisk._core.autodiff.flat import FlatModel
 from poprisk._core.autodiff.kinks import average_between, find_kinks
 from poprisk._core.autodiff.loss_derivatives import flatten_outputs
-from poprisk._core.autodiff.products import Inputs, take_examples
+from poprisk._core.autodiff.products import Inputs, count_examples, take_examples
 from poprisk._core.autodiff.quadrature import DEFAULT_TOLERANCE, NODE_CAP, check_nodes, choose_nodes, gauss_legendre
 from poprisk._core.linalg import LinearOperator
 from poprisk.errors import DataError
@@ -45,7 +45,7 @@ class SegmentJacobian(LinearOperator):
         kinks: Whether to look for the kinks of piecewise linear activations (ReLU, max-pooling, …) on the step of each
             example, and to average between them: exact to rounding where "cap" is 1e-3. The rows of the examples that
             cross a kink are kept, [p, d] each. A network without kinks is averaged as before.
-        secant: Whether to close; without, ``push`` maps Δw to the outputs' change up to the quadrature's error.
+        secant: Whether to close; without, the product with Δw is the outputs' change up to the quadrature's error.
 
     Raises:
         DataError: weights of low precision, shapes or dtypes that do not fit, a module that mixes its examples.
@@ -55,7 +55,7 @@ class SegmentJacobian(LinearOperator):
     >>> J = SegmentJacobian(model, torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([[1.0], [2.0]]))
     >>> J.displacement.tolist(), J.nodes  # F = x² w², J = 2 x² w is linear in w: one node, at the middle
     ([3.0, 12.0], 1)
-    >>> J.push(torch.tensor([10.0])).tolist()
+    >>> (J @ torch.tensor([10.0])).tolist()
     [30.0, 120.0]
     """
 
@@ -109,7 +109,7 @@ class SegmentJacobian(LinearOperator):
 
     def _split(self, target: float) -> None:
         """Find the examples that cross kinks, more closely where some are missed, and average their rows."""
-        n, found, cells = _examples(self.inputs), {}, _CELLS
+        n, found, cells = count_examples(self.inputs), {}, _CELLS
         left = torch.arange(n, device=self.device)
         while len(left) and cells <= _MOST_CELLS:
             found |= find_kinks(self.model, self.start, self.step, self.inputs, left, cells)
@@ -154,31 +154,13 @@ class SegmentJacobian(LinearOperator):
         return self.displacement.shape[0], self.start.shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """That of the weights."""
-        return self.start.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """That of the weights."""
-        return self.start.device
-
-    def push(self, X: Float[Tensor, "d"] | Float[Tensor, "d k"]) -> Float[Tensor, "N"] | Float[Tensor, "N k"]:
-        r""":math:`\bar J X`: one forward-mode product per node, all columns together."""
-        return self @ X
-
-    def pull(self, C: Float[Tensor, "N"] | Float[Tensor, "N k"]) -> Float[Tensor, "d"] | Float[Tensor, "d k"]:
-        r""":math:`\bar J^\top C`, the adjoint of ``push``."""
-        return self.T @ C
+    def _like(self) -> Tensor:
+        return self.start
 
     def to_dense(self, block_size: int | None = None) -> Float[Tensor, "N d"]:
-        """The matrix itself, from each example's own p rows.
-
-        Args:
-            block_size: Examples taken at a time; chosen to keep the memory besides the matrix small if not given.
-        """
+        """The matrix itself, from each example's own p rows."""
         N, d = self.shape
-        n = _examples(self.inputs)
+        n = count_examples(self.inputs)
         dense = self.start.new_zeros(n, N // n, d)
         few, _ = plan_blocks(n, 1, 2 * N // n * d, 0, self.start.element_size(), block_size or self.model.chunk_size)
         for w, weight in self._nodes(self.nodes):
@@ -194,14 +176,14 @@ class SegmentJacobian(LinearOperator):
         for w, weight in self._nodes(self.nodes):
             total.add_(self.model.jvp(w, self.inputs, X), alpha=weight)
         if len(self.crossing):
-            total.view(_examples(self.inputs), -1, X.shape[1])[self.crossing] = self._rows @ X
+            total.view(count_examples(self.inputs), -1, X.shape[1])[self.crossing] = self._rows @ X
         return total.addr_(self._residual, self._dual_step() @ X) if self.closed else total
 
     def _rmatmat(self, Y: Tensor) -> Tensor:
         total = torch.zeros(self.shape[1], Y.shape[1], dtype=self.dtype, device=self.device)
         smooth = Y
         if len(self.crossing):
-            of_example = Y.reshape(_examples(self.inputs), -1, Y.shape[1])
+            of_example = Y.reshape(count_examples(self.inputs), -1, Y.shape[1])
             total += torch.einsum("mpd,mpk->dk", self._rows, of_example[self.crossing])
             smooth = of_example.index_fill(0, self.crossing, 0.0).reshape(Y.shape)
         for w, weight in self._nodes(self.nodes):
@@ -224,7 +206,7 @@ class SegmentJacobian(LinearOperator):
         for w, weight in self._nodes(count):
             left.sub_(self.model.jvp(w, self.inputs, step), alpha=weight)
         if len(self.crossing):
-            n = _examples(self.inputs)
+            n = count_examples(self.inputs)
             between = self.displacement.view(n, -1)[self.crossing] - self._rows @ step
             left.view(n, -1)[self.crossing] = between
         return left
@@ -234,7 +216,3 @@ class SegmentJacobian(LinearOperator):
         step = self.step
         length = step.norm()
         return (step / length) / length
-
-
-def _examples(inputs: Inputs) -> int:
-    return (inputs[0] if isinstance(inputs, tuple) else inputs).shape[0]

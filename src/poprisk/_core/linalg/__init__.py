@@ -1,45 +1,21 @@
 """Linear algebra that knows no network: operators, certified spectra, projectors, trace and diagonal estimators."""
 
-from poprisk._core.linalg.adjoint import adjoint_mismatch as adjoint_mismatch
-from poprisk._core.linalg.diagonal_estimators import hutchinson_diagonal as hutchinson_diagonal
-from poprisk._core.linalg.diagonal_estimators import xdiag as xdiag
-from poprisk._core.linalg.factor import Spectrum as Spectrum
-from poprisk._core.linalg.factor import spectrum_of_eigenpairs as spectrum_of_eigenpairs
-from poprisk._core.linalg.factor import spectrum_of_factor as spectrum_of_factor
-from poprisk._core.linalg.factor import spectrum_of_matrix as spectrum_of_matrix
-from poprisk._core.linalg.factor import tsqr_append as tsqr_append
-from poprisk._core.linalg.inverse_root import InverseSquareRoot as InverseSquareRoot
-from poprisk._core.linalg.inverse_root import inverse_square_root as inverse_square_root
-from poprisk._core.linalg.low_rank import LowRank as LowRank
-from poprisk._core.linalg.low_rank import Preconditioner as Preconditioner
-from poprisk._core.linalg.low_rank import precondition as precondition
-from poprisk._core.linalg.matrices import declare_symmetric as declare_symmetric
-from poprisk._core.linalg.matrices import diagonal as diagonal
-from poprisk._core.linalg.matrices import from_dense as from_dense
-from poprisk._core.linalg.matrices import from_functions as from_functions
-from poprisk._core.linalg.matrices import horizontal_stack as horizontal_stack
-from poprisk._core.linalg.matrices import identity as identity
-from poprisk._core.linalg.matrices import vertical_stack as vertical_stack
-from poprisk._core.linalg.matrices import zeros as zeros
-from poprisk._core.linalg.norms import column_norms as column_norms
-from poprisk._core.linalg.offdiagonal import OffDiagonalProjector as OffDiagonalProjector
-from poprisk._core.linalg.offdiagonal import offdiagonal_projector as offdiagonal_projector
-from poprisk._core.linalg.operator import LinearOperator as LinearOperator
-from poprisk._core.linalg.projectors import Channels as Channels
-from poprisk._core.linalg.projectors import OrthogonalProjector as OrthogonalProjector
-from poprisk._core.linalg.projectors import epsilon_projectors as epsilon_projectors
-from poprisk._core.linalg.projectors import null_projector as null_projector
-from poprisk._core.linalg.projectors import range_projector as range_projector
-from poprisk._core.linalg.random_vectors import default_generator as default_generator
-from poprisk._core.linalg.random_vectors import gaussian as gaussian
-from poprisk._core.linalg.random_vectors import probe_columns as probe_columns
-from poprisk._core.linalg.random_vectors import probes as probes
-from poprisk._core.linalg.ritz import Progress as Progress
-from poprisk._core.linalg.singular import SingularTriplets as SingularTriplets
-from poprisk._core.linalg.singular import top_singular_triplets as top_singular_triplets
-from poprisk._core.linalg.spectra import Eigenpairs as Eigenpairs
-from poprisk._core.linalg.spectra import top_eigenpairs as top_eigenpairs
-from poprisk._core.linalg.stored import StoredMatrix as StoredMatrix
-from poprisk._core.linalg.trace import hutchinson_trace as hutchinson_trace
-from poprisk._core.linalg.trace import hutchpp_trace as hutchpp_trace
-from poprisk._core.linalg.trace import xtrace as xtrace
+from poprisk._core.linalg.factor import (
+    Spectrum,
+    spectrum_of_eigenpairs,
+    spectrum_of_factor,
+    spectrum_of_matrix,
+    tsqr_append,
+)
+from poprisk._core.linalg.low_rank import LowRank, Preconditioner, precondition
+from poprisk._core.linalg.matrices import diagonal, from_dense, from_functions, identity
+from poprisk._core.linalg.norms import column_norms
+from poprisk._core.linalg.offdiagonal import OffDiagonalProjector, offdiagonal_projector
+from poprisk._core.linalg.operator import LinearOperator
+from poprisk._core.linalg.projectors import Channels, OrthogonalProjector, epsilon_projectors, inverse_square_root
+from poprisk._core.linalg.random_vectors import default_generator, gaussian, probe_columns
+from poprisk._core.linalg.ritz import Progress
+from poprisk._core.linalg.singular import top_singular_triplets
+from poprisk._core.linalg.spectra import Eigenpairs, top_eigenpairs
+from poprisk._core.linalg.stored import StoredMatrix
+from poprisk._core.linalg.trace import hutchinson_diagonal, hutchinson_trace, hutchpp_trace, xdiag, xtrace

@@ -17,13 +17,7 @@ def adjoint_mismatch(A: LinearOperator, probes: int = 8, *, generator: torch.Gen
     Rounding leaves a small multiple of the machine epsilon; a wrong adjoint of an n×n operator leaves about
     :math:`n^{-1/2}`. A product with NaN gives NaN.
 
-    Args:
-        A: The operator; it must have an adjoint of its own, so a symmetric one is compared with itself.
-        probes: Number of random pairs.
-        generator: Source of randomness; default: one with a fixed seed.
-
-    Raises:
-        HyperparameterError: no probes.
+    A symmetric operator is compared with itself.
 
     >>> from poprisk._core.linalg import from_functions
     >>> double = from_functions(lambda X: 2 * X, lambda Y: 3 * Y, (4, 4), torch.float64)

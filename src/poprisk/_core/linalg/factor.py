@@ -71,15 +71,7 @@ def tsqr_append(R: Float[Tensor, "m n"] | None, rows: Float[Tensor, "r n"]) -> F
     Only orthogonal transformations touch the numbers: appending block after block (the sequential TSQR) keeps W to
     eps·σ_1 in its singular values, at the memory of one triangle and one block.
 
-    Args:
-        R: The factor so far, with at most n rows, or None to start.
-        rows: F.
-
-    Returns:
-        The new factor, upper triangular with a diagonal that is not negative, with min(m + r, n) rows.
-
-    Raises:
-        DataError: dtypes or devices differ, or the rows are not finite.
+    R is None to start. The result is upper triangular with a diagonal that is not negative, and has min(m + r, n) rows.
 
     >>> tsqr_append(torch.tensor([[3.0]]), torch.tensor([[4.0]]))
     tensor([[5.]])
@@ -115,9 +107,6 @@ def spectrum_of_factor(R: Float[Tensor, "m n"]) -> Spectrum:
 def spectrum_of_matrix(W: Float[Tensor, "n n"]) -> Spectrum:
     """Eigenvalues and vectors of a positive semidefinite matrix; negative ones within rounding become 0.
 
-    Raises:
-        DataError: W is not symmetric, has an eigenvalue below 0 beyond rounding, or is not finite.
-
     >>> spectrum_of_matrix(torch.tensor([[2.0, 2.0], [2.0, 2.0]])).roots.round(decimals=3)
     tensor([2., 0.])
     """
@@ -141,9 +130,6 @@ def spectrum_of_eigenpairs(pairs: Eigenpairs) -> Spectrum:
     r"""The leading part of a spectrum, from ``top_eigenpairs`` of a positive semidefinite operator.
 
     What was not computed is at most the last value plus its residual; thresholds below that are refused.
-
-    Raises:
-        DataError: an eigenvalue is negative beyond its residual, or the values do not descend.
 
     >>> from poprisk._core.linalg import diagonal, top_eigenpairs
     >>> pairs = top_eigenpairs(diagonal(torch.tensor([4.0, 1.0, 0.0, 0.0])), k=3)

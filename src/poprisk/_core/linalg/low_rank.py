@@ -1,26 +1,23 @@
 r"""Symmetric low-rank matrices :math:`M = F F^\top`, and the product of any preconditioner with rows of vectors."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk._core.linalg.operator import LinearOperator
+from poprisk._core.linalg.operator import SymmetricOperator
 from poprisk.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank(LinearOperator):
+class LowRank(SymmetricOperator):
     r"""A positive semidefinite matrix :math:`M = F F^\top` kept as its factor.
 
+    >>> import torch
     >>> M = LowRank(torch.tensor([[1.0], [2.0]]))
     >>> M.matvec(torch.tensor([1.0, 1.0]))
     tensor([3., 6.])
     """
-
-    SELF_ADJOINT: ClassVar[bool] = True
 
     factor: Float[Tensor, "d r"]
     """F, one column for each dimension of the range."""
@@ -31,20 +28,8 @@ class LowRank(LinearOperator):
         return self.factor.shape[1]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the matrix, not of the factor."""
-        d = self.factor.shape[0]
-        return d, d
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the factor."""
-        return self.factor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the factor."""
-        return self.factor.device
+    def _like(self) -> Tensor:
+        return self.factor
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.factor @ (self.factor.T @ X)  # 2dr multiplications for each column
@@ -61,9 +46,7 @@ Preconditioner = float | Float[Tensor, "*M"] | LowRank
 def precondition(M: Preconditioner, rows: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
     """M v for every row v, whatever form M has.
 
-    Raises:
-        DataError: M is a tensor that is neither a scalar, a diagonal nor a square matrix for vectors of this length.
-
+    >>> import torch
     >>> rows = torch.tensor([[1.0, 2.0]])
     >>> precondition(2.0, rows), precondition(torch.tensor([3.0, 0.0]), rows)
     (tensor([[2., 4.]]), tensor([[3., 0.]]))

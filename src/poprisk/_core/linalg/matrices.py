@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from poprisk._core.linalg.operator import LinearOperator, check_partners, require_real
+from poprisk._core.linalg.operator import LinearOperator, SymmetricOperator, check_partners, require_real
 from poprisk.errors import DataError
 
 Product = Callable[[Tensor], Tensor]
@@ -19,9 +19,6 @@ def from_dense(matrix: Tensor, *, symmetric: bool | None = None) -> LinearOperat
     Args:
         matrix: The matrix; kept, not copied.
         symmetric: Whether it is symmetric. If not given, it is when it equals its transpose to the last bit.
-
-    Raises:
-        DataError: no matrix, not real, or declared symmetric although it is not even square.
 
     >>> from_dense(torch.eye(2)).symmetric
     True
@@ -38,9 +35,6 @@ def from_dense(matrix: Tensor, *, symmetric: bool | None = None) -> LinearOperat
 def diagonal(entries: Tensor) -> LinearOperator:
     """A diagonal matrix.
 
-    Raises:
-        DataError: the entries are no vector of real numbers.
-
     >>> diagonal(torch.tensor([1.0, 3.0])) @ torch.ones(2)
     tensor([1., 3.])
     """
@@ -56,7 +50,8 @@ def identity(n: int, *, dtype: torch.dtype = torch.float32, device: torch.device
     >>> identity(2) @ torch.tensor([3.0, 4.0])
     tensor([3., 4.])
     """
-    return _Identity(_checked_size(n), *_checked_place(dtype, device))
+    n = _checked_size(n)
+    return _Identity((n, n), dtype, device)
 
 
 def zeros(
@@ -68,7 +63,7 @@ def zeros(
     tensor([0.])
     """
     rows = _checked_size(rows)
-    return _Zeros((rows, rows if columns is None else _checked_size(columns)), *_checked_place(dtype, device))
+    return _Zeros((rows, rows if columns is None else _checked_size(columns)), dtype, device)
 
 
 def from_functions(
@@ -84,16 +79,7 @@ def from_functions(
 
     ``adjoint_mismatch`` tells whether the two belong together.
 
-    Args:
-        matmat: Takes [columns, k] to [rows, k].
-        rmatmat: Takes [rows, k] to [columns, k]; None for a symmetric operator.
-        shape: Rows and columns.
-        dtype: Data type of all tensors that go in and come out.
-        device: Where they live.
-        symmetric: Declares the operator to be its own adjoint.
-
-    Raises:
-        DataError: a negative size, a dtype that is not real, or an adjoint that is missing or superfluous.
+    ``matmat`` takes [columns, k] to [rows, k] and ``rmatmat`` back; it is None for a symmetric operator.
 
     >>> A = from_functions(lambda X: X[:1], lambda Y: torch.cat([Y, 0 * Y]), (1, 2), torch.float32)
     >>> A.T @ torch.ones(1)
@@ -104,7 +90,7 @@ def from_functions(
         raise DataError(f"a symmetric operator is square, got shape {[rows, columns]}: leave symmetric out")
     if symmetric != (rmatmat is None):
         raise DataError("pass either rmatmat, or symmetric=True and no rmatmat: an operator has one adjoint")
-    return _Functions(matmat, rmatmat, (rows, columns), *_checked_place(dtype, device))
+    return _Functions(matmat, rmatmat, (rows, columns), dtype, device)
 
 
 def declare_symmetric(A: LinearOperator) -> LinearOperator:
@@ -124,9 +110,6 @@ def declare_symmetric(A: LinearOperator) -> LinearOperator:
 
 def vertical_stack(blocks: Sequence[LinearOperator]) -> LinearOperator:
     """Operators on the same columns, their rows one below the other.
-
-    Raises:
-        DataError: nothing to stack, or the numbers of columns or the dtypes differ.
 
     >>> vertical_stack([identity(2), 2 * identity(2)]) @ torch.ones(2)
     tensor([1., 1., 2., 2.])
@@ -158,11 +141,6 @@ def _checked_size(size: int) -> int:
     return int(size)
 
 
-def _checked_place(dtype: torch.dtype, device: torch.device | str) -> tuple[torch.dtype, torch.device]:
-    require_real(dtype, "an operator")
-    return dtype, torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as tensors have it
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class _Dense(LinearOperator):
     matrix: Float[Tensor, "rows columns"]
@@ -174,12 +152,8 @@ class _Dense(LinearOperator):
         return rows, columns
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.matrix.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.matrix.device
+    def _like(self) -> Tensor:
+        return self.matrix
 
     @property
     def symmetric(self) -> bool:
@@ -193,21 +167,12 @@ class _Dense(LinearOperator):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Diagonal(LinearOperator):
-    SELF_ADJOINT = True
+class _Diagonal(SymmetricOperator):
     entries: Float[Tensor, "n"]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.entries.shape[0], self.entries.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.entries.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.entries.device
+    def _like(self) -> Tensor:
+        return self.entries
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.entries.unsqueeze(1) * X
@@ -216,27 +181,21 @@ class _Diagonal(LinearOperator):
 class _Placed(LinearOperator):
     """What holds no tensor and so has to be told where it lives."""
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> None:
+        require_real(dtype, "an operator")
+        self._shape, self._empty = shape, torch.empty(0, dtype=dtype, device=device)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self._shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+    def _like(self) -> Tensor:
+        return self._empty
 
 
 class _Identity(_Placed):
     SELF_ADJOINT = True
-
-    def __init__(self, n: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__((n, n), dtype, device)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return X.clone()
@@ -261,7 +220,7 @@ class _Functions(_Placed):
         rmatmat: Product | None,
         shape: tuple[int, int],
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | str,
     ) -> None:
         super().__init__(shape, dtype, device)
         self._forward, self._backward = matmat, rmatmat
@@ -286,12 +245,8 @@ class _Stack(LinearOperator):
         return sum(block.shape[0] for block in self.blocks), self.blocks[0].shape[1]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.blocks[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.blocks[0].device
+    def _like(self) -> LinearOperator:
+        return self.blocks[0]
 
     def _matmat(self, X: Tensor) -> Tensor:
         return torch.cat([block.matmat(X) for block in self.blocks])

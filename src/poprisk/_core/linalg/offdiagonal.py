@@ -34,15 +34,7 @@ def offdiagonal_projector(G: Float[Tensor, "b d"], P: float | Float[Tensor, "*P"
     Differs from the paper: Theorem ``thm:kernel_increment`` calls the maximizer unique; any M that only adds directions
     of the null space of A attains the same value. This one adds none. Its rank is at most one.
 
-    Args:
-        G: One gradient per row.
-        P: Diagonal of the base preconditioner, or one number for all coordinates; not negative.
-
-    Returns:
-        The projector, in float32 or, for float64 gradients, float64. An eigenvalue within rounding of 0 counts as 0.
-
-    Raises:
-        DataError: fewer than two rows, a P of another size, or values that are negative (P) or not finite.
+    P is a diagonal or one number, not negative. An eigenvalue within rounding of 0 counts as 0.
 
     >>> M = offdiagonal_projector(torch.tensor([[3.0, 0.0], [2.0, 0.0]]), P=0.5)
     >>> M.matvec(torch.tensor([1.0, 1.0])), round(M.rate.item(), 4)  # one shared direction, of rate 0.5 * (3 * 2)

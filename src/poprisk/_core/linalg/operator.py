@@ -1,10 +1,11 @@
 r"""Linear operators known by their products, and their algebra: sum, difference, multiple, chain, adjoint.
 
 An operator is real, of one dtype, on one device, and acts on flat vectors. Whoever writes one gives ``shape``,
-``dtype``, ``device`` and the two hooks ``_matmat`` and ``_rmatmat``; the checks at the door are made here, once.
+``_like`` (or ``dtype`` and ``device``) and the hooks ``_matmat`` and ``_rmatmat``; all checks at the door are here.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Union, overload
 
@@ -13,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.html import card
-from poprisk._core.linalg.scipy_export import scipy_operator
 from poprisk.errors import DataError, DeviceError
 
 # Numbers in one block of the identity that `to_dense` holds: 128 MiB in float64.
@@ -45,14 +45,19 @@ class LinearOperator(ABC):
         """Rows and columns."""
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The one dtype that goes in and comes out."""
+        return self._like.dtype
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where the vectors live."""
+        return self._like.device
+
+    @property
+    def _like(self) -> Any:
+        """A tensor or an operator of the same dtype, on the same device."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither _like, nor dtype and device")
 
     @abstractmethod
     def _matmat(self, X: Tensor) -> Tensor:
@@ -128,7 +133,25 @@ class LinearOperator(ABC):
         >>> (2 * identity(3)).to_scipy().matvec([1.0, 2.0, 3.0])
         array([2., 4., 6.], dtype=float32)
         """
-        return scipy_operator(self.matmat, self.adjoint().matmat, self.shape, self.dtype, self.device)
+        import numpy as np
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator
+
+        if self.dtype == torch.bfloat16:
+            raise DataError("NumPy has no bfloat16: build the operator in float32 before exporting it")
+        digits = torch.empty(0, dtype=self.dtype).numpy().dtype
+
+        def through_torch(product: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+            def apply(x: Any) -> Any:
+                # SciPy passes views with negative or zero strides, and read-only ones.
+                X = torch.from_numpy(np.array(x, dtype=digits, order="C")).to(self.device)
+                Z = product(X.reshape(X.shape[0], -1))
+                return Z.detach().reshape(-1, *X.shape[1:]).cpu().numpy()
+
+            return apply
+
+        forward, backward = through_torch(self.matmat), through_torch(self.adjoint().matmat)
+        make: Any = ScipyOperator  # SciPy picks the class from the arguments, which its annotations do not express
+        return make(self.shape, matvec=forward, rmatvec=backward, matmat=forward, rmatmat=backward, dtype=digits)
 
     @overload
     def __matmul__(self, other: "LinearOperator") -> "LinearOperator": ...
@@ -192,12 +215,20 @@ class LinearOperator(ABC):
         return ""
 
 
-def require_real(dtype: torch.dtype, what: str) -> None:
-    """Refuses what the algebra does not cover.
+class SymmetricOperator(LinearOperator):
+    """Symmetric by construction, and made of a tensor that has a row for each of its own."""
 
-    Raises:
-        DataError: a complex or integer dtype.
-    """
+    SELF_ADJOINT: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Square."""
+        n = self._like.shape[0]
+        return n, n
+
+
+def require_real(dtype: torch.dtype, what: str) -> None:
+    """Refuses what the algebra does not cover."""
     if dtype.is_complex:
         raise DataError(f"{what} must be real, got {dtype}: split it with torch.view_as_real or take .real")
     if not dtype.is_floating_point:
@@ -231,12 +262,7 @@ def check_block(X: Tensor, rows: int, A: LinearOperator) -> None:
 
 
 def check_partners(A: LinearOperator, B: LinearOperator) -> None:
-    """Two operators can be combined when dtype and device agree.
-
-    Raises:
-        DataError: the dtypes differ.
-        DeviceError: the devices differ.
-    """
+    """Two operators can be combined when dtype and device agree."""
     if A.dtype != B.dtype:
         raise DataError(f"operators must share one dtype, got {A!r} and {B!r}: build both in {A.dtype}")
     if not same_device(A.device, B.device):
@@ -271,12 +297,8 @@ class _Compound(LinearOperator):
         return self.parts[0].shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
+    def _like(self) -> LinearOperator:
+        return self.parts[0]
 
     def _rmatmat(self, Y: Tensor) -> Tensor:
         return self.adjoint()._matmat(Y)

@@ -30,16 +30,7 @@ def probes(
 ) -> Float[Tensor, "n k"]:
     r"""Random vectors ω with :math:`E[\omega \omega^\top] = I`.
 
-    Args:
-        n: Length of a vector.
-        k: Number of vectors, the columns.
-        distribution: Random signs (the least variance for most operators), normal entries, or directions uniform on
-            the sphere of radius :math:`\sqrt n`.
-        generator: Source of randomness.
-        like: Tensor whose dtype and device are used.
-
-    Raises:
-        HyperparameterError: another distribution.
+    Random signs have the least variance for most operators; ``sphere`` is uniform on that of radius :math:`\sqrt n`.
 
     >>> probes(3, 2, "rademacher", torch.Generator().manual_seed(0), torch.zeros(1)).abs().sum()
     tensor(6.)

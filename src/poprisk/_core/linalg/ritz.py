@@ -8,9 +8,9 @@ and the whole history stays in the space, so convergence is that of a block Kryl
 residuals are rounding, and their place is taken by fresh random directions.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -30,79 +30,79 @@ _MARGIN = 0.9
 
 
 @dataclass(frozen=True)
-class SearchPlan:
-    """What to look for and what it may cost; made by ``plan_search``, which checks it."""
+class SearchOptions:
+    """What a search accepts and may cost; None for the defaults."""
 
-    k: int
-    """Pairs asked for."""
-    guards: int
-    """Pairs followed beyond k; they make the k-th converge and would bring up what was missed."""
-    tolerance: float
+    tolerance: float | None
     """Largest residual accepted, relative to the largest value found."""
-    max_products: int
-    """Products the search may use; the certificate has its own."""
-    max_basis: int
+    max_products: int | None
+    """Products with the operator, those of the certificate included."""
+    oversampling: int
+    """Pairs followed beyond k; they make the k-th converge and would bring up what was missed."""
+    max_basis: int | None
     """Dimension at which the space is compressed to its leading half."""
-    confirmations: int
-    """Rounds in which only the guards grow and nothing new may come up before convergence is accepted."""
     progress: Progress | None
 
 
-@runtime_checkable
-class RitzSpace(Protocol):
+class RitzSpace(ABC):
     """A subspace with the products on it, from which approximate pairs and their residuals are drawn."""
 
-    @property
-    def dimension(self) -> int:
-        """Directions in the space."""
-        ...
+    products_per_direction = 1
+    """What one more direction costs."""
 
-    @property
-    def capacity(self) -> int:
-        """Dimension at which the space is everything and the pairs are exact."""
-        ...
-
-    @property
-    def products(self) -> int:
+    def __init__(self, A: LinearOperator, generator: torch.Generator) -> None:
+        self.A, self.generator = A, generator
+        self.basis = torch.empty(A.shape[1], 0, dtype=A.dtype, device=A.device)
+        """Orthonormal directions; at as many as it has rows the space is everything and the pairs are exact."""
+        self.products = 0
         """Products with the operator made so far."""
-        ...
 
-    @property
-    def products_per_direction(self) -> int:
-        """What one more direction costs."""
-        ...
-
+    @abstractmethod
     def residuals(self, count: int) -> tuple[Tensor, Tensor]:
         """Residuals of the leading pairs as columns, and the scale they are compared with."""
-        ...
 
+    @abstractmethod
     def grow(self, W: Tensor) -> None:
         """Takes the directions W into the space."""
-        ...
 
+    @abstractmethod
     def compress(self, keep: int) -> None:
         """Reduces the space to its leading pairs."""
-        ...
 
 
-def search(space: RitzSpace, plan: SearchPlan) -> None:
-    """Grows the space until the leading k pairs have converged and stay so, or the budget is used up."""
-    quiet_rounds = 0
+def search(
+    A: LinearOperator, space: RitzSpace, k: int, options: SearchOptions, initial: Float[Tensor, "n j"] | None
+) -> float:
+    """Grows an empty space until its k leading pairs have converged and stay so, or the budget is used up.
+
+    The random directions are never fewer for a warm start: with the initial ones alone, pairs of an earlier operator
+    could converge at once and a new, larger one never be seen.
+
+    Returns:
+        The tolerance.
+    """
+    n, warm = space.basis.shape[0], 0 if initial is None else initial.shape[1]
+    guards = min(n, k + options.oversampling + warm) - k
+    tolerance, max_products, max_basis = _checked(A, space, k, guards, options)
+    Omega = gaussian(n, min(n, k + options.oversampling), space.generator, space.basis)
+    space.grow(Omega if initial is None else torch.cat([initial, Omega], dim=1)[:, :n])
+    quiet_rounds, confirmations = 0, 2 if warm else 1  # rounds in which only the guards grow and nothing new comes up
     while True:
-        R, scale = space.residuals(plan.k + plan.guards)
-        is_open = column_norms(R) > _MARGIN * plan.tolerance * scale
-        open_pairs = is_open[: plan.k].nonzero().squeeze(1)
-        if plan.progress is not None:
-            plan.progress(space.products, plan.k - len(open_pairs))
+        R, scale = space.residuals(k + guards)
+        is_open = column_norms(R) > _MARGIN * tolerance * scale
+        open_pairs = is_open[:k].nonzero().squeeze(1)
+        if options.progress is not None:
+            options.progress(space.products, k - len(open_pairs))
         quiet_rounds = 0 if len(open_pairs) else quiet_rounds + 1
-        affordable = (plan.max_products - space.products) // space.products_per_direction
-        width = min(space.capacity - space.dimension, affordable)
-        if quiet_rounds > plan.confirmations or width < 1:
-            return
-        grown = is_open.nonzero().squeeze(1) if len(open_pairs) else torch.arange(plan.k, R.shape[1], device=R.device)
+        affordable = (max_products - space.products) // space.products_per_direction
+        dimension = space.basis.shape[1]
+        width = min(n - dimension, affordable)
+        if quiet_rounds > confirmations or width < 1:
+            return tolerance
+        grown = is_open.nonzero().squeeze(1) if len(open_pairs) else torch.arange(k, R.shape[1], device=R.device)
         W = R[:, grown[:width]]
-        if space.dimension + W.shape[1] > plan.max_basis:
-            space.compress(max(plan.k + plan.guards, plan.max_basis // 2))
+        if dimension + W.shape[1] > max_basis:
+            space.compress(max(k + guards, max_basis // 2))
         space.grow(W)
 
 
@@ -113,11 +113,6 @@ def orthonormal_extension(
 
     Projections are repeated until a pass loses nothing, so the result is orthogonal to rounding even when W lies in
     the basis up to rounding.
-
-    Args:
-        W: Directions, of any length; k ≤ n - m.
-        basis: Orthonormal columns.
-        generator: Source of the directions that replace lost ones.
 
     >>> e = torch.eye(3)
     >>> orthonormal_extension(torch.ones(3, 1), e[:, :2], torch.Generator()).abs()
@@ -141,19 +136,6 @@ def orthonormal_extension(
     return W
 
 
-def start_block(
-    n: int, width: int, initial: Tensor | None, A: LinearOperator, generator: torch.Generator
-) -> Float[Tensor, "n start"]:
-    """The first directions: what a warm start brings, and random ones.
-
-    The random ones are never fewer for a warm start: with the initial directions alone, pairs of an earlier operator
-    could converge at once and a new, larger one never be seen.
-    """
-    like = torch.empty(0, dtype=A.dtype, device=A.device)
-    Omega = gaussian(n, min(n, width), generator, like)
-    return Omega if initial is None else torch.cat([initial, Omega], dim=1)[:, :n]
-
-
 def rounding_level(A: LinearOperator) -> float:
     r"""Size, relative to the largest value, below which a value counts as zero: :math:`4 \sqrt n\, eps`.
 
@@ -163,12 +145,7 @@ def rounding_level(A: LinearOperator) -> float:
 
 
 def check_initial(initial: Tensor | None, n: int, A: LinearOperator) -> None:
-    """A warm start is a matrix of columns in the space of the vectors sought.
-
-    Raises:
-        DataError: another shape or dtype, or values that are not finite.
-        DeviceError: another device.
-    """
+    """A warm start is a matrix of columns in the space of the vectors sought."""
     if initial is None:
         return
     if initial.dim() != 2 or initial.shape[0] != n or initial.dtype != A.dtype:
@@ -182,26 +159,11 @@ def check_initial(initial: Tensor | None, n: int, A: LinearOperator) -> None:
         raise DataError("initial must be finite, got NaN or infinity: leave it out")
 
 
-def plan_search(
-    A: LinearOperator,
-    k: int,
-    *,
-    n: int,
-    tolerance: float | None,
-    max_products: int | None,
-    oversampling: int,
-    max_basis: int | None,
-    warm: int,
-    products_per_direction: int,
-    products_of_start: int = 0,
-    progress: Progress | None,
-) -> SearchPlan:
-    """Checks what was asked for and fills in the defaults.
-
-    Raises:
-        DataError: an operator that is neither in float32 nor in float64.
-        HyperparameterError: k, tolerance or a size is out of its range, or the budget does not reach for one round.
-    """
+def _checked(
+    A: LinearOperator, space: RitzSpace, k: int, guards: int, options: SearchOptions
+) -> tuple[float, int, int]:
+    """Tolerance, products that the search may use, and size of the basis."""
+    n, oversampling, per_direction = space.basis.shape[0], options.oversampling, space.products_per_direction
     if A.dtype not in (torch.float32, torch.float64):
         raise DataError(f"spectra need float32 or float64, got {A.dtype}: build the operator in float32")
     if not 1 <= k <= n:
@@ -209,31 +171,22 @@ def plan_search(
     if oversampling < 1:
         raise HyperparameterError(f"oversampling must be a positive whole number, got {oversampling}: try 5")
     finest = 2 * rounding_level(A)
-    tolerance = max(finest, torch.finfo(A.dtype).eps ** 0.5) if tolerance is None else tolerance
+    tolerance = max(finest, torch.finfo(A.dtype).eps ** 0.5) if options.tolerance is None else options.tolerance
     if not finest <= tolerance < 1:
         raise HyperparameterError(
             f"tolerance must lie between {finest:.1e}, the finest that {A!r} allows, and 1, got {tolerance}"
         )
-    width = min(n, k + oversampling + warm)
-    certificate = products_per_direction * k
-    default = 50 * products_per_direction * (k + oversampling) + certificate
-    budget = (default if max_products is None else max_products) - certificate
-    needed = products_per_direction * width + products_of_start
+    width, certificate = k + guards, per_direction * k
+    default = 50 * per_direction * (k + oversampling) + certificate
+    budget = (default if options.max_products is None else options.max_products) - certificate
+    needed = per_direction * width + space.products
     if budget < needed:
         raise HyperparameterError(
             f"max_products must be at least {needed + certificate} for k = {k}: {needed} for the start and "
-            f"{certificate} for the certificate, got {max_products}"
+            f"{certificate} for the certificate, got {options.max_products}"
         )
     smallest = 2 * width
-    basis = max(256, 8 * width) if max_basis is None else max_basis
+    basis = max(256, 8 * width) if options.max_basis is None else options.max_basis
     if basis < smallest:
         raise HyperparameterError(f"max_basis must be at least {smallest} for k = {k}, got {basis}")
-    return SearchPlan(
-        k=k,
-        guards=width - k,
-        tolerance=tolerance,
-        max_products=budget,
-        max_basis=basis,
-        confirmations=2 if warm else 1,
-        progress=progress,
-    )
+    return tolerance, budget, basis

@@ -15,12 +15,12 @@ from poprisk._core.linalg.operator import LinearOperator
 from poprisk._core.linalg.random_vectors import default_generator
 from poprisk._core.linalg.ritz import (
     Progress,
+    RitzSpace,
+    SearchOptions,
     check_initial,
     orthonormal_extension,
-    plan_search,
     rounding_level,
     search,
-    start_block,
 )
 from poprisk.errors import DataError
 
@@ -88,54 +88,27 @@ def top_singular_triplets(
     """
     check_initial(initial, A.shape[1], A)
     wide = A.shape[0] < A.shape[1]
-    tall = A.adjoint() if wide else A  # so that the right basis is the one that can be exhausted
-    n = tall.shape[1]
-    warm = 0 if initial is None else initial.shape[1]
-    plan = plan_search(
-        A,
-        k,
-        n=n,
-        tolerance=tolerance,
-        max_products=max_products,
-        oversampling=oversampling,
-        max_basis=max_basis,
-        warm=warm,
-        products_per_direction=2,
-        products_of_start=warm if wide else 0,
-        progress=progress,
-    )
-    generator = generator or default_generator(A.device)
-    space = _BilinearSpace(tall, generator)
+    # So that the right basis is the one that can be exhausted.
+    space = _BilinearSpace(A.adjoint() if wide else A, generator or default_generator(A.device))
     if wide and initial is not None:
         initial = A.matmat(initial).detach()
-        space.products += warm
-    space.grow(start_block(n, k + oversampling, initial, A, generator))
-    search(space, plan)
-    return _certified(A, space, plan.k, plan.tolerance, wide)
+        space.products += initial.shape[1]
+    reached = search(A, space, k, SearchOptions(tolerance, max_products, oversampling, max_basis, progress), initial)
+    return _certified(A, space, k, reached, wide)
 
 
-class _BilinearSpace:
-    """Orthonormal V and U with A V inside the span of U, Aᵀ U, and the small matrix B = UᵀAV."""
+class _BilinearSpace(RitzSpace):
+    """The basis V and an orthonormal U with A V inside the span of U, Aᵀ U, and the small matrix B = UᵀAV."""
 
     products_per_direction = 2
 
     def __init__(self, A: LinearOperator, generator: torch.Generator) -> None:
-        self.A, self.generator = A, generator
-        self.V = torch.empty(A.shape[1], 0, dtype=A.dtype, device=A.device)
-        self.U = self.V.new_empty(A.shape[0], 0)
-        self.AtU, self.B = self.V, self.V.new_empty(0, 0)
-        self.products = 0
-
-    @property
-    def dimension(self) -> int:
-        return self.V.shape[1]
-
-    @property
-    def capacity(self) -> int:
-        return self.A.shape[1]
+        super().__init__(A, generator)
+        self.U = self.basis.new_empty(A.shape[0], 0)
+        self.AtU, self.B = self.basis, self.basis.new_empty(0, 0)
 
     def grow(self, W: Tensor) -> None:
-        W = orthonormal_extension(W, self.V, self.generator)
+        W = orthonormal_extension(W, self.basis, self.generator)
         AW = self.A.matmat(W).detach()
         if not torch.isfinite(AW).all():
             raise DataError("products with the operator must be finite, got NaN or infinity: check the run behind it")
@@ -143,7 +116,7 @@ class _BilinearSpace:
         self.AtU = torch.cat([self.AtU, self.A.adjoint().matmat(new_U).detach()], dim=1)
         self.products += 2 * W.shape[1]
         m = self.B.shape[0]
-        self.V, self.U = torch.cat([self.V, W], dim=1), torch.cat([self.U, new_U], dim=1)
+        self.basis, self.U = torch.cat([self.basis, W], dim=1), torch.cat([self.U, new_U], dim=1)
         # A V lies in the old U, so that the rows of the new one have nothing to do with the old columns.
         below = self.B.new_zeros(W.shape[1], m)
         self.B = torch.cat([torch.cat([self.B, below]), self.U.T @ AW], dim=1)
@@ -151,19 +124,19 @@ class _BilinearSpace:
     def residuals(self, count: int) -> tuple[Tensor, Tensor]:
         X, values, Yt = torch.linalg.svd(self.B)
         X, Y = X[:, :count], Yt[:count].T
-        return self.AtU @ X - (self.V @ Y) * values[:count], values.max()
+        return self.AtU @ X - (self.basis @ Y) * values[:count], values.max()
 
     def compress(self, keep: int) -> None:
         X, values, Yt = torch.linalg.svd(self.B)
         X, Y = X[:, :keep], Yt[:keep].T
-        self.U, self.AtU, self.V = self.U @ X, self.AtU @ X, self.V @ Y
+        self.U, self.AtU, self.basis = self.U @ X, self.AtU @ X, self.basis @ Y
         self.B = values[:keep].diag()
 
 
 def _certified(A: LinearOperator, space: _BilinearSpace, k: int, tolerance: float, wide: bool) -> SingularTriplets:
     """Values and residuals from new products with A and its adjoint."""
     X, values, Yt = torch.linalg.svd(space.B)
-    left, right = space.U @ X[:, :k], space.V @ Yt[:k].T
+    left, right = space.U @ X[:, :k], space.basis @ Yt[:k].T
     if wide:
         left, right = right, left
     AV, AtU = A.matmat(right).detach(), A.adjoint().matmat(left).detach()

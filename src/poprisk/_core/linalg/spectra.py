@@ -12,12 +12,12 @@ from poprisk._core.linalg.operator import LinearOperator
 from poprisk._core.linalg.random_vectors import default_generator
 from poprisk._core.linalg.ritz import (
     Progress,
+    RitzSpace,
+    SearchOptions,
     check_initial,
     orthonormal_extension,
-    plan_search,
     rounding_level,
     search,
-    start_block,
 )
 from poprisk.errors import DataError
 
@@ -129,45 +129,28 @@ def top_eigenpairs(
             f"top_eigenpairs needs a symmetric operator, got {A!r}, not known to be one: pass declare_symmetric(A), or "
             "use top_singular_triplets"
         )
-    n = A.shape[0]
-    check_initial(initial, n, A)
+    check_initial(initial, A.shape[0], A)
     generator = generator or default_generator(A.device)
+    options = SearchOptions(tolerance, max_products, oversampling, max_basis, progress)
 
-    def searched(
-        B: LinearOperator, initial: Tensor | None, max_products: int | None, tolerance: float | None = tolerance
-    ) -> tuple[_SymmetricSpace, float]:
-        warm = 0 if initial is None else initial.shape[1]
-        plan = plan_search(
-            B,
-            k,
-            n=n,
-            tolerance=tolerance,
-            max_products=max_products,
-            oversampling=oversampling,
-            max_basis=max_basis,
-            warm=warm,
-            products_per_direction=1,
-            progress=progress,
-        )
+    def searched(B: LinearOperator, initial: Tensor | None, options: SearchOptions) -> tuple[_SymmetricSpace, float]:
         space = _SymmetricSpace(B, which, generator)
-        space.grow(start_block(n, k + oversampling, initial, B, generator))
-        search(space, plan)
-        return space, plan.tolerance
+        return space, search(B, space, k, options, initial)
 
     if surrogate is None:
-        space, reached = searched(A, initial, max_products)
+        space, reached = searched(A, initial, options)
         return _certified(A, space, k, reached, space.products)
     _check_surrogate(A, surrogate)
     # Half of the residual accepted is for the search, half for the distance of the two operators.
     half = None if tolerance is None else max(tolerance / 2, 2 * rounding_level(A))
-    space, reached = searched(surrogate, initial, max_products, half)
+    space, reached = searched(surrogate, initial, replace(options, tolerance=half))
     found = replace(_certified(A, space, k, tolerance or reached), surrogate_products=space.products)
     affordable = None if max_products is None else max_products - k
     if found.converged or (affordable is not None and affordable < 3 * k + oversampling):
         return found
     if max_basis is not None:  # room for the warm start, which whoever set it could not know of
         max_basis = max(max_basis, 2 * (2 * k + oversampling))
-    space, reached = searched(A, found.vectors, affordable)
+    space, reached = searched(A, found.vectors, replace(options, max_products=affordable, max_basis=max_basis))
     done = _certified(A, space, k, reached, space.products + found.products)
     return replace(done, surrogate_products=found.surrogate_products)
 
@@ -181,33 +164,21 @@ def _check_surrogate(A: LinearOperator, surrogate: LinearOperator) -> None:
         )
 
 
-class _SymmetricSpace:
-    """Orthonormal Q with A Q and the small matrix T = QᵀAQ."""
-
-    products_per_direction = 1
+class _SymmetricSpace(RitzSpace):
+    """The basis Q with A Q and the small matrix T = QᵀAQ."""
 
     def __init__(self, A: LinearOperator, which: Which, generator: torch.Generator) -> None:
-        self.A, self.generator = A, generator
+        super().__init__(A, generator)
         self.which: Which = which
-        self.Q = torch.empty(A.shape[0], 0, dtype=A.dtype, device=A.device)
-        self.AQ, self.T = self.Q, self.Q.new_empty(0, 0)
-        self.products = 0
-
-    @property
-    def dimension(self) -> int:
-        return self.Q.shape[1]
-
-    @property
-    def capacity(self) -> int:
-        return self.A.shape[0]
+        self.AQ, self.T = self.basis, self.basis.new_empty(0, 0)
 
     def grow(self, W: Tensor) -> None:
-        W = orthonormal_extension(W, self.Q, self.generator)
+        W = orthonormal_extension(W, self.basis, self.generator)
         AW = self.A.matmat(W).detach()
         self.products += W.shape[1]
         seen_before = self.AQ.T @ W
-        self.Q, self.AQ = torch.cat([self.Q, W], dim=1), torch.cat([self.AQ, AW], dim=1)
-        columns = self.Q.T @ AW
+        self.basis, self.AQ = torch.cat([self.basis, W], dim=1), torch.cat([self.AQ, AW], dim=1)
+        columns = self.basis.T @ AW
         _check_products(columns, seen_before, self.T)
         m = self.T.shape[0]
         corner = (columns[m:] + columns[m:].T) / 2
@@ -224,12 +195,12 @@ class _SymmetricSpace:
     def residuals(self, count: int) -> tuple[Tensor, Tensor]:
         values, Y = self.ritz()
         Y = Y[:, :count]
-        return self.AQ @ Y - (self.Q @ Y) * values[:count], values.abs().max()
+        return self.AQ @ Y - (self.basis @ Y) * values[:count], values.abs().max()
 
     def compress(self, keep: int) -> None:
         values, Y = self.ritz()
         Y = Y[:, :keep]
-        self.Q, self.AQ, self.T = self.Q @ Y, self.AQ @ Y, values[:keep].diag()
+        self.basis, self.AQ, self.T = self.basis @ Y, self.AQ @ Y, values[:keep].diag()
 
 
 def _check_products(columns: Tensor, seen_before: Tensor, T: Tensor) -> None:
@@ -252,9 +223,9 @@ def _certified(
     """Values and residuals from new products: nothing of the recurrence is taken on trust."""
     coefficients = space.ritz()[1][:, :k]
     fresh = _SymmetricSpace(A, space.which, space.generator)
-    fresh.grow(space.Q @ coefficients)
+    fresh.grow(space.basis @ coefficients)
     values, Y = fresh.ritz()
-    V, AV = fresh.Q @ Y, fresh.AQ @ Y
+    V, AV = fresh.basis @ Y, fresh.AQ @ Y
     largest = torch.maximum(values.abs().max(), torch.linalg.eigvalsh(space.T).abs().max())
     values = torch.where(values.abs() > rounding_level(A) * largest, values, 0.0)
     residuals = column_norms(AV - V * values)

@@ -1,54 +1,34 @@
 """Atomic, versioned files; everything that is written to disk goes through this package."""
 
-from poprisk._core.store.envelope import FORMAT_VERSION as FORMAT_VERSION
-from poprisk._core.store.envelope import environment as environment
-from poprisk._core.store.envelope import load_result as load_result
-from poprisk._core.store.envelope import save_result as save_result
-from poprisk._core.store.exclusive import append_line as append_line
-from poprisk._core.store.exclusive import locked as locked
-from poprisk._core.store.files import Figure as Figure
-from poprisk._core.store.files import atomic_file as atomic_file
-from poprisk._core.store.files import writable_directory as writable_directory
-from poprisk._core.store.files import writable_file as writable_file
-from poprisk._core.store.files import write_bytes as write_bytes
-from poprisk._core.store.files import write_figure as write_figure
-from poprisk._core.store.files import write_json as write_json
-from poprisk._core.store.files import write_text as write_text
-from poprisk._core.store.import_paths import Importable as Importable
-from poprisk._core.store.import_paths import described as described
-from poprisk._core.store.import_paths import importable as importable
-from poprisk._core.store.import_paths import located as located
-from poprisk._core.store.import_paths import resolve as resolve
-from poprisk._core.store.lock import LOCK as LOCK
-from poprisk._core.store.lock import WriterLock as WriterLock
-from poprisk._core.store.packed import check_fields as check_fields
-from poprisk._core.store.packed import fits as fits
-from poprisk._core.store.packed import pack as pack
-from poprisk._core.store.packed import unpack as unpack
-from poprisk._core.store.reading import is_private as is_private
-from poprisk._core.store.reading import json_digest as json_digest
-from poprisk._core.store.reading import member as member
-from poprisk._core.store.reading import own_folder as own_folder
-from poprisk._core.store.reading import parsed_json as parsed_json
-from poprisk._core.store.reading import read_json as read_json
-from poprisk._core.store.reading import read_regular as read_regular
-from poprisk._core.store.schema import check_schema as check_schema
-from poprisk._core.store.script import where as where
-from poprisk._core.store.tensors import TensorFile as TensorFile
-from poprisk._core.store.tensors import check_size as check_size
-from poprisk._core.store.tensors import fingerprint as fingerprint
-from poprisk._core.store.tensors import read_tensors as read_tensors
-from poprisk._core.store.tensors import write_tensors as write_tensors
-from poprisk._core.store.tiled import VALUES as VALUES
-from poprisk._core.store.tiled import Cell as Cell
-from poprisk._core.store.tiled import TiledArray as TiledArray
-from poprisk._core.store.tiled import add_tiled as add_tiled
-from poprisk._core.store.tiled import content_key as content_key
-from poprisk._core.store.tiled import convert_matrix as convert_matrix
-from poprisk._core.store.tiled import directory_of as directory_of
-from poprisk._core.store.tiled import load_all as load_all
-from poprisk._core.store.tiled import load_tiled as load_tiled
-from poprisk._core.store.tiled import open_store as open_store
-from poprisk._core.store.trust import remember as remember
-from poprisk._core.store.trust import require_known as require_known
-from poprisk._core.store.trust import shown_call as shown_call
+from poprisk._core.store.envelope import environment, load_result, save_result
+from poprisk._core.store.files import (
+    Figure,
+    append_line,
+    atomic_file,
+    writable_directory,
+    writable_file,
+    write_bytes,
+    write_figure,
+    write_json,
+    write_text,
+)
+from poprisk._core.store.import_paths import Importable, described, importable, located, resolve
+from poprisk._core.store.lock import LOCK, WriterLock, locked
+from poprisk._core.store.packed import check_fields, fits, pack, unpack
+from poprisk._core.store.reading import is_private, json_digest, member, own_folder, parsed_json, read_json
+from poprisk._core.store.schema import check_schema
+from poprisk._core.store.script import where
+from poprisk._core.store.tensors import TensorFile, check_size, fingerprint, read_tensors, write_tensors
+from poprisk._core.store.tiled import (
+    VALUES,
+    Cell,
+    TiledArray,
+    add_tiled,
+    content_key,
+    convert_matrix,
+    directory_of,
+    load_all,
+    load_tiled,
+    open_store,
+)
+from poprisk._core.store.trust import remember, require_known, shown_call

@@ -18,14 +18,7 @@ FORMAT_VERSION = 1
 
 
 def save_result(path: str | Path, kind: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
-    """Write a result with its configuration and environment.
-
-    Args:
-        path: Path of the file; an existing file is replaced.
-        kind: Kind of the result, checked when it is loaded.
-        config: The configuration, as plain JSON values.
-        result: The result, as plain JSON values.
-    """
+    """Write a result with its configuration and environment."""
     envelope = {
         "format_version": FORMAT_VERSION,
         "kind": kind,
@@ -38,11 +31,7 @@ def save_result(path: str | Path, kind: str, config: Mapping[str, Any], result: 
 
 
 def load_result(path: str | Path, kind: str) -> dict[str, Any]:
-    """Read a saved result, with its configuration and environment.
-
-    Raises:
-        DataError: the file is not a result of this kind, or has an unknown format version.
-    """
+    """Read a saved result, with its configuration and environment."""
     try:
         envelope = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:

@@ -46,6 +46,21 @@ def write_figure(path: str | Path, figure: Figure, dpi: int = 200) -> Path:
     return write_bytes(path, buffer.getvalue())
 
 
+def append_line(path: str | Path, line: str) -> None:
+    """Append a line in a single write, so that it is complete or absent.
+
+    Raises:
+        OSError: the directory cannot be created or written.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write to that replaces ``path`` when the block ends, and is removed if the block fails.
@@ -72,11 +87,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def writable_directory(path: str | Path) -> Path:
-    """Create the directory if it does not exist, and check that files can be written to it.
-
-    Raises:
-        OSError: the path is a file, or the directory cannot be written.
-    """
+    """Create the directory if it does not exist, and check that files can be written to it."""
     directory = Path(path)
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"the output directory must be a folder, but {path} is a file; choose another name")

@@ -75,9 +75,6 @@ def _why_not(function: Any) -> str | None:
 def resolve(path: str) -> Any:
     """Import the object at ``"package.module:name"`` or ``"folder/script.py:name"``.
 
-    Raises:
-        DataError: there is no such module, script or name, or the text is not an import path.
-
     >>> resolve("json:dumps") is json.dumps
     True
     """

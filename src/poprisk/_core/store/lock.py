@@ -1,15 +1,16 @@
-"""One writer for a directory: a lock that the system releases with its process, and that says who holds it."""
+"""Locks that the system releases with their process, and that say who holds them."""
 
 import json
 import os
 import socket
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from poprisk.errors import RunError
+from poprisk.errors import JobError, RunError
 
 LOCK = ".writer.lock"
 _HELD: dict[str, "WriterLock"] = {}
@@ -48,11 +49,7 @@ class WriterLock:
         return self._descriptor >= 0
 
     def require(self) -> None:
-        """Check that this lock still holds.
-
-        Raises:
-            RunError: another recorder of this process took over.
-        """
+        """Check that this lock still holds."""
         if not self.is_held:
             raise RunError(
                 f"{self._folder} is being written by another recorder of this process, so this one stopped: use that "
@@ -92,12 +89,29 @@ class WriterLock:
                 os.close(descriptor)
 
 
-def open_own(path: str | Path, _: int = 0) -> int:
-    """Open a file that is to be overwritten, or create it: never through a link, nor a file that has another name.
+@contextmanager
+def locked(path: str | Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock on a file, which the operating system releases if the process dies.
 
-    Raises:
-        RunError: it is something else.
+    The file is created, holds the name of the holder, and stays.
     """
+    import fcntl
+
+    with open(path, "r+", encoding="utf-8", opener=open_own) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(200).strip() or "another process"
+            raise JobError(f"{holder} has {path}: wait until it ends, or pass wait=True (--wait)") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def open_own(path: str | Path, _: int = 0) -> int:
+    """Open a file that is to be overwritten, or create it: never through a link, nor a file that has another name."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     with suppress(OSError):
         status = os.lstat(path)

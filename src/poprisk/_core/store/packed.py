@@ -17,11 +17,7 @@ _KIND = "#"
 def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
     """Convert a value to JSON, with tensors replaced by names, and the tensors.
 
-    Args:
-        value: None, numbers, strings, lists, tuples, mappings, tensors and dataclasses, nested in any way.
-
-    Raises:
-        DataError: the value contains something else.
+    It may be None, numbers, strings, lists, tuples, mappings, tensors and dataclasses, nested in any way.
 
     >>> import torch
     >>> form, tensors = pack({"x": torch.ones(2), 3: (1.5,)})
@@ -52,16 +48,7 @@ def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(form: Any, tensors: Mapping[str, Tensor], classes: tuple[type, ...]) -> Any:
-    """Restore the value that was given to :func:`pack`.
-
-    Args:
-        form: The JSON value.
-        tensors: The tensors.
-        classes: The dataclasses that the value may contain.
-
-    Raises:
-        DataError: the value contains another class, or a class has other fields now.
-    """
+    """Restore the value that was given to :func:`pack`."""
     known = {each.__name__: each for each in classes}
 
     def unpacked(x: Any) -> Any:
@@ -92,11 +79,7 @@ def unpack(form: Any, tensors: Mapping[str, Tensor], classes: tuple[type, ...]) 
 
 
 def check_fields(value: Any) -> Any:
-    """The dataclass, after checking the types of its fields, which come from a file.
-
-    Raises:
-        DataError: a field has another type than its annotation.
-    """
+    """The dataclass, after checking the types of its fields, which come from a file."""
     for name, hint in _hints(type(value)).items():
         if not fits(getattr(value, name), hint):
             raise DataError(f"{type(value).__name__}.{name} is damaged, it should be {hint}: compute it again")

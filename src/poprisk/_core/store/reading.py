@@ -39,10 +39,6 @@ def regular_size(path: str | Path) -> int:
 def read_regular(path: str | Path, *, most: int | None = None) -> bytes:
     """Read a regular file, never a link, a pipe or a device, if it has at most that many bytes.
 
-    Args:
-        path: The file.
-        most: Largest size; None allows what fits into the machine's memory.
-
     Raises:
         DataError: it is something else, or larger.
         FileNotFoundError: there is no such file.
@@ -65,11 +61,7 @@ def check_memory(size: int, what: object, most: int | None = None) -> None:
 
 
 def refuse_links(folder: str | Path) -> None:
-    """Refuse a folder, if it is there, that contains anything but folders and regular files, at any depth.
-
-    Raises:
-        DataError: it contains a link, a pipe or a device; the message names it.
-    """
+    """Refuse a folder, if it is there, that contains anything but folders and regular files, at any depth."""
     waiting = [os.fspath(folder)] if os.path.isdir(folder) else []
     while waiting:
         with os.scandir(waiting.pop()) as entries:

@@ -44,9 +44,6 @@ def load_script(file: Path) -> ModuleType:
 
     The script's folder is put first in ``sys.path``, as when Python runs it, so that the script can import files beside
     it; code under ``if __name__ == "__main__":`` is not executed.
-
-    Raises:
-        DataError: there is no such file, or it raises an error; the message names the line.
     """
     try:
         content = file.read_bytes()
@@ -76,11 +73,7 @@ def load_script(file: Path) -> ModuleType:
 
 
 def function_of(file: Path, name: str) -> Any:
-    """A function of a script.
-
-    Raises:
-        DataError: the script cannot be loaded, or does not define the name.
-    """
+    """A function of a script."""
     module = load_script(file)
     found: Any = module
     for part in name.split("."):

@@ -29,14 +29,6 @@ class TensorFile:
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], notes: Any = None) -> TensorFile:
     """Write named tensors and a JSON value; the same content gives the same bytes.
 
-    Args:
-        path: Path of the file; an existing file or link is replaced.
-        tensors: Tensors on any device; strides are not kept.
-        notes: Any JSON value.
-
-    Returns:
-        Size and hash, which :func:`read_tensors` checks.
-
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = write_tensors(f"{folder}/x.safetensors", {"x": torch.arange(3)}, {"step": 7})
@@ -53,11 +45,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], notes: Any = 
 
 
 def check_size(folder: str | Path, file: TensorFile) -> Path:
-    """The file's path, after checking that it exists and has the expected size.
-
-    Raises:
-        DataError: it is missing, has another size, or is not a regular file of the folder.
-    """
+    """The file's path, after checking that it exists and has the expected size."""
     path = member(folder, file.name)
     try:
         size = regular_size(path)
@@ -73,11 +61,7 @@ def _missing(path: Path) -> DataError:
 
 
 def read_tensors(folder: str | Path, file: TensorFile) -> tuple[dict[str, Tensor], Any]:
-    """Read tensors (on the CPU) and notes from a file.
-
-    Raises:
-        DataError: the file is missing, truncated or changed; the message names it.
-    """
+    """Read tensors (on the CPU) and notes from a file."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

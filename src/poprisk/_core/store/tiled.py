@@ -108,22 +108,14 @@ class TiledArray:
             raise DataError(f"{name} of {self.name!r} in {self.store} is not valid: {_brief(error)}") from None
 
     def whole(self, name: str) -> Tensor:
-        """One of the further arrays.
-
-        Raises:
-            DataError: it is damaged or not complete.
-        """
+        """One of the further arrays."""
         array = self.array(name)
         if array.nchunks_initialized < array.nchunks:
             raise DataError(f"{name} of {self.name!r} in {self.store} is not complete")
         return self._read(array, ...)
 
     def tile(self, cell: Cell, array: Any = None) -> Tensor:
-        """A stored tile, its checksums verified.
-
-        Raises:
-            DataError: it is damaged or missing.
-        """
+        """A stored tile, its checksums verified."""
         found = self._read(array or self.array(), self.region(cell))
         if bool(found.isnan().any()) and not self.has(cell):
             raise DataError(f"tile {list(cell)} of {self.name!r} is missing")
@@ -176,12 +168,7 @@ class TiledArray:
 
 
 def open_store(where: Any) -> Any:
-    """The Zarr store in a directory, at an address that fsspec knows (``s3://…``, ``memory://…``), or as given.
-
-    Raises:
-        MissingExtraError: zarr is not installed.
-        DataError: the directory contains links, pipes or devices, or no file system has such an address.
-    """
+    """The Zarr store in a directory, at an address that fsspec knows (``s3://…``, ``memory://…``), or as given."""
     try:
         from zarr.storage import FsspecStore, LocalStore
     except ImportError:
@@ -206,14 +193,8 @@ def directory_of(store: Any) -> Path | None:
 def add_tiled(planned: TiledArray, arrays: Mapping[str, Any], *, same_tiles: bool = False) -> TiledArray:
     """Write a group without its tiles, or return the stored one of that name, which then must be the same.
 
-    Args:
-        planned: What is planned.
-        arrays: Further arrays: small tensors, or for those filled later ``shape``, ``chunks`` and ``dtype``.
-        same_tiles: Whether a stored group must have the same tiles; others change the last bits.
-
-    Raises:
-        DataError: a group of that name has other settings.
-        JobError: the tiles of the stored group need more memory.
+    Further arrays are small tensors, or for those filled later ``shape``, ``chunks`` and ``dtype``. Other tiles change
+    the last bits.
     """
     if not re.fullmatch(r"\w[\w .,:()+-]{0,120}", planned.name):
         raise HyperparameterError(f"name must be letters, digits, spaces and '.,:()+-', got {planned.name!r}")
@@ -234,11 +215,7 @@ def add_tiled(planned: TiledArray, arrays: Mapping[str, Any], *, same_tiles: boo
 
 
 def load_tiled(store: Any, name: str) -> TiledArray:
-    """A group by name.
-
-    Raises:
-        DataError: there is no such group, or its metadata is damaged.
-    """
+    """A group by name."""
     path = TiledArray(store, name, "", {}, {}).path
     if not _has(store, path):
         raise DataError(f"{store} has no group called {name!r}; there are {[each.name for each in load_all(store)]}")
@@ -261,11 +238,7 @@ def load_tiled(store: Any, name: str) -> TiledArray:
 
 
 def load_all(store: Any) -> list[TiledArray]:
-    """All groups of a store.
-
-    Raises:
-        DataError: there are none, or their metadata is damaged.
-    """
+    """All groups of a store."""
     if not _has(store, ""):
         raise DataError(f"{store} holds no jobs: plan them first with JobPlan")
     read_metadata(store, "")
@@ -303,11 +276,7 @@ def convert_matrix(file: str | Path, store: Any, name: str, *, symmetric: bool =
 
 
 def read_metadata(store: Any, path: str) -> dict[str, Any]:
-    """The metadata of a group or an array, after its checksum was verified, and without it.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
+    """The metadata of a group or an array, after its checksum was verified, and without it."""
     key = f"{path}/{_META}" if path else _META
     try:
         raw = json.loads(_get(store, key))

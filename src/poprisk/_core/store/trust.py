@@ -68,11 +68,7 @@ def remember(call: Importable, *, lasting: bool) -> None:
 
 
 def require_known(call: Importable, what: str) -> None:
-    """The gate: pass a call that was made here before.
-
-    Raises:
-        UntrustedError: the call is not known; the message shows it and says how to allow it.
-    """
+    """The gate: pass a call that was made here before."""
     kept, problem = _kept()
     if _digest(call) in _MADE | kept:
         return

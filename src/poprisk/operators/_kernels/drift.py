@@ -2,6 +2,7 @@ r"""How far a kernel has moved from where it started: feature learning, measured
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -80,7 +81,10 @@ def kernel_drift(
             K = kernel_operator(model, w, inputs, preconditioner=preconditioner)
         first = K if first is None else first
         size = operator_norm(K, tolerance=tolerance, max_products=max_products)
-        moved = _distance(K, first, tolerance, max_products)
+        moved = OperatorNorm(0.0, 0.0, True)
+        if K is not first:
+            difference: Any = K - first  # type: ignore[operator]
+            moved = operator_norm(difference, tolerance=tolerance, max_products=max_products)
         norms.append(size.value)
         distances.append(moved.value)
         residuals.append(moved.residual)
@@ -115,12 +119,3 @@ def operator_norm(
         return OperatorNorm(torch.linalg.eigvalsh(K).abs().max().item(), 0.0, True)
     pairs = top_eigenpairs(K, 1, which="magnitude", tolerance=tolerance, max_products=max_products)
     return OperatorNorm(pairs.values[0].abs().item(), pairs.residuals[0].item(), pairs.converged)
-
-
-def _distance(
-    K: Tensor | LinearOperator, first: Tensor | LinearOperator, tolerance: float, max_products: int | None
-) -> OperatorNorm:
-    if K is first:
-        return OperatorNorm(0.0, 0.0, True)
-    difference = K - first  # type: ignore[operator]
-    return operator_norm(difference, tolerance=tolerance, max_products=max_products)

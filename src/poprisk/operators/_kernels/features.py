@@ -10,7 +10,7 @@ Rows carry the root of a diagonal preconditioner M; for a layer kept as factors 
 for the bias.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -71,6 +71,15 @@ class Features:
     def take(self, rows: slice) -> "Features":
         """Some of the examples."""
         return Features(self.rows[rows], tuple(each.take(rows) for each in self.factors))
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """Those of stretches of examples as those of all."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = torch.cat([part.rows for part in parts])
+    layers = zip(*(part.factors for part in parts), strict=True)
+    return Features(rows, tuple(Factors.joined(layer) for layer in layers))
 
 
 def contract(left: Features, right: Features) -> Float[Tensor, "bp cp"]:
@@ -152,21 +161,15 @@ def factored_flops(layer: Layer, p: int) -> float:
 def make_recipe(structure: Structure, scales: Mapping[str, Tensor], *, row_speed: float = 1.0) -> Recipe:
     """Decides layer by layer: factors where they are cheaper and M allows, Jacobian rows otherwise.
 
-    Args:
-        structure: Structure of the model.
-        scales: The root of M by parameter; empty for none.
-        row_speed: How many times faster products of rows are than those of factors, where rows are rounded.
+    ``row_speed`` is how many times faster products of rows are than those of factors, where rows are rounded.
     """
     factored, unfolded = [], []
     for layer in structure.layers:
         cheaper = factored_flops(layer, structure.p) < 2 * layer.size / row_speed
-        uniform = all(_is_uniform(scales[name]) for name in (layer.weight, layer.bias) if name) if scales else True
+        given = [scales[name].flatten() for name in (layer.weight, layer.bias) if name and scales]
+        uniform = all(bool((scale == scale[0]).all()) for scale in given)
         (factored if cheaper and uniform else unfolded).append(layer)
     return Recipe(structure, tuple(factored), tuple(unfolded), scales)
-
-
-def _is_uniform(scale: Tensor) -> bool:
-    return bool((scale == scale.flatten()[0]).all())
 
 
 def compute_features(model: FlatModel, w: Tensor, recipe: Recipe, inputs: Inputs, chunk: int) -> Features:
@@ -175,19 +178,15 @@ def compute_features(model: FlatModel, w: Tensor, recipe: Recipe, inputs: Inputs
     rows: Tensor | None = None
     factors: list[tuple[Factors, ...]] = []
     for part in slices(n, chunk):
-        made = _chunk_features(model, w, recipe, take_examples(inputs, part))
-        if made.rows.shape[0] == n:
-            return made
-        rows = made.rows.new_empty(n, *made.rows.shape[1:]) if rows is None else rows
-        rows[part] = made.rows
-        factors.append(made.factors)
+        pieces, made = feature_pieces(model, w, recipe, take_examples(inputs, part))
+        some = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        if len(some) == n:
+            return Features(some, made)
+        rows = some.new_empty(n, *some.shape[1:]) if rows is None else rows
+        rows[part] = some
+        factors.append(made)
     assert rows is not None
     return Features(rows, tuple(Factors.joined(parts) for parts in zip(*factors, strict=True)))
-
-
-def _chunk_features(model: FlatModel, w: Tensor, recipe: Recipe, inputs: Inputs) -> Features:
-    pieces, factors = feature_pieces(model, w, recipe, inputs)
-    return Features(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2), factors)
 
 
 def feature_pieces(

@@ -58,14 +58,7 @@ class Footprint:
         return min(examples, max(1, limit // max(1, self.itemsize * features_work(self.recipe))))
 
     def bytes(self, rows: int, columns: int, chunk: int, kept: int | None = None) -> int:
-        """Peak memory of the work on one tile.
-
-        Args:
-            rows: Examples along the rows.
-            columns: Examples along the columns.
-            chunk: Examples differentiated at a time.
-            kept: Examples whose features are held; default: those of the tile.
-        """
+        """Peak memory of the work on one tile."""
         kept, outputs = rows + columns if kept is None else kept, self.structure.p**2 * rows * columns
         if self.recipe is None:
             return self.itemsize * (product_numbers(self.structure, self.model.size, chunk) + 2 * outputs)
@@ -113,9 +106,6 @@ def _peak(recipe: Recipe, kept: int, rows: int, columns: int, chunk: int) -> int
 
 def checked_memory(memory: int | None, device: torch.device) -> int:
     """The memory limit in bytes; by default half of what is free.
-
-    Raises:
-        HyperparameterError: the limit is not a positive integer.
 
     >>> checked_memory(2**20, torch.device("cpu"))
     1048576

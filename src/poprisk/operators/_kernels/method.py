@@ -2,22 +2,21 @@ r"""The algorithms that compute a kernel, and what each costs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from torch import Tensor
 
 from poprisk._core.autodiff import FlatModel, Inputs, count_examples
-from poprisk.errors import HyperparameterError
 from poprisk.operators._kernels.features import Recipe, make_recipe
 from poprisk.operators._kernels.layers import Structure, find_structure
 from poprisk.operators._kernels.memory import least_bytes
+from poprisk.operators._kernels.precision import Named
 from poprisk.operators._kernels.validation import Diagonal, check_same_kind, check_weights, preconditioner_roots
 
 # Vector products reach a fraction of the speed of one large matrix product; AUTO multiplies their operations by this.
 _PRODUCT_OVERHEAD = 4
 
 
-class Method(Enum):
+class Method(Named):
     r"""How the entries of an N×N' kernel are computed; all methods give the same numbers.
 
     With f operations in a forward pass of one example, n and n' examples, p outputs each, N = n p, and d weights:
@@ -35,22 +34,6 @@ class Method(Enum):
     VECTOR_PRODUCTS = "vector products"
     """One pull-back per column, pushed forward through all examples: 2 f N' + 3 f n N' operations, no term in d N N';
     best for many outputs and for weights that are used in several places."""
-
-    @classmethod
-    def checked(cls, method: "Method | str") -> "Method":
-        """The member of that name.
-
-        Raises:
-            HyperparameterError: there is no such method.
-
-        >>> Method.checked("auto")
-        <Method.AUTO: 'auto'>
-        """
-        try:
-            return cls(method)
-        except ValueError:
-            names = [each.value for each in cls]
-            raise HyperparameterError(f"method must be a Method or one of {names}, got {method!r}") from None
 
 
 @dataclass(frozen=True)

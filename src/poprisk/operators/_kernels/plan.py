@@ -187,13 +187,7 @@ def recipe_of(
 
 
 def check_rounded_method(method: Method, precision: Precision) -> None:
-    """Refuses methods that multiply no rows.
-
-    Raises:
-        HyperparameterError: the method is neither AUTO nor LAYER_FACTORS.
-
-    >>> check_rounded_method(Method.AUTO, Precision.FLOAT16)
-    """
+    """Refuses methods that multiply no rows."""
     if method not in (Method.AUTO, Method.LAYER_FACTORS):
         raise HyperparameterError(
             f"precision={precision.value!r} rounds Jacobian rows and needs method 'auto' or 'layer factors', got "

@@ -9,7 +9,7 @@ Every row is divided by its norm before it is rounded, so that the error of an e
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +23,30 @@ _FLOAT32 = 2.0**-24
 _AMPERE = (8, 0)
 
 
-class Precision(Enum):
+Kind = TypeVar("Kind", bound="Named")
+
+
+class Named(Enum):
+    """Choices that may be given by their names."""
+
+    @classmethod
+    def checked(cls: type[Kind], given: "Kind | str") -> Kind:
+        """The member of that name.
+
+        Raises:
+            HyperparameterError: there is none.
+
+        >>> Precision.checked("float16")
+        <Precision.FLOAT16: 'float16'>
+        """
+        try:
+            return cls(given)
+        except ValueError:
+            kind, names = cls.__name__, [each.value for each in cls]
+            raise HyperparameterError(f"{kind.lower()} must be a {kind} or one of {names}, got {given!r}") from None
+
+
+class Precision(Named):
     r"""How the rows are stored and multiplied; sums are always kept in float32.
 
     Speeds are those of one H200 in large products, relative to IEEE float32, as a rule of thumb.
@@ -39,22 +62,6 @@ class Precision(Enum):
     """Rows scaled to a norm of 2¹⁵, which no entry overflows: u = 2⁻¹¹, speed 15, half the memory."""
     BFLOAT16 = "bfloat16"
     """u = 2⁻⁸, speed 15, half the memory; float16 is better in every respect that matters here."""
-
-    @classmethod
-    def checked(cls, precision: "Precision | str") -> "Precision":
-        """The member of that name.
-
-        Raises:
-            HyperparameterError: there is no such precision.
-
-        >>> Precision.checked("float16")
-        <Precision.FLOAT16: 'float16'>
-        """
-        try:
-            return cls(precision)
-        except ValueError:
-            names = [each.value for each in cls]
-            raise HyperparameterError(f"precision must be a Precision or one of {names}, got {precision!r}") from None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,18 +91,7 @@ class Precision(Enum):
 
 
 def check_supported(precision: Precision, device: str, capability: tuple[int, int] | None = None) -> None:
-    """Refuses a precision that a kind of device does not support.
-
-    Args:
-        precision: Precision of the products.
-        device: ``"cpu"`` or ``"cuda"``.
-        capability: CUDA compute capability of the GPU, if known.
-
-    Raises:
-        DeviceError: the device does not support it; the message names what it supports.
-
-    >>> check_supported(Precision.FLOAT16, "cpu")
-    """
+    """Refuses a precision that a kind of device does not support."""
     if precision is Precision.TF32 and device == "cpu":
         raise DeviceError(
             "precision='tf32' needs the tensor cores of a GPU, and the device is 'cpu': use 'float32', 'bfloat16x3' or "
@@ -117,11 +113,6 @@ def error_bound(precision: Precision, length: int, width: int) -> float:
     (IEEE float32: rounded after every product), and the panels are added in float32. The error with which the rows
     themselves were computed is not included; ``measured_error`` includes it.
 
-    Args:
-        precision: Precision of the products.
-        length: r, the number of columns.
-        width: Number of columns that are summed at once.
-
     >>> f"{error_bound(Precision.FLOAT16, 10**6, 4096):.1e}"
     '1.0e-03'
     """
@@ -135,6 +126,19 @@ def error_bound(precision: Precision, length: int, width: int) -> float:
 
 
 @contextmanager
+def _changed(*settings: tuple[Any, str, Any]) -> Iterator[None]:
+    """Objects with other values of their attributes, which come back at the end."""
+    before = [getattr(owner, name) for owner, name, _ in settings]
+    for owner, name, value in settings:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(settings, before, strict=True):
+            setattr(owner, name, value)
+
+
+@contextmanager
 def whole_sums() -> Iterator[None]:
     """Keeps partial sums of float16 and bfloat16 products on a GPU in float32.
 
@@ -142,16 +146,9 @@ def whole_sums() -> Iterator[None]:
     ...     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     False
     """
-    settings: Any = torch.backends.cuda.matmul
     names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-    before = [getattr(settings, name) for name in names]
-    for name in names:
-        setattr(settings, name, False)
-    try:
+    with _changed(*((torch.backends.cuda.matmul, name, False) for name in names)):
         yield
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(settings, name, value)
 
 
 @contextmanager
@@ -163,15 +160,8 @@ def float32_products(precision: str) -> Iterator[None]:
     tensor(2.)
     """
     convolutions: Any = torch.backends.cudnn
-    settings: list[Any] = [torch.backends.cuda.matmul, convolutions.conv]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = precision
-    try:
+    with _changed(*((each, "fp32_precision", precision) for each in (torch.backends.cuda.matmul, convolutions.conv))):
         yield
-    finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.fp32_precision = value
 
 
 @contextmanager
@@ -184,15 +174,13 @@ def pinned(threads: int) -> Iterator[None]:
     ...     torch.get_num_threads()
     1
     """
-    before, repeatable = torch.get_num_threads(), torch.backends.cudnn.deterministic
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    torch.backends.cudnn.deterministic = True
     try:
-        with float32_products("ieee"):
+        with float32_products("ieee"), _changed((torch.backends.cudnn, "deterministic", True)):
             yield
     finally:
         torch.set_num_threads(before)
-        torch.backends.cudnn.deterministic = repeatable
 
 
 def numerics_here(device: str = "cpu") -> dict[str, Any]:

@@ -48,14 +48,6 @@ def kernel_operator(
         pulled = model.vjp(w, columns, X)
         return model.jvp(w, rows, pulled if M is None else M.unsqueeze(1) * pulled)
 
-    if other_inputs is None or others is None:
-        return from_functions(
-            lambda X: product(inputs, inputs, X), None, (n * p, n * p), w.dtype, w.device, symmetric=True
-        )
-    return from_functions(
-        lambda X: product(inputs, other_inputs, X),
-        lambda Y: product(other_inputs, inputs, Y),
-        (n * p, others * p),
-        w.dtype,
-        w.device,
-    )
+    columns, shape = inputs if other_inputs is None else other_inputs, (n * p, (others or n) * p)
+    back = None if other_inputs is None else lambda Y: product(columns, inputs, Y)
+    return from_functions(lambda X: product(inputs, columns, X), back, shape, w.dtype, w.device, symmetric=back is None)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from poprisk._core.autodiff import FlatModel
-from poprisk.operators._kernels.features import Factors, Features, Recipe, contract
+from poprisk.operators._kernels.features import Factors, Features, Recipe, contract, joined
 from poprisk.operators._kernels.precision import Precision, float32_products, whole_sums
 
 # Columns of a panel: longer ones lose digits in their sums, shorter ones time in writing them down.
@@ -151,15 +151,6 @@ def contract_rounded(left: RoundedRows, right: RoundedRows) -> Float[Tensor, "bp
     if first.factors:
         K += contract(first, second)
     return K
-
-
-def joined(parts: Sequence[Features]) -> Features:
-    """Concatenates the features of consecutive examples."""
-    if len(parts) == 1:
-        return parts[0]
-    rows = torch.cat([part.rows for part in parts])
-    layers = zip(*(part.factors for part in parts), strict=True)
-    return Features(rows, tuple(Factors.joined(layer) for layer in layers))
 
 
 def _add_products(K: Tensor, ours: list[Tensor], theirs: list[Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from poprisk._core.autodiff import FlatModel, Inputs, take_examples
+from poprisk._core.autodiff import FlatModel, Inputs, parts_of, take_examples
 from poprisk._core.seeds import generator_for
 from poprisk.operators._kernels.method import check_request
 from poprisk.operators._kernels.precision import Precision
@@ -95,15 +95,7 @@ def measured_error(
 
     The forward and backward passes are in float64 too, so that the error of the rows is included.
 
-    Args:
-        model: The model.
-        w: Weights at which the Jacobians were taken.
-        K: The kernel of these inputs.
-        inputs: The examples of its rows.
-        other_inputs: The examples of its columns, if different.
-        preconditioner: The diagonal of M that the kernel was computed with.
-        examples: Number of examples of each side, drawn at random.
-        seed: Seed for the random draw.
+    Arguments as in :func:`rounded_kernel`.
     """
     options = {"preconditioner": preconditioner, "examples": examples, "seed": seed}
     return exact_sample(model, w, inputs, other_inputs, **options).error(K)
@@ -145,7 +137,8 @@ def exact_sample(
         picked.append(_in_double(take_examples(other_inputs, others.to(w.device))))
     M = preconditioner.double() if isinstance(preconditioner, Tensor) else preconditioner
     exact = FlatModel(copy.deepcopy(model.module).double(), model.loss)
-    K = train_kernel(exact, w.double(), _joined_inputs(picked), preconditioner=M)
+    joined = [torch.cat(parts) for parts in zip(*picked, strict=True)]
+    K = train_kernel(exact, w.double(), tuple(joined) if len(joined) > 1 else joined[0], preconditioner=M)
     p = len(K) // (len(drawn) + (len(others) if other_inputs is not None else 0))
     side = len(drawn) * p if other_inputs is not None else 0  # where the columns begin
     roots = K.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
@@ -159,10 +152,4 @@ def _outputs_of(examples: Tensor, p: int) -> Tensor:
 
 
 def _in_double(inputs: Inputs) -> tuple[Tensor, ...]:
-    parts = inputs if isinstance(inputs, tuple) else (inputs,)
-    return tuple(part.double() if part.is_floating_point() else part for part in parts)
-
-
-def _joined_inputs(picked: list[tuple[Tensor, ...]]) -> Inputs:
-    joined = [torch.cat(parts) for parts in zip(*picked, strict=True)]
-    return tuple(joined) if len(joined) > 1 else joined[0]
+    return tuple(part.double() if part.is_floating_point() else part for part in parts_of(inputs))

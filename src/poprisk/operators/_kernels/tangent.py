@@ -92,13 +92,6 @@ def cross_kernel(
 def output_trace(K: Float[Tensor, "rows columns"], outputs: int) -> Float[Tensor, "n m"]:
     r"""The sum over outputs of the same index, :math:`\sum_j K_{ij,i'j}`: one number for a pair of examples.
 
-    Args:
-        K: A kernel as ``train_kernel`` or ``cross_kernel`` returns it.
-        outputs: p, the number of outputs.
-
-    Raises:
-        DataError: the kernel does not consist of p×p blocks.
-
     >>> import torch
     >>> output_trace(torch.tensor([[1.0, 5.0], [5.0, 2.0]]), outputs=2)
     tensor([[3.]])

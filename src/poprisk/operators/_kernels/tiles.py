@@ -119,11 +119,7 @@ class TileMaker:
         return error_bound(self.precision, self.recipe.row_length, self._layout.width)
 
     def warm(self, inputs: Inputs) -> None:
-        """Captures CUDA graphs now, so that the bits of a chunk do not depend on how many came before it.
-
-        Args:
-            inputs: At least one example; only its shape matters.
-        """
+        """Captures CUDA graphs now, so that the bits of a chunk do not depend on how many came before it."""
         if self.precision is not None and isinstance(self.pieces, Replayed):
             first = [part[:1] for part in (inputs if isinstance(inputs, tuple) else (inputs,))]
             chunk = tuple(part.expand(self.chunk, *part.shape[1:]) for part in first)
@@ -253,10 +249,6 @@ def on_host(tiles: Iterator[Tile], keep: Callable[[Tile], bool] = lambda tile: T
     """The tiles in the host's memory: each is copied while the next one is computed.
 
     On a GPU the copy runs on a stream of its own into pinned memory, and a tile is handed out once it has arrived.
-
-    Args:
-        tiles: Tiles as they are computed.
-        keep: Which tiles are wanted.
 
     >>> from poprisk.operators import kernel_tiles
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False), "squared")

@@ -24,13 +24,6 @@ from poprisk.errors import DataError
 def curvature_root(output_hessian: Float[Tensor, "n p p"]) -> Float[Tensor, "n p p"]:
     r"""The blocks of :math:`B^{1/2}`, where B is block diagonal with blocks :math:`\nabla^2\ell_i / n`.
 
-    Args:
-        output_hessian: One block per example, as ``model.output_hessian`` returns it; the 1/n comes in here.
-
-    Raises:
-        DataError: a block is not symmetric or has an eigenvalue below 0 beyond rounding: then B has no real root, and
-            the gradient may grow.
-
     >>> curvature_root(torch.eye(2).repeat(4, 1, 1))[0]
     tensor([[0.5000, 0.0000],
             [0.0000, 0.5000]])
@@ -54,10 +47,6 @@ def curvature_root(output_hessian: Float[Tensor, "n p p"]) -> Float[Tensor, "n p
 def scaled_kernel(K: Float[Tensor, "N N"], output_hessian: Float[Tensor, "n p p"]) -> Float[Tensor, "N N"]:
     r"""The scaled tangent kernel :math:`B^{1/2} K_{SS} B^{1/2}`, dense.
 
-    Args:
-        K: The train kernel, [n p, n p].
-        output_hessian: One block :math:`\nabla^2\ell_i` per example; the 1/n comes in here.
-
     Raises:
         DataError: sizes do not fit, or a block without a real root.
 
@@ -75,9 +64,6 @@ def scaled_kernel(K: Float[Tensor, "N N"], output_hessian: Float[Tensor, "n p p"
 
 def scaled_kernel_operator(K: LinearOperator, output_hessian: Float[Tensor, "n p p"]) -> LinearOperator:
     r"""The same known by its products; see ``scaled_kernel``.
-
-    Raises:
-        DataError: sizes do not fit, a block without a real root, or a kernel that is not symmetric.
 
     >>> from poprisk._core.linalg import identity
     >>> scaled_kernel_operator(identity(2), torch.full((2, 1, 1), 2.0)) @ torch.tensor([1.0, 3.0])

@@ -13,14 +13,7 @@ Diagonal = float | Tensor
 
 
 def check_weights(model: FlatModel, w: Tensor) -> None:
-    """Refuses weights of another shape, of low precision, or not finite.
-
-    Raises:
-        DataError: the weights do not fit the model.
-
-    >>> model = FlatModel(torch.nn.Linear(2, 1), "squared")
-    >>> check_weights(model, model.weights)
-    """
+    """Refuses weights of another shape, of low precision, or not finite."""
     if w.shape != (model.size,):
         raise DataError(f"w must be a flat vector [{model.size}] like model.weights, got shape {list(w.shape)}")
     check_precision(model.parameters, w)
@@ -32,13 +25,7 @@ def check_weights(model: FlatModel, w: Tensor) -> None:
 
 
 def check_same_kind(inputs: Inputs, other: Inputs) -> None:
-    """Refuses a second set of examples that has other shapes or dtypes than the first.
-
-    Raises:
-        DataError: shapes or dtypes differ.
-
-    >>> check_same_kind(torch.zeros(3, 2), torch.zeros(5, 2))
-    """
+    """Refuses a second set of examples that has other shapes or dtypes than the first."""
     kinds = [
         [(tuple(part.shape[1:]), part.dtype) for part in (each if isinstance(each, tuple) else (each,))]
         for each in (inputs, other)
@@ -63,9 +50,6 @@ def preconditioner_roots(model: FlatModel, w: Tensor, preconditioner: Diagonal |
 
 def preconditioner_diagonal(model: FlatModel, w: Tensor, preconditioner: Diagonal | None) -> Tensor | None:
     """M as a vector like the weights, or None.
-
-    Raises:
-        DataError: another size or dtype than the weights, or an entry that is negative or not finite.
 
     >>> model = FlatModel(torch.nn.Linear(2, 1, bias=False), "squared")
     >>> preconditioner_diagonal(model, model.weights, 4.0)

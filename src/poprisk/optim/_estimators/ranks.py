@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from poprisk.errors import DataError
 from poprisk.optim._estimators.rank_ddp import AllReduce
 from poprisk.optim._estimators.rank_fsdp import ReduceScatters, over_replicas
-from poprisk.optim._estimators.samples import HookedSource, Tally, check_cleared, gradient_ratio, rescale, used_here
+from poprisk.optim._estimators.samples import Source, Tally, check_cleared, gradient_ratio, rescale, used_here
 from poprisk.optim._shards import as_part_of, local_part
 
 
-class RankVariance(HookedSource):
+class RankVariance(Source):
     r"""The variance of the global mean gradient, each rank's gradient being a sample (of ranks and micro-batches).
 
     Let :math:`x_{rj}` be the gradient of micro-batch j on rank r. ``.grad`` ends as the mean over ranks of the sum over
@@ -118,9 +118,6 @@ class RankVariance(HookedSource):
         self._closed = True
         self._transport.close()
         self.reset()
-
-    def _tally_of(self, p: Tensor) -> Tally:
-        return self._tallies.setdefault(p, Tally())
 
 
 _SOURCES: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[RankVariance]]" = weakref.WeakKeyDictionary()

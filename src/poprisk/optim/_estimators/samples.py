@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,18 +121,18 @@ class Tally:
     leftover: Tensor | None = None
 
 
-@runtime_checkable
-class Source(Protocol):
-    """The :class:`poprisk.RankVariance` that a transport collects for."""
+class Source(HookedSource):
+    """What a transport collects for: the :class:`poprisk.RankVariance` of its model."""
 
     _tallies: dict[Tensor, Tally]
     _closed: bool
 
     def reset(self) -> None:
-        """Forgets the samples seen so far."""
-        ...
+        """Discards the samples seen so far."""
+        raise NotImplementedError
 
-    def _tally_of(self, p: Tensor) -> Tally: ...
+    def _tally_of(self, p: Tensor) -> Tally:
+        return self._tallies.setdefault(p, Tally())
 
 
 def used_here(*tensors: Tensor | None) -> None:

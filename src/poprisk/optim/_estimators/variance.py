@@ -18,6 +18,7 @@ from poprisk.errors import DataError, GradientError, HyperparameterError
 from poprisk.optim._estimators.samples import (
     HookedSource,
     Samples,
+    Tally,
     add_to_spread,
     check_cleared,
     gradient_norm,
@@ -168,9 +169,9 @@ class MicrobatchVariance(HookedSource):
 
     def variances(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """The variance of each accumulated gradient, once; None for all if there were fewer than two micro-batches."""
-        tallies = {p: tally for p, tally in self._tallies.items() if tally.count > 0 and p.grad is not None}
+        tallies = {p: tally for p, tally in self._tallies.items() if tally.samples > 0 and p.grad is not None}
         self.reset()
-        k = max((tally.count for tally in tallies.values()), default=0)
+        k = max((tally.samples for tally in tallies.values()), default=0)
         if k < 2:
             return [None] * len(parameters)
         check_cleared(tally.leftover for tally in tallies.values())
@@ -207,7 +208,7 @@ class MicrobatchVariance(HookedSource):
             else:
                 tally.follow(p)
         tally = self._tallies.get(p)
-        if tally is not None and tally.count > 0:
+        if tally is not None and tally.samples > 0:
             self._arriving[p] = x.detach()
         else:
             self._tallies[p] = _Tally(leftover=None if p.grad is None else gradient_norm(p.grad))
@@ -217,33 +218,29 @@ class MicrobatchVariance(HookedSource):
             return
         tally = self._tallies.setdefault(p, _Tally())
         x = self._arriving.pop(p, None)
-        if tally.count > 0 and x is not None:
-            tally.sum_sq = add_to_spread(tally.sum_sq, p.grad.detach(), x, tally.count)
-        tally.count += 1
+        if tally.samples > 0 and x is not None:
+            tally.spread = add_to_spread(tally.spread, p.grad.detach(), x, tally.samples)
+        tally.samples += 1
         tally.norm = gradient_norm(p.grad)
         tally.mark = _mark(p.grad)
 
 
 @dataclass
-class _Tally:
-    """What is known of one parameter's micro-batches beyond their sum, which ``.grad`` holds."""
+class _Tally(Tally):
+    """That of a parameter's micro-batches, which notices what is done to ``.grad`` between them."""
 
-    count: int = 0
-    sum_sq: Tensor | None = None
-    norm: Tensor | None = None
     mark: tuple[int, int] | None = None
-    leftover: Tensor | None = None
 
     def touched(self, grad: Tensor | None) -> bool:
         """Whether someone replaced or wrote the gradient since the last micro-batch; no device is waited for."""
-        return self.count > 0 and (grad is None or _mark(grad) != self.mark)
+        return self.samples > 0 and (grad is None or _mark(grad) != self.mark)
 
     def follow(self, p: Tensor) -> None:
         """Takes over a rescaling between two micro-batches."""
         assert p.grad is not None
         assert self.norm is not None
-        if self.sum_sq is not None:
-            self.sum_sq = rescale(self.sum_sq, gradient_ratio(p.grad, self.norm))
+        if self.spread is not None:
+            self.spread = rescale(self.spread, gradient_ratio(p.grad, self.norm))
         self.norm, self.mark = gradient_norm(p.grad), _mark(p.grad)
 
 
@@ -259,8 +256,8 @@ def _call(method: "weakref.WeakMethod[Any]", *arguments: Any) -> None:
 def _sum_variance(p: Tensor, tally: _Tally, k: int) -> Tensor:
     assert p.grad is not None
     assert tally.norm is not None
-    n, total = tally.count, p.grad.to(work_dtype(p.grad.dtype))
-    sum_sq = torch.zeros_like(total) if tally.sum_sq is None else tally.sum_sq
+    n, total = tally.samples, p.grad.to(work_dtype(p.grad.dtype))
+    sum_sq = torch.zeros_like(total) if tally.spread is None else tally.spread
     sum_sq = rescale(sum_sq, gradient_ratio(p.grad, tally.norm))
     if n < k:  # k - n micro-batches did not touch this parameter: as many zeros beside n gradients of mean total / n
         sum_sq = sum_sq + total.square() * ((k - n) / (n * k))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from poprisk.errors import BackendWarning
-from poprisk.optim._shards import PLAIN
+from poprisk.optim._shards import PLAIN, coordinates
 from poprisk.optim._updates import SCALE, GroupUpdate, ParamUpdate
 from poprisk.optim.backends import _foreach as foreach
 from poprisk.optim.backends import _forloop as forloop
@@ -117,7 +117,7 @@ def _over_processes(update: GroupUpdate, params: list[ParamUpdate]) -> None:
     for p in params:
         if p.shard is not None:
             scale = p.state[SCALE].clone()
-            scale[0] *= p.local.numel() * (2 if p.local.is_complex() else 1)
+            scale[0] *= coordinates(p.local)
             means.waiting.append((p, scale))
     means.write()
 

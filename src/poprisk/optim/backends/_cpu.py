@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from poprisk.optim._shards import coordinates
 from poprisk.optim._updates import GroupUpdate, ParamUpdate, counts, set_counts
 from poprisk.optim.backends import _compiler as compiler
-from poprisk.optim.backends._launch import GATES, LaunchCache, address, columns, length, tensors
+from poprisk.optim.backends._launch import GATES, LaunchCache, address, columns, tensors
 from poprisk.optim.rules._coefficients import Coefficients, Hyper, advance
 from poprisk.optim.rules._rounding import tensor_key
 
@@ -70,7 +71,7 @@ def _step_batch(update: GroupUpdate, library: CDLL, params: list[ParamUpdate]) -
         c = done[rows[now]]
         set_counts(param.state, c.step, c.var_step, c.gain)
         items.extend(map(address, tensors(param, update.hyper)))
-        items.extend((length(param), rows[now], tensor_key(param.key), param.offset))
+        items.extend((coordinates(param.local), rows[now], tensor_key(param.key), param.offset))
     _call(update, library, items, params, done)
     if update.average is not None:
         update.average.mark(id(p.local) for p in params if p.mean is not None)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from poprisk.optim._shards import coordinates
 from poprisk.optim._updates import COUNTERS, SCALE, GroupUpdate, ParamUpdate, counts, real
-from poprisk.optim.backends._launch import GATES, LaunchCache, address, columns, length, tensors
+from poprisk.optim.backends._launch import GATES, LaunchCache, address, columns, tensors
 from poprisk.optim.rules._coefficients import Hyper, advance
 from poprisk.optim.rules._population import usable_limit
 from poprisk.optim.rules._rounding import tensor_key
@@ -172,7 +173,7 @@ def _launch(
 def _place(p: ParamUpdate, hyper: Hyper) -> tuple[int, ...]:
     """Addresses of w, g, m, v, s and of the given variance or the weights' mean, then length and rounding seed."""
     w, m, v, s, variance, mean, _ = map(address, tensors(p, hyper))
-    return w, p.grad.data_ptr(), m, v, s, variance or mean, length(p), _rounding_place(p)
+    return w, p.grad.data_ptr(), m, v, s, variance or mean, coordinates(p.local), _rounding_place(p)
 
 
 def _coefficients(

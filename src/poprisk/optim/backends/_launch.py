@@ -43,11 +43,6 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def length(p: ParamUpdate) -> int:
-    """Number of real numbers in the local part of a parameter."""
-    return p.local.numel() * (2 if p.local.is_complex() else 1)
-
-
 class LaunchCache:
     """A group whose last step took one launch: its tensors and options, and what that launch needed to know.
 
@@ -102,15 +97,7 @@ class LaunchCache:
             p.grad = p.local
 
     def reuse(self, group: dict[str, Any], hyper: Hyper, states: States, key: int, average: Any) -> GroupUpdate | None:
-        """The update of the last step with the gradients of this one, if all else is as it was.
-
-        Args:
-            group: The parameter group.
-            hyper: Its hyper-parameters now.
-            states: All states of the optimizer.
-            key: Key of the group's first parameter.
-            average: The means to move along.
-        """
+        """The update of the last step with the gradients of this one, if all else is as it was."""
         update = self.update
         update.hyper = hyper
         grads = [p.grad for p in group["params"]]

@@ -37,19 +37,6 @@ def adam_scale(
     return _cast(lr * gain, v) / (v.sqrt() + _cast(root * eps, v))
 
 
-def adam_direction(
-    m: Float[Tensor, "*shape"], v: Float[Tensor, "*shape"], t: Scalar, betas: Betas, eps: Scalar
-) -> Float[Tensor, "*shape"]:
-    r"""Adam's direction :math:`\hat m / (\sqrt{\hat v} + \epsilon)`, from the averages after step t.
-
-    >>> m, v = adam_moments(torch.tensor([2.0, -0.5]), torch.zeros(2), torch.zeros(2), (0.9, 0.999))
-    >>> adam_direction(m, v, 1, (0.9, 0.999), 1e-8)
-    tensor([ 1., -1.])
-    """
-    gain, root = _corrections(t, betas)
-    return m * _cast(gain, m) / (v.sqrt() + _cast(root * eps, v))
-
-
 def adam_step(
     w: Float[Tensor, "*shape"],
     g: Float[Tensor, "*shape"],
@@ -69,20 +56,7 @@ def adam_step(
 
     Adam adds :math:`\lambda w` to the gradient, AdamW multiplies the weights by :math:`1 - \eta\lambda`.
 
-    Args:
-        w: Weights before the step.
-        g: The gradient.
-        m: Average of gradients before the step.
-        v: Average of squared gradients before the step.
-        t: Number of this step, 1 for the first.
-        lr: Learning rate η.
-        betas: β1 and β2.
-        eps: ϵ.
-        weight_decay: λ.
-        decoupled_weight_decay: Whether to decay the weights (AdamW) and not through the gradient (Adam).
-
-    Returns:
-        Weights, m and v after the step.
+    Here t is 1 in the first step, η is ``lr`` and λ ``weight_decay``. Returns the weights, m and v after the step.
 
     >>> zero = torch.zeros(1)
     >>> adam_step(zero, torch.ones(1), zero, zero, 1, lr=0.1, betas=(0.9, 0.999), eps=1e-8)[0]

@@ -74,12 +74,8 @@ Numbers = TypeVar("Numbers", Hyper, Coefficients)
 def advance(hyper: Hyper, step: Scalar, var_step: Scalar, gain: Scalar, *, observed: bool = False) -> Coefficients:
     r"""The coefficients of the step after ``step``, and the counters to keep.
 
-    Args:
-        hyper: The rule's hyper-parameters.
-        step: Steps taken so far (m and v have seen as many gradients).
-        var_step: Gradients s has seen so far; fewer than ``step`` after a checkpoint without s.
-        gain: What s would be under white noise of unit variance; only used for ``alpha="calibrated"``.
-        observed: Whether the variance of this batch is given from outside instead of taken from the stream.
+    s has seen fewer gradients than ``step`` after a checkpoint without s; ``observed`` says whether the variance of
+    this batch is given from outside instead of taken from the stream.
     """
     step, var_step, gain = (x.double() if isinstance(x, Tensor) else x for x in (step, var_step, gain))
     beta1 = hyper.betas[0]

@@ -28,19 +28,7 @@ def sgd_step(
 
     With Nesterov momentum the direction is :math:`f + \mu v'` instead of :math:`v'`.
 
-    Args:
-        w: Weights before the step.
-        g: The gradient.
-        buffer: The momentum buffer v, zero before the first step; not used without momentum.
-        lr: Learning rate η.
-        momentum: μ.
-        dampening: 1 - κ, from the second step on.
-        weight_decay: λ, which enters the gradient.
-        nesterov: Whether to use Nesterov momentum.
-        first: Whether this is the first step with momentum.
-
-    Returns:
-        Weights and momentum buffer after the step.
+    Here η is ``lr``, v the ``buffer``, and ``first`` marks the first step with momentum. Returns weights and buffer.
 
     >>> w, v = torch.zeros(1), torch.zeros(1)
     >>> for first in (True, False):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from poprisk._core.types import Scalar
 from poprisk.optim import soft_gate
-from poprisk.optim.rules._adam import adam_direction, adam_moments, moving_average
+from poprisk.optim.rules._adam import adam_moments, adam_scale, moving_average
 from poprisk.optim.rules._threshold import deviation_noise, mean_noise
 from poprisk_lab.engine.peers import Knobs, States, _cast, _debias, _precise
 
@@ -56,7 +56,7 @@ def moments(g: Tensor, state: States, h: Knobs, t: Scalar, squared: Tensor | Non
     m, v = adam_moments(g, state["m"], state["v"], betas)
     s = moving_average(state["s"], deviation, h["rho"])
     m_hat, s_hat = m * _cast(_debias(h["beta1"], t), m), s * _cast(_debias(h["rho"], t), s)
-    return Moments({"m": m, "v": v, "s": s}, m_hat, s_hat, adam_direction(m, v, t, betas, h["eps"]), h["beta1"], t)
+    return Moments({"m": m, "v": v, "s": s}, m_hat, s_hat, m * adam_scale(v, t, betas, h["eps"]), h["beta1"], t)
 
 
 def break_even(beta1: Scalar, t: Scalar) -> Scalar:

@@ -11,7 +11,7 @@ from poprisk._core.autodiff import FlatModel, Inputs
 from poprisk.errors import DataError
 from poprisk.operators import Coupling, Operators, Window, dissipation_channels, kernel_drift
 from poprisk.operators._coupling import anchored_coupling_of_jacobians
-from poprisk.operators._realized import RealizedWindow
+from poprisk.operators._dense import RealizedWindow
 from poprisk.runs import Run
 from poprisk.theory import window_bounds
 from poprisk.theory.visibility_bounds import visibility_spectra

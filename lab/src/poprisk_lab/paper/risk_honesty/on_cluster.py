@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from poprisk._core.cluster import run_tasks
-from poprisk._core.store.exclusive import append_line
+from poprisk._core.store import append_line
 from poprisk.errors import JobError
 
 Lines = list[str]

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 
 from poprisk._core.cluster import current_cluster
-from poprisk._core.store import environment, load_result, save_result
-from poprisk._core.store.exclusive import append_line
+from poprisk._core.store import append_line, environment, load_result, save_result
 from poprisk.runs import Run
 from poprisk_lab.paper.risk_honesty.design import SPLITS, Split, settings
 from poprisk_lab.paper.risk_honesty.judging import KIND, summarize

@@ -23,7 +23,7 @@ from poprisk._core.estimate import Estimate
 from poprisk.operators import Bound, Coupling, Window, dissipation_channels
 from poprisk.operators._channels import operator_norm
 from poprisk.operators._cumulative import lifted_maps
-from poprisk.operators._realized import RealizedWindow
+from poprisk.operators._dense import RealizedWindow
 from poprisk_lab.paper.sobolev_slope.task import (
     SlopeConfig,
     _angles,
