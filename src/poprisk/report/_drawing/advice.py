@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from poprisk.report._drawing.svg_chart import number
 from poprisk.report._drawing.wording import as_command, percent, share_words, size_of
-from poprisk.risk import Estimate
+from poprisk.risk import Estimate, RiskEstimate
 
 EARLY = 0.8
 """Share of the steps before which a chosen moment means that the rest of the run did not help."""
@@ -38,7 +38,7 @@ class Facts:
     first_loss: float | None = None
     last_loss: float | None = None
     """Training loss before the first step and at the last one."""
-    risk: Estimate | None = None
+    risk: RiskEstimate | None = None
     """Of the weights to use: the kept ones, if examples were held back, otherwise those of the last step."""
     why_no_risk: str = ""
     held: int = 0
