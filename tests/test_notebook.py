@@ -150,10 +150,9 @@ def test_plain_text_stays_short(shown):
 
 def test_a_run_whose_files_are_damaged_or_large_is_still_shown(run, tmp_path, monkeypatch):
     saved = run.save(tmp_path / "run")
-    shown = Run.load(saved.path)._repr_html_()
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_QUICK", 10)
-        assert Run.load(saved.path)._repr_html_() == shown
+        assert "run.losses reads them" in parsed(Run.load(saved.path)._repr_html_())
     file = next((tmp_path / "run").glob("segment-*"))
     file.write_bytes(file.read_bytes()[:-3] + b"xyz")
     assert "the losses cannot be read" in parsed(Run.load(saved.path)._repr_html_())
