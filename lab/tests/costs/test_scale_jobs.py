@@ -77,12 +77,9 @@ def test_a_part_that_is_measured_again_keeps_the_other(benchmark):
 
 
 def test_the_page_says_where_the_workers_were():
-    cpu: dict[str, Any] = {
-        "seconds_per_tile": 1.0,
-        "overhead": 0.02,
-        "scaling_one_to_two": 1.9,
-        "scaling_one_to_four": 1.9,
-    }
-    shown = jobs_table({"cpu": cpu | {"cores": 2, "environment": {"cpu": "EPYC"}}})
+    cpu: dict[str, Any] = {"seconds_per_tile": 1.0, "overhead": 0.02, "scaling_one_to_two": 1.7}
+    shown = jobs_table({"cpu": cpu | {"machine_scaling": 1.75, "cores": 2, "environment": {"cpu": "EPYC"}}})
     assert "one worker on 2 cores of EPYC" in shown
+    assert "two workers: times faster than one (two plain loops at once are 1.75 times faster than one) | 1.70" in shown
     assert "four workers" not in shown
+    assert "four workers" in jobs_table({"cpu": cpu | {"scaling_one_to_four": 3.8}})
