@@ -124,7 +124,7 @@ def train(
     if held is not None:
         _follow(held, recorder, module, made)
     shown = nullcontext(progress) if callable(progress) else training_progress(problem.name, start, steps, progress)
-    with recorder, shown as report, _termination() as is_over:
+    with _termination() as is_over, recorder, shown as report:  # a signal while the last steps are written waits, too
         for k in range(start, steps):
             if schedule is not None:
                 _set_rates(made, base, schedule(k))
