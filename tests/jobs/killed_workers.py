@@ -125,7 +125,7 @@ class Processes:
         return False
 
     def kill(self, name: str) -> None:
-        os.kill(self.alive[name].pid, signal.SIGKILL)
+        self.alive[name].kill()  # which may have ended by itself since the others were killed
         self.alive[name].join()
 
     def stop(self) -> None:
