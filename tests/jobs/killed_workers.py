@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import signal
 import socket
 import sys
 import tempfile
