@@ -6,7 +6,6 @@ It needs no linearization and no further training, and is unbiased for any model
 import math
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from poprisk._core.autodiff import resolve_loss
@@ -36,8 +35,7 @@ def held_back_risk(run: Run, weights: Weights = "kept", step: int | None = None)
     kept = run.kept
     if kept is None:
         raise RunError("the run has no held-back examples: train with hold_back=0.05, or use another method")
-    trained = torch.ones(run.num_examples, dtype=torch.bool)
-    trained[kept.held] = False
+    trained = run.trained
     first = float(run.losses[0]) if run.num_steps else math.nan
     if weights == "kept":
         return judge_kept(kept.risk, run.num_steps, _training_loss(run, kept.weights, trained), kept.target, first)

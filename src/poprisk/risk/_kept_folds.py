@@ -7,7 +7,7 @@ from torch import Tensor
 from poprisk._core.costs import working_memory
 from poprisk.errors import DataError, RunError
 from poprisk.risk._k_fold import FOLDS, held_by_fold, most_folds
-from poprisk.risk._resampled import Trained, held_out_result, members_without, trained_examples
+from poprisk.risk._resampled import Trained, held_out_result, members_without
 from poprisk.risk._retraining.members import Buffers
 from poprisk.risk._retraining.retrain import Retrained, retrain
 from poprisk.risk._verdict import RiskEstimate, trained_on
@@ -64,7 +64,7 @@ def _points(run: Run, folds: int) -> int:
 
 def kept_folds(run: Run, folds: int, seed: int) -> list[Int[Tensor, "fold"]]:
     """The folds, without the examples that were held back."""
-    trained = trained_examples(run)
+    trained = run.trained
     found = [fold[trained[fold]] for fold in held_by_fold(run, folds, seed)]
     if not all(len(fold) for fold in found):
         raise DataError(f"{int(trained.sum())} training examples are too few for {folds} folds: use fewer folds")

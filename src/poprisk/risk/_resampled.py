@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from poprisk._core.autodiff import Inputs, resolve_loss, slices, take_examples
@@ -236,7 +236,7 @@ def held_out_result(
     error = inflated_error(losses, units.to(losses.device), seen, groups, mistake) if distinct else math.nan
     value = float(losses.double().mean())
     kind = "k_fold" if partition else method
-    fitted = own_losses[trained_examples(run).to(own_losses.device)]
+    fitted = own_losses[run.trained.to(own_losses.device)]
     about = (float(fitted.double().mean()), trained.trainings, distinct, n, trained.notes, float(run.losses[0]))
     checks = _checks(run, held, trained, own_losses, partition)
     error = math.hypot(error, checks.lag)
@@ -253,17 +253,9 @@ def _units(run: Run, example: Tensor) -> Tensor:
     return groups[example] if int(groups.max()) else example
 
 
-def trained_examples(run: Run) -> Bool[Tensor, "n"]:
-    """Which examples the run was trained on: all but those that were held back."""
-    trained = torch.ones(run.num_examples, dtype=torch.bool)
-    if run.kept is not None:
-        trained[run.kept.held] = False
-    return trained
-
-
 def _target(run: Run, held: list[Tensor]) -> str:
     """The models whose risk it is."""
-    trained = trained_examples(run)
+    trained = run.trained
     sizes = [int(trained.sum()) - int(trained[index].sum()) for index in held]
     return trained_on((min(sizes), max(sizes)), run.num_examples)
 
@@ -271,7 +263,7 @@ def _target(run: Run, held: list[Tensor]) -> str:
 def _checks(run: Run, held: list[Tensor], trained: Trained, own_losses: Tensor, partition: bool) -> FoldChecks:
     """What speaks against the held-out losses as the risk of the run's model."""
     problem, buffers = run.problem, trained.buffers
-    left_out = (~trained_examples(run)).repeat(len(held), 1)
+    left_out = (~run.trained).repeat(len(held), 1)
     for k, index in enumerate(held):
         left_out[k, index] = True
     member = torch.cat([torch.full((len(index),), k) for k, index in enumerate(held)])

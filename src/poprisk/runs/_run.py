@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from poprisk._core.arguments import checked
@@ -199,6 +199,14 @@ class Run:
         """
         record = self._manifest.get("kept")
         return None if record is None else Kept.from_content(self._storage.read(record), self.num_examples)
+
+    @cached_property
+    def trained(self) -> Bool[Tensor, "n"]:
+        """Which examples steps may have trained on: all but those that were held back."""
+        trained = torch.ones(self.num_examples, dtype=torch.bool)
+        if self.kept is not None:
+            trained[self.kept.held] = False
+        return trained
 
     def module(self, dtype: torch.dtype | None = None) -> nn.Module:
         """A new module, as in the run but with the problem's initial weights, on the device of the examples.

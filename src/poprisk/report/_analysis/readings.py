@@ -204,9 +204,7 @@ def _clean_targets(targets: Tensor, clean: Tensor | None, table: AuditTable | No
 
 def _parts(path: RunPath, run: Run, wanted: Tensor | None) -> tuple[dict[str, Float[Tensor, "N"]], int]:
     """The output gradient, split into that of the clean labels and that of the noise; held-back examples have none."""
-    trained = torch.ones(len(path.targets), dtype=torch.bool, device=path.targets.device)
-    if run.kept is not None:
-        trained[run.kept.held] = False
+    trained = run.trained.to(path.targets.device)
     only = lambda g: (g.reshape(len(trained), -1) * trained[:, None].to(g)).reshape(-1)  # noqa: E731
     g = only(path.output_gradient)
     if wanted is None:

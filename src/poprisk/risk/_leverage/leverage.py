@@ -238,10 +238,7 @@ def _first(moment: Tangent, half: int) -> Tangent:
 
 def _trained(run: Run) -> Int[Tensor, "n"]:
     """The examples that were not held back."""
-    used = torch.ones(run.num_examples, dtype=torch.bool)
-    if run.kept is not None:
-        used[run.kept.held] = False
-    return used.nonzero().squeeze(1)
+    return run.trained.nonzero().squeeze(1)
 
 
 def _choose(
